@@ -170,7 +170,7 @@ class Round:
         return [(here[level], self._along(level, size)) for level, size in sizes]
 
     def _along(self, level: int, size: int) -> list[list[int]]:
-        """What each rank along a dimension, of which 0 are the shards, has of those before it."""
+        """Matrices that each rank along a dimension has of those before it; 0 are the shards."""
         found: list[list[int]] = [[] for _ in range(size)]
         here = self.grid.places(self.rank)[level + 1 :]
         for index, owner in enumerate(self.owners):
