@@ -35,9 +35,7 @@ class BlockRing {
       fail_with(
           errno, "cannot take memory for " + std::to_string(num_blocks) + " blocks of a file");
     }
-#ifdef MADV_HUGEPAGE
     ::madvise(mapping_.data(), (num_blocks + 1) * kBlockNbytes, MADV_HUGEPAGE);
-#endif
   }
   // Of kBlockNbytes; the last one is the first in memory, and taken first.
   std::vector<char*> blocks() const {

@@ -136,7 +136,11 @@ void DiskFile::wait(Ticket ticket) {
   std::erase(unfed_, ticket);
   requests_.erase(found);
   if (request.error != 0) {
-    fail(request);
+    const std::string verb = request.writes ? "write" : "read";
+    fail_with(
+        request.error,
+        "cannot " + verb + " " + request.label + " at byte " +
+            std::to_string(request.error_offset) + " of '" + path_ + "'");
   }
 }
 
@@ -146,14 +150,6 @@ void DiskFile::account(Request& request, const Block& rest, int error) {
     request.error_offset = rest.offset;
   }
   --request.num_blocks;
-}
-
-void DiskFile::fail(const Request& request) const {
-  const std::string verb = request.writes ? "write" : "read";
-  fail_with(
-      request.error,
-      "cannot " + verb + " " + request.label + " at byte " + std::to_string(request.error_offset) +
-          " of '" + path_ + "'");
 }
 
 } // namespace zerocore::io

@@ -72,7 +72,6 @@ class DiskFile {
   Ticket begin(Request request);
   void feed();
   void account(Request& request, const Block& rest, int error);
-  [[noreturn]] void fail(const Request& request) const;
 
   std::string path_;
   int64_t nbytes_;

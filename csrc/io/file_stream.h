@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
-#include <limits>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -35,8 +34,8 @@ class FileStream {
       int64_t ahead_nbytes,
       size_t num_threads,
       StreamWay way,
-      int64_t first_block = 0,
-      int64_t end_block = std::numeric_limits<int64_t>::max());
+      int64_t first_block,
+      int64_t end_block);
   // Waits for what is under way; nothing more is read.
   ~FileStream();
 

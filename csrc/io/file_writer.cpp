@@ -20,14 +20,6 @@ namespace {
 constexpr size_t kMostUnderWay = 8;
 constexpr int64_t kFlushNbytes = int64_t{8} << 20;
 
-int64_t tag_of(char* data) {
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
-}
-
-char* block_of(int64_t tag) {
-  return reinterpret_cast<char*>(static_cast<uintptr_t>(tag)); // NOLINT(performance-no-int-to-ptr)
-}
-
 uint32_t copy_and_sum(char* to, const char* from, int64_t nbytes) {
   uint32_t crc = 0;
   for (int64_t at = 0; at < nbytes; at += kSumNbytes) {
@@ -60,20 +52,9 @@ uint32_t write_and_sum(int file, const char* data, int64_t nbytes, int64_t offse
   return crc;
 }
 
-// Asks for what fsync will wait for; an error of it says nothing of the data.
-void begin_flush(
-    [[maybe_unused]] int file,
-    [[maybe_unused]] int64_t begin,
-    [[maybe_unused]] int64_t end) {
-#ifdef __linux__
-  ::sync_file_range(file, begin, end - begin, SYNC_FILE_RANGE_WRITE);
-#endif
-}
-
 } // namespace
 
-void reserve([[maybe_unused]] int file, [[maybe_unused]] int64_t nbytes) {
-#ifdef __linux__
+void reserve(int file, int64_t nbytes) {
   // Not posix_fallocate, which writes to each block where the file system cannot.
   while (nbytes > 0 && ::fallocate(file, 0, 0, nbytes) != 0) {
     if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO) {
@@ -83,7 +64,6 @@ void reserve([[maybe_unused]] int file, [[maybe_unused]] int64_t nbytes) {
       return;
     }
   }
-#endif
 }
 
 FileWriter::FileWriter(int file, int64_t nbytes, StreamWay way)
@@ -98,8 +78,8 @@ FileWriter::FileWriter(int file, int64_t nbytes, StreamWay way)
   }
   if (is_direct_) {
     free_ = rings_.emplace_back(static_cast<size_t>(kRingNbytes / kBlockNbytes)).blocks();
-    traffic_.emplace(mutex_, kMostUnderWay, [this](int64_t tag, const Block& rest, int code) {
-      account(block_of(tag), rest, code);
+    traffic_.emplace(mutex_, kMostUnderWay, [this](int64_t index, const Block& rest, int code) {
+      account(index, rest, code);
     });
   }
 }
@@ -127,7 +107,8 @@ uint32_t FileWriter::write(const void* data, size_t nbytes, int64_t offset, uint
     at += count;
   }
   if (!is_direct_ && end - offset >= kFlushNbytes) {
-    begin_flush(file_, offset, end);
+    // Begins what fsync will wait for; an error of it says nothing of the data.
+    ::sync_file_range(file_, offset, end - offset, SYNC_FILE_RANGE_WRITE);
   }
   return crc;
 }
@@ -196,19 +177,19 @@ void FileWriter::send(std::unique_lock<std::mutex>& lock, int64_t index, char* d
   while (traffic_->is_full()) {
     traffic_->wait_for_some(lock);
   }
-  traffic_->begin(tag_of(data), {true, file_, data, begin, whole});
+  traffic_->begin(index, {true, file_, data, begin, whole});
 }
 
-void FileWriter::account(char* data, const Block& rest, int error) {
+void FileWriter::account(int64_t index, const Block& rest, int error) {
   if (error == EINVAL && set_direct(file_, false)) { // its alignment is another one
-    traffic_->begin(tag_of(data), rest);
+    traffic_->begin(index, rest);
     return;
   }
   if (error != 0 && error_ == 0) {
     error_ = error;
     error_offset_ = rest.offset;
   }
-  free_.push_back(data);
+  free_.push_back(rest.data - (rest.offset - index * kBlockNbytes));
 }
 
 void FileWriter::check() const {

@@ -61,7 +61,7 @@ class FileWriter {
   char* take_block(std::unique_lock<std::mutex>& lock);
   void add(int64_t index, int64_t nbytes);
   void send(std::unique_lock<std::mutex>& lock, int64_t index, char* data);
-  void account(char* data, const Block& rest, int error);
+  void account(int64_t index, const Block& rest, int error);
   void check() const;
   void note(int64_t offset, uint32_t crc, int64_t nbytes);
 
@@ -77,7 +77,7 @@ class FileWriter {
   std::string rest_; // the last bytes of the file, fewer than what direct writes are made of
   int error_ = 0; // errno of the first block that failed, which began at:
   int64_t error_offset_ = 0;
-  std::optional<BlockThreads> traffic_; // tags are addresses of blocks; goes first, and waits
+  std::optional<BlockThreads> traffic_; // tags are indices of blocks; goes first, and waits
 };
 
 } // namespace zerocore::io

@@ -1,17 +1,13 @@
 // Reads memory of other processes on this machine.
 #include "io/process_memory.h"
 
-#ifdef __linux__
 #include <sys/uio.h>
-#endif
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 
 namespace zerocore::io {
-
-#ifdef __linux__
 
 int read_process(int64_t process, int64_t from, void* to, const std::vector<ProcessBytes>& pieces) {
   constexpr int64_t kMostPieces = 256; // of a call
@@ -36,13 +32,5 @@ int read_process(int64_t process, int64_t from, void* to, const std::vector<Proc
   }
   return 0;
 }
-
-#else
-
-int read_process(int64_t, int64_t, void*, const std::vector<ProcessBytes>&) {
-  return ENOSYS;
-}
-
-#endif
 
 } // namespace zerocore::io

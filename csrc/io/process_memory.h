@@ -15,7 +15,7 @@ struct ProcessBytes {
 
 // Copies pieces of the memory at `from` of another process to `to`. The errno where the system
 // refuses, else 0: ESRCH for a process that has ended, EPERM, EFAULT for bytes that are not mapped
-// there, ENOSYS on other systems than Linux.
+// there.
 int read_process(int64_t process, int64_t from, void* to, const std::vector<ProcessBytes>& pieces);
 
 } // namespace zerocore::io

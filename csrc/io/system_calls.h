@@ -77,12 +77,8 @@ class Mapping {
 };
 
 // Whether the file now goes past the page cache (O_DIRECT), or through it, as asked.
-inline bool set_direct([[maybe_unused]] int file, [[maybe_unused]] bool direct) {
-#ifdef O_DIRECT
+inline bool set_direct(int file, bool direct) {
   return ::fcntl(file, F_SETFL, direct ? O_DIRECT : 0) == 0;
-#else
-  return !direct;
-#endif
 }
 
 } // namespace zerocore::io
