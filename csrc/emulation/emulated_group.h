@@ -60,7 +60,7 @@ class EmulatedGroup final : public c10d::Backend {
   LinkModel link() const {
     return link_->model();
   }
-  // For collectives issued from now on. Throws ValueError.
+  // For collectives issued from now on.
   void set_link(const LinkModel& link) {
     link_->set_model(link);
   }

@@ -39,13 +39,14 @@ class EmulatedLink {
  public:
   using WorkPtr = c10::intrusive_ptr<EmulatedWork>;
 
-  // `rank` and `timeout` are those of the works. Throws ValueError for a model that makes no sense.
-  EmulatedLink(int rank, const LinkModel& model, std::chrono::milliseconds timeout);
+  // `rank` and `timeout` are those of the works; the model is valid.
+  EmulatedLink(int rank, const LinkModel& model, std::chrono::milliseconds timeout)
+      : rank_(rank), model_(model), timeout_(timeout) {}
 
   // Another communicator of the same ranks: its number. There is number 0 from the beginning.
   int add_communicator();
   LinkModel model() const;
-  // For collectives issued from now on. Throws ValueError.
+  // For collectives issued from now on.
   void set_model(const LinkModel& model);
   WorkPtr carry(Transfer transfer, int communicator);
   // Fails what is under way and joins the thread; later collectives on the CPU throw.

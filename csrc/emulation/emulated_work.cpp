@@ -58,14 +58,6 @@ void EmulatedWork::synchronize() {
   }
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> EmulatedWork::getFuture() {
-  return future_;
-}
-
-std::vector<at::Tensor> EmulatedWork::result() {
-  return outputs_;
-}
-
 int64_t EmulatedWork::waited_ns() {
   return total_waited_ns;
 }

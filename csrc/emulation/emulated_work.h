@@ -31,8 +31,12 @@ class EmulatedWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   bool isCompleted() override;
   void synchronize() override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  std::vector<at::Tensor> result() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return future_;
+  }
+  std::vector<at::Tensor> result() override {
+    return outputs_;
+  }
   // CPU: nanoseconds that threads of this process have spent in wait() so far.
   static int64_t waited_ns();
   // CPU: milliseconds from issue to completion, of a collective that is over.

@@ -17,6 +17,12 @@ void LinkModel::validate() const {
   TORCH_CHECK_VALUE(sms >= 0, "sms must be 0 or more, got ", sms);
 }
 
+namespace {
+
+// Bytes that the busiest direction of a rank's link carries, over the collective's bytes (of the
+// full tensor: all slices). These are the factors between "algorithm" and "bus" bandwidth in
+// PERFORMANCE.md of NVIDIA's nccl-tests: (N-1)/N, twice that for an all-reduce (a reduce-scatter
+// and an all-gather), 1 for broadcast and reduce. All are 0 in a world of one rank.
 double traffic_factor(Traffic traffic, int64_t world_size) {
   if (world_size == 1) {
     return 0.0;
@@ -30,15 +36,12 @@ double traffic_factor(Traffic traffic, int64_t world_size) {
       return 1.0;
     case Traffic::Barrier:
       return 0.0;
-    case Traffic::AllGather:
-    case Traffic::ReduceScatter:
-    case Traffic::AllToAll:
-    case Traffic::Gather:
-    case Traffic::Scatter:
-      break;
+    default:
+      return (n - 1.0) / n;
   }
-  return (n - 1.0) / n;
 }
+
+} // namespace
 
 double transfer_ns(const LinkModel& link, Traffic traffic, int64_t nbytes, int64_t world_size) {
   return static_cast<double>(nbytes) * traffic_factor(traffic, world_size) / link.bandwidth * 1e9;

@@ -28,12 +28,6 @@ enum class Traffic : uint8_t {
   Barrier,
 };
 
-// Bytes that the busiest direction of a rank's link carries, over the collective's bytes (of the
-// full tensor: all slices). These are the factors between "algorithm" and "bus" bandwidth in
-// PERFORMANCE.md of NVIDIA's nccl-tests: (N-1)/N, twice that for an all-reduce (a reduce-scatter
-// and an all-gather), 1 for broadcast and reduce. All are 0 in a world of one rank.
-double traffic_factor(Traffic traffic, int64_t world_size);
-
 // Time in which the bytes of one collective cross the link, without latency.
 double transfer_ns(const LinkModel& link, Traffic traffic, int64_t nbytes, int64_t world_size);
 

@@ -29,7 +29,8 @@ void LinkWorker::submit(Job job) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_WITH(
       DistBackendError, !stopping_, "the emulated group was destroyed; make a new one");
-  queue_.push_back({std::move(job), Clock::now()});
+  job.submitted = Clock::now();
+  queue_.push_back(std::move(job));
   if (!thread_.joinable()) {
     thread_ = std::thread([self = shared_from_this()] { self->run(); });
   }
@@ -59,12 +60,12 @@ void LinkWorker::run() {
     if (queue_.empty()) {
       return;
     }
-    Queued next = std::move(queue_.front());
+    Job next = std::move(queue_.front());
     queue_.pop_front();
     const bool stopping = stopping_;
     lock.unlock();
     if (stopping) {
-      next.job.finish(stopped_error());
+      next.finish(stopped_error());
     } else {
       carry_out(std::move(next));
     }
@@ -74,16 +75,16 @@ void LinkWorker::run() {
   }
 }
 
-void LinkWorker::carry_out(Queued queued) {
-  auto start = std::max(queued.submitted, free_at_);
+void LinkWorker::carry_out(Job job) {
+  auto start = std::max(job.submitted, free_at_);
   std::exception_ptr error;
   try {
-    if (queued.job.after.valid()) {
-      queued.job.after.get();
+    if (job.after.valid()) {
+      job.after.get();
       start = std::max(start, Clock::now());
     }
-    free_at_ = start + std::chrono::nanoseconds(queued.job.duration_ns);
-    queued.job.transfer();
+    free_at_ = start + std::chrono::nanoseconds(job.duration_ns);
+    job.transfer();
   } catch (...) {
     error = std::current_exception();
   }
@@ -92,7 +93,7 @@ void LinkWorker::carry_out(Queued queued) {
   if (!wait_until(free_at_)) {
     error = stopped_error();
   }
-  queued.job.finish(error);
+  job.finish(error);
 }
 
 bool LinkWorker::wait_until(Clock::time_point deadline) {

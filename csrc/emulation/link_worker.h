@@ -20,6 +20,8 @@ namespace zerocore {
 // sleeps through nearly all of the time and is started by the first job; who owns a worker must
 // stop() it.
 class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
+  using Clock = std::chrono::steady_clock;
+
  public:
   struct Job {
     int64_t duration_ns = 0;
@@ -28,6 +30,7 @@ class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
     // Called on the worker's thread when the job is over, with what went wrong or null. Must not
     // throw. Every submitted job is finished exactly once.
     std::function<void(std::exception_ptr)> finish;
+    Clock::time_point submitted = {}; // set by submit()
   };
 
   // Any thread. Throws c10::Error after stop().
@@ -39,20 +42,14 @@ class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
   void stop();
 
  private:
-  using Clock = std::chrono::steady_clock;
-  struct Queued {
-    Job job;
-    Clock::time_point submitted;
-  };
-
   void run();
-  void carry_out(Queued queued);
+  void carry_out(Job job);
   // False when stopped before.
   bool wait_until(Clock::time_point deadline);
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Queued> queue_;
+  std::deque<Job> queue_;
   bool stopping_ = false;
   std::thread thread_;
   // Only the thread.
