@@ -1,7 +1,11 @@
-// Checks of the kernels' arguments; each names the operator and what it was given.
+// Arguments of the kernels' typed callers: checks of them, which name the operator and what it was
+// given, and their memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <type_traits>
 
 #include "kernels/element.h"
 
@@ -58,5 +62,30 @@ inline void check_range(const char* op, size_t index, int64_t offset, int64_t nu
 
 // As many offsets as tensors.
 void check_count(const char* op, const char* name, size_t given, const char* of, size_t wanted);
+
+// A tensor's memory without a type, to write and to read. On the meta device there is none: null.
+template <typename Byte>
+struct TensorMemory {
+  explicit TensorMemory(const at::Tensor& tensor)
+      : itemsize(static_cast<int64_t>(tensor.itemsize())) {
+    if (tensor.is_meta()) {
+      return;
+    }
+    if constexpr (std::is_const_v<Byte>) {
+      data = static_cast<Byte*>(tensor.const_data_ptr());
+    } else {
+      data = static_cast<Byte*>(tensor.data_ptr());
+    }
+  }
+
+  Byte* at(int64_t index) const {
+    return data == nullptr ? nullptr : data + index * itemsize;
+  }
+
+  Byte* data = nullptr;
+  int64_t itemsize;
+};
+using Memory = TensorMemory<char>;
+using Source = TensorMemory<const char>;
 
 } // namespace zerocore::kernels

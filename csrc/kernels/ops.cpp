@@ -5,12 +5,10 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
 
 #include "common/math.h"
 #include "kernels/checks.h"
 #include "kernels/loops.h"
-#include "kernels/memory.h"
 
 namespace zerocore::kernels {
 
@@ -80,7 +78,7 @@ void find_squares(
       std::copy_n(known, num_chunks_of(segment.numel), to);
     } else {
       SegmentList one;
-      one.push(nullptr, segment.src, segment.numel);
+      one.push({nullptr, segment.src, segment.numel});
       loops.square({device, element, one, to});
     }
   }
@@ -107,10 +105,10 @@ void* known_squares(const std::vector<at::Tensor>& known, size_t index, const at
 
 // The partial sums of the element types follow each other.
 void run_sum_of_squares(const at::Tensor& out, const SquareLists& lists) {
-  const int64_t num_partials = std::accumulate(
-      lists.begin(), lists.end(), int64_t{0}, [](int64_t sum, const SegmentList& list) {
-        return sum + list.num_chunks();
-      });
+  int64_t num_partials = 0;
+  for (const SegmentList& list : lists) {
+    num_partials += list.num_chunks();
+  }
   const at::Tensor partials = at::empty({2 * num_partials}, out.options());
   auto* sums = reinterpret_cast<SquareSum*>(Memory(partials).data);
   const Loops& loops = loops_of(out.device());
@@ -148,11 +146,10 @@ void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, do
       source = Source(*segment.source).at(segment.source_offset);
     }
     if (source != nullptr || !segment.add) {
-      list.push_runs(
+      list.push(
           {target.at(segment.offset),
            source,
            segment.numel,
-           0,
            segment.add,
            runs.numel,
            runs.stride * target.itemsize,
@@ -175,11 +172,10 @@ void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector
     const Runs& runs = piece.runs;
     check_range("copy_pieces", i, piece.from, extent(piece.numel, runs), from.numel());
     check_range("copy_pieces", i, piece.to, piece.numel, to.numel());
-    list.push_runs(
+    list.push(
         {target.at(piece.to),
          source.at(piece.from),
          piece.numel * step,
-         0,
          false,
          runs.numel * step,
          runs.numel * target.itemsize,
@@ -231,11 +227,10 @@ void decode(
         blocks.numel() / kScaledNbytes * kScaledNumel);
     check_range("decode", i, piece.to, piece.numel, to.numel());
     TORCH_INTERNAL_ASSERT(piece.runs.stride % kScaledNumel == 0);
-    list.push_runs(
+    list.push(
         {target.at(piece.to),
          source.at(scaled_place(piece.from)),
          piece.numel,
-         0,
          false,
          piece.runs.numel,
          piece.runs.numel * target.itemsize,
@@ -269,7 +264,7 @@ void accumulate(
   const Conversion found = conversion("accumulate", out.scalar_type(), chunks.scalar_type(), false);
   if (num_chunks == 1) {
     SegmentList list;
-    list.push(Memory(out).data, Source(chunks).data, out.numel(), add);
+    list.push({Memory(out).data, Source(chunks).data, out.numel(), add});
     run_copy(out, found.pair, list, scale);
   } else if (out.numel() > 0) {
     const AccumulateCall call{
@@ -295,7 +290,7 @@ void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offs
   for (size_t i = 0; i < sources.size(); ++i) {
     check_member("cast", "source", i, sources[i], bucket, src_dtype);
     check_range("cast", i, offsets[i], sources[i].numel(), bucket.numel());
-    list.push(target.at(offsets[i]), Source(sources[i]).data, sources[i].numel() * step);
+    list.push({target.at(offsets[i]), Source(sources[i]).data, sources[i].numel() * step});
   }
   run_copy(bucket, pair, list, 1.0);
 }
@@ -305,12 +300,9 @@ void sum_of_squares(
     at::TensorList shards,
     const std::vector<at::Tensor>& known) {
   check_flat("sum_of_squares", "out", out);
-  check_count(
-      "sum_of_squares",
-      "known",
-      known.empty() ? shards.size() : known.size(),
-      "shards",
-      shards.size());
+  if (!known.empty()) {
+    check_count("sum_of_squares", "known", known.size(), "shards", shards.size());
+  }
   TORCH_CHECK_VALUE(
       out.numel() == 2 && out.scalar_type() == at::kDouble,
       "sum_of_squares: out must be float64 of 2 elements, got ",
@@ -329,7 +321,7 @@ void sum_of_squares(
         shards[i].scalar_type(),
         ", expected float32, float16, bfloat16 or float64");
     SegmentList& list = lists[element - kElements.begin()];
-    list.push(known_squares(known, i, shards[i]), Source(shards[i]).data, shards[i].numel());
+    list.push({known_squares(known, i, shards[i]), Source(shards[i]).data, shards[i].numel()});
   }
   run_sum_of_squares(out, lists);
 }
@@ -338,7 +330,7 @@ void squares_by_chunk(const at::Tensor& squares, at::TensorList shards) {
   SegmentList list;
   for (size_t i = 0; i < shards.size(); ++i) {
     check_member("squares_by_chunk", "shard", i, shards[i], squares, shards[0].scalar_type());
-    list.push(nullptr, Source(shards[i]).data, shards[i].numel());
+    list.push({nullptr, Source(shards[i]).data, shards[i].numel()});
   }
   TORCH_INTERNAL_ASSERT(squares.numel() == 2 * list.num_chunks());
   if (list.size() > 0) {

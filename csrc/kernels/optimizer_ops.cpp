@@ -5,7 +5,6 @@
 #include <ATen/ops/empty_strided.h>
 
 #include "kernels/checks.h"
-#include "kernels/memory.h"
 
 namespace zerocore::kernels {
 
@@ -13,27 +12,12 @@ namespace {
 
 const char* const kOp = "adamw";
 
-Element checked_element(const char* name, c10::ScalarType dtype) {
-  TORCH_CHECK_TYPE(
-      can_compute(dtype),
-      kOp,
-      ": ",
-      name,
-      " are ",
-      dtype,
-      ", expected float32, float16, bfloat16 or float64");
-  return dtype;
-}
-
 AdamWTypes checked_types(const AdamWTensors& tensors) {
   const auto weight = tensors.weights[0].scalar_type();
   const auto grad = tensors.grads[0].scalar_type();
   const auto model =
       tensors.model_weights.empty() ? weight : tensors.model_weights[0].scalar_type();
-  const AdamWTypes types{
-      checked_element("weights", weight),
-      checked_element("gradients", grad),
-      checked_element("model weights", model)};
+  const AdamWTypes types{weight, grad, model};
   TORCH_CHECK_TYPE(
       can_update(types) && (tensors.model_weights.empty() || model != weight),
       kOp,
@@ -43,8 +27,9 @@ AdamWTypes checked_types(const AdamWTensors& tensors) {
       grad,
       " gradients",
       tensors.model_weights.empty() ? "" : c10::str(" and write ", model, " model weights"),
-      ". Gradients are of the weights' dtype, or both are among float32, float16 and bfloat16; "
-      "model weights are float16 or bfloat16 beside float32 weights");
+      ". Weights are float32, float16, bfloat16 or float64; gradients are of their dtype, or both "
+      "are among float32, float16 and bfloat16; model weights are float16 or bfloat16 beside "
+      "float32 weights");
   return types;
 }
 

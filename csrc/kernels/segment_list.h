@@ -50,13 +50,7 @@ using AdamWList = ChunkList<AdamWSegment, 32>;
 class SegmentList : public ChunkList<Segment, 48> {
  public:
   // Destinations must not overlap. Nothing is done for an empty segment.
-  void push(void* dst, const void* src, int64_t numel, bool add = false) {
-    if (numel > 0) {
-      ChunkList::push({dst, src, numel, 0, add});
-    }
-  }
-  // See Note [Rows].
-  void push_runs(const Segment& segment) {
+  void push(const Segment& segment) {
     if (segment.numel > 0) {
       ChunkList::push(segment);
       has_runs_ = has_runs_ || segment.run > 0;

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "common/types.h"
 #include "kernels/host_device.h"
 
 namespace zerocore::kernels {
@@ -26,19 +27,13 @@ struct Segment {
   void* dst = nullptr;
   const void* src = nullptr;
   int64_t numel = 0;
-  int64_t first_chunk = 0; // number of its first chunk in the list
   bool add = false;
   // See Note [Rows]: elements of a run (the last one may be shorter), 0 where all are one, and
   // bytes from one run to the next.
   int64_t run = 0;
   int64_t dst_step = 0;
   int64_t src_step = 0;
-};
-
-// Elements [begin, end) of a segment.
-struct Span {
-  int64_t begin = 0;
-  int64_t end = 0;
+  int64_t first_chunk = 0; // number of its first chunk in the list, which sets it
 };
 
 ZEROCORE_HOST_DEVICE int64_t num_chunks_of(int64_t numel) {
@@ -63,7 +58,7 @@ ZEROCORE_HOST_DEVICE int find_segment(FirstChunk first_chunk, int num_segments, 
 }
 
 // The elements of chunk `index` of a segment.
-ZEROCORE_HOST_DEVICE Span chunk_span(int64_t numel, int64_t index) {
+ZEROCORE_HOST_DEVICE Range chunk_span(int64_t numel, int64_t index) {
   const int64_t begin = index * kChunkNumel;
   return {begin, begin + kChunkNumel < numel ? begin + kChunkNumel : numel};
 }
@@ -71,7 +66,7 @@ ZEROCORE_HOST_DEVICE Span chunk_span(int64_t numel, int64_t index) {
 // A segment's run and the elements in it of one chunk.
 struct RunSpan {
   int64_t run = 0;
-  Span span;
+  Range span;
 };
 
 // Chunk `index` of `numel` elements in runs of `run`.

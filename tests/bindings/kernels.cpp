@@ -28,7 +28,7 @@ struct SegmentChunk {
 std::vector<SegmentChunk> chunks(const std::vector<int64_t>& numels) {
   SegmentList list;
   for (const int64_t numel : numels) {
-    list.push(nullptr, nullptr, numel);
+    list.push({.numel = numel});
   }
   std::vector<SegmentChunk> result;
   for (int64_t chunk = 0; chunk < list.num_chunks(); ++chunk) {
@@ -43,7 +43,7 @@ std::vector<SegmentChunk> chunks(const std::vector<int64_t>& numels) {
 // The same of one segment in runs; each chunk's segment is the number of its run.
 std::vector<SegmentChunk> run_chunks(int64_t numel, int64_t run) {
   SegmentList list;
-  list.push_runs({.numel = numel, .run = run});
+  list.push({.numel = numel, .run = run});
   std::vector<SegmentChunk> result;
   for (int64_t chunk = 0; chunk < list.num_chunks(); ++chunk) {
     const auto [number, span] = kernels::run_span(numel, run, chunk);

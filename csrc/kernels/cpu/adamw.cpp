@@ -94,7 +94,7 @@ void update_block(
 }
 
 template <typename Weight, typename Grad, typename Model>
-void update_chunk(const AdamWCall& call, int index, Span span) {
+void update_chunk(const AdamWCall& call, int index, Range span) {
   using A = AccumulateType<Weight>;
   const auto factors = adamw_factors<A>(call.options, call.scalars, call.corrections[index]);
   for (int64_t begin = span.begin; begin < span.end; begin += kBlock) {
@@ -126,7 +126,7 @@ void adamw(const AdamWCall& call) {
   advance_steps(call);
   visit(call.types, [&](auto types) {
     using T = decltype(types);
-    for_each_chunk(call.tensors, kChunksPerTask, [&](int64_t /*chunk*/, int index, Span span) {
+    for_each_chunk(call.tensors, kChunksPerTask, [&](int64_t /*chunk*/, int index, Range span) {
       update_chunk<typename T::Weight, typename T::Grad, typename T::Model>(call, index, span);
     });
   });

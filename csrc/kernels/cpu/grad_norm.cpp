@@ -86,7 +86,7 @@ void square(const SquareCall& call) {
   visit(call.element, [&](auto types) {
     using T = typename decltype(types)::Dst;
     // A chunk has a sum of its own, whichever thread takes it: the bits stay the same.
-    for_each_chunk(call.segments, kChunksPerTask, [&](int64_t chunk, int index, Span span) {
+    for_each_chunk(call.segments, kChunksPerTask, [&](int64_t chunk, int index, Range span) {
       const auto* src = static_cast<const T*>(call.segments[index].src) + span.begin;
       call.partials[chunk] = square_chunk(src, span.end - span.begin);
     });

@@ -139,7 +139,7 @@ template <typename Weight, typename Grad, typename Model, int capacity>
 __device__ __forceinline__ Run<Weight, Grad, Model> block_run(
     const AdamWTable<capacity>& table,
     int index,
-    Span span) {
+    Range span) {
   return {
       static_cast<Weight*>(table.weight[index]) + span.begin,
       static_cast<const Grad*>(table.grad[index]) + span.begin,

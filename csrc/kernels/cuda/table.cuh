@@ -34,7 +34,7 @@ struct ChunkTable {
 // The chunk that one block works on.
 struct BlockChunk {
   int segment;
-  Span span;
+  Range span;
 };
 
 template <int capacity>
@@ -82,7 +82,7 @@ static_assert(sizeof(RunTable<kSegmentsOfRuns>) <= 32764 - 64, "room for other p
 struct BlockWork {
   void* dst;
   const void* src;
-  Span span;
+  Range span;
   bool add;
 };
 

@@ -52,7 +52,7 @@ void check_copy(int count, double factor) {
     ins.push_back(std::make_unique<Buffer<Src>>(numel, some_past()));
     olds.push_back(outs[i]->copy());
     const void* source = ways[i] == Way::Zero ? nullptr : ins[i]->data();
-    list.push(outs[i]->data(), source, numel, ways[i] == Way::Add);
+    list.push({outs[i]->data(), source, numel, ways[i] == Way::Add});
   }
   const c10::Device device(c10::DeviceType::CPU);
   kernels::cuda::copy({device, {element_of<Dst>(), element_of<Src>()}, list, factor});
@@ -86,11 +86,10 @@ void check_runs(int numel, int run, int stride, bool spreads, bool zeroes) {
   const auto near = static_cast<int64_t>(run * sizeof(T));
   const auto far = static_cast<int64_t>(stride * sizeof(T));
   SegmentList list;
-  list.push_runs(
+  list.push(
       {out.data(),
        zeroes ? nullptr : in.data(),
        numel,
-       0,
        false,
        run,
        spreads ? far : near,

@@ -45,7 +45,7 @@ void check_norm(int count, bool with_nonfinite) {
     for (int64_t k = 0; k < buffer.numel(); ++k) {
       sum += static_cast<double>(buffer[k]) * static_cast<double>(buffer[k]);
     }
-    list.push(nullptr, buffer.data(), buffer.numel());
+    list.push({nullptr, buffer.data(), buffer.numel()});
   }
   const SquareSum total = run<T>(list);
   const double error = std::abs(total.sum - sum) / (sum + 1e-30);

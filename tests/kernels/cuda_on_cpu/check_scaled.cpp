@@ -83,7 +83,7 @@ void check_blocks(int num_blocks, ScaledFormat format) {
     const int numel = pick(1, static_cast<int>(source.numel()) - first);
     outs.push_back(std::make_unique<Buffer<T>>(numel, some_past()));
     firsts.push_back(first);
-    list.push(outs.back()->data(), blocks.data() + kernels::scaled_place(first), numel);
+    list.push({outs.back()->data(), blocks.data() + kernels::scaled_place(first), numel});
   }
   kernels::cuda::decode({kCpu, element_of<T>(), format, list, blocks.data()});
   for (size_t i = 0; i < outs.size(); ++i) {
@@ -105,11 +105,10 @@ void check_rows(int numel, int run, int stride, ScaledFormat format) {
   constexpr int kFirst = 4;
   Buffer<T> out(numel, some_past());
   SegmentList list;
-  list.push_runs(
+  list.push(
       {out.data(),
        blocks.data() + kernels::scaled_place(kFirst),
        numel,
-       0,
        false,
        run,
        static_cast<int64_t>(run * sizeof(T)),
