@@ -37,7 +37,7 @@ Engine::Engine(
       context_(resources_.contexts().front()),
       units_(make_units(std::move(units), resources_.contexts())),
       offload_(units_, context_, options.host_threads),
-      schedule_(ScheduleOptions::of(meshes_of(units_), options.sharding), std::move(order)),
+      schedule_(meshes_of(units_), options.sharding, std::move(order)),
       reducer_(units_, context_, options.sharding, offload_),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       lifecycle_(

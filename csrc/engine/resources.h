@@ -9,7 +9,7 @@
 #include "engine/unit/disk_states.h"
 #include "engine/unit/host_states.h"
 #include "engine/unit/unit.h"
-#include "plan/schedule_options.h"
+#include "plan/backward_steps.h"
 #include "watch/alarm.h"
 
 namespace zerocore {

@@ -1,4 +1,4 @@
-// Turns the calls of one forward pass into the ordered steps of its backward.
+// The calls of one forward pass, and the ordered steps of its backward that they turn into.
 //
 // The list is the same on every rank, whichever of the calls it made, and every collective of the
 // backward is a position in it. A rank that finds a later step due first does all steps before it,
@@ -6,8 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <vector>
 
 #include "common/types.h"
 
@@ -45,11 +43,5 @@ struct Step {
     return kind == StepKind::Pre && call == of;
   }
 };
-
-// `reduces(unit)` says whether the unit's gradients are reduced when its first call is left.
-std::vector<Step> backward_steps(
-    const std::vector<CallEvent>& events,
-    int prefetch,
-    const std::function<bool(UnitId)>& reduces);
 
 } // namespace zerocore

@@ -1,6 +1,8 @@
 // Where gradients are packed and whether they add.
 #include "plan/grad_packing.h"
 
+#include <utility>
+
 #include "common/math.h"
 
 namespace zerocore {
@@ -23,7 +25,7 @@ void GradPacking::give_back_unused(RegionKey key, GradSteps& steps) {
   RegionState& state = state_.of(key);
   state.is_open = false;
   if (facts_.fuses() && !state.local) {
-    blocks_.give_back_all(key, GradBuffer::Kept, steps);
+    give_back_all(key, GradBuffer::Kept, steps);
   }
 }
 
@@ -43,10 +45,10 @@ void GradPacking::take_blocks(RegionKey key, bool holds, GradSteps& steps) {
   state_.of(key).kept = true;
   steps.run(make_step(GradStepKind::Keep, key));
   if (facts_.is_wired(key) && !holds) {
-    blocks_.take(key, GradBuffer::Wire, steps);
+    take(key, GradBuffer::Wire, steps);
   }
   if (facts_.mesh_of(key.first).shards_gradients && target(key, holds) == GradBuffer::Full) {
-    blocks_.take(key, GradBuffer::Full, steps);
+    take(key, GradBuffer::Full, steps);
   }
 }
 
@@ -78,6 +80,34 @@ void GradPacking::pack(RegionKey key, bool holds, GradSteps& steps) {
   for (const int param : facts_.region_of(key).params) {
     state_.params(key.first)[param].local = true;
   }
+}
+
+void GradPacking::take(RegionKey key, GradBuffer place, GradSteps& steps) {
+  if (std::exchange(state_.of(key).held[static_cast<size_t>(place)], true)) {
+    return;
+  }
+  GradStep step = make_step(GradStepKind::Take, key, GradBuffer::Kept, place);
+  step.nbytes = facts_.nbytes_at(key, place);
+  steps.run(step);
+}
+
+void GradPacking::give_back_all(RegionKey key, GradBuffer copied, GradSteps& steps) {
+  for (const GradBuffer place :
+       {GradBuffer::Sums, GradBuffer::Scratch, GradBuffer::Wire, GradBuffer::Full}) {
+    if (std::exchange(state_.of(key).held[static_cast<size_t>(place)], false)) {
+      GradStep step = make_step(GradStepKind::GiveBack, key, place);
+      step.nbytes = facts_.nbytes_at(key, place);
+      if (facts_.offloads_grads() && place == copied) {
+        step.last_use = StreamRole::DeviceToHost;
+      }
+      steps.run(step);
+    }
+  }
+}
+
+void GradPacking::reset(RegionKey key, GradSteps& steps) {
+  state_.of(key).held.fill(true);
+  give_back_all(key, GradBuffer::Kept, steps);
 }
 
 Range GradPacking::added(const GradStep& pack, int param) const {

@@ -63,12 +63,12 @@ class GradSteps {
   ~GradSteps() = default;
 };
 
-inline GradStep make_step(GradStepKind kind, RegionKey key) {
-  GradStep step;
-  step.kind = kind;
-  step.unit = key.first;
-  step.region = key.second;
-  return step;
+inline GradStep make_step(
+    GradStepKind kind,
+    RegionKey key,
+    GradBuffer from = GradBuffer::Kept,
+    GradBuffer to = GradBuffer::Kept) {
+  return {.kind = kind, .unit = key.first, .region = key.second, .from = from, .to = to};
 }
 
 } // namespace zerocore

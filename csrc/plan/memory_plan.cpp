@@ -41,11 +41,6 @@ void add_unit(
 
 } // namespace
 
-UnitMesh mesh_of(const UnitPlan& unit, const PlanOptions& options) {
-  const UnitMesh& mesh = options.meshes.at(unit.mesh);
-  return unit.near ? mesh : mesh.without_near();
-}
-
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options) {
   std::vector<Layout> layouts;
   layouts.reserve(units.size());
@@ -92,7 +87,7 @@ MemoryPlan plan_memory(
   DiskLayout disk(tiers);
   for (size_t i = 0; i < units.size(); ++i) {
     const Layout& layout = simulation.layout(i);
-    const UnitMesh mesh = mesh_of(units[i], options);
+    const UnitMesh& mesh = simulation.mesh(i);
     add_unit(plan, units[i], layout, mesh, tiers);
     host.add(layout, mesh);
     disk.add(layout, mesh);

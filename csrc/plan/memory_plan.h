@@ -86,9 +86,6 @@ struct MemoryPlan {
   }
 };
 
-// The mesh of one unit.
-UnitMesh mesh_of(const UnitPlan& unit, const PlanOptions& options);
-
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options);
 
 // Places of blocks in the pool as the runtime first gives them: for the expected step, one

@@ -11,7 +11,7 @@ namespace zerocore {
 
 namespace {
 
-using Numbers = std::vector<int32_t>; // of calls
+using Numbers = std::vector<int32_t>;
 
 // Places of two sequences in a shortest one that holds both. Where either may come next, that of
 // `first` does.
@@ -20,26 +20,21 @@ struct Alignment {
   size_t size = 0;
 };
 
-// Lengths of the longest common subsequences of all pairs of tails.
-class Tails {
- public:
-  Tails(const std::vector<UnitId>& first, const std::vector<UnitId>& second)
-      : width_(second.size() + 1), lengths_((first.size() + 1) * width_, 0) {
-    for (size_t i = first.size(); i-- > 0;) {
-      for (size_t k = second.size(); k-- > 0;) {
-        lengths_[i * width_ + k] =
-            first[i] == second[k] ? at(i + 1, k + 1) + 1 : std::max(at(i + 1, k), at(i, k + 1));
-      }
+// Lengths of the longest common subsequences of all pairs of tails, from element `skipped` on.
+std::vector<Numbers> common_tails(
+    const std::vector<UnitId>& first,
+    const std::vector<UnitId>& second,
+    size_t skipped) {
+  std::vector<Numbers> lengths(first.size() + 1 - skipped, Numbers(second.size() + 1 - skipped));
+  for (size_t i = first.size() - skipped; i-- > 0;) {
+    for (size_t k = second.size() - skipped; k-- > 0;) {
+      const bool same = first[i + skipped] == second[k + skipped];
+      lengths[i][k] =
+          same ? lengths[i + 1][k + 1] + 1 : std::max(lengths[i + 1][k], lengths[i][k + 1]);
     }
   }
-  int32_t at(size_t i, size_t k) const {
-    return lengths_[i * width_ + k];
-  }
-
- private:
-  size_t width_;
-  std::vector<int32_t> lengths_;
-};
+  return lengths;
+}
 
 Alignment align(const std::vector<UnitId>& first, const std::vector<UnitId>& second) {
   Alignment result;
@@ -59,18 +54,15 @@ Alignment align(const std::vector<UnitId>& first, const std::vector<UnitId>& sec
   while (i < first.size() && k < second.size() && first[i] == second[k]) {
     take(true, true);
   }
-  const Tails tails(
-      {first.begin() + static_cast<std::ptrdiff_t>(i), first.end()},
-      {second.begin() + static_cast<std::ptrdiff_t>(k), second.end()});
   const size_t skipped = i;
+  const std::vector<Numbers> tails = common_tails(first, second, skipped);
   while (i < first.size() || k < second.size()) {
     const bool both = i < first.size() && k < second.size();
     if (both && first[i] == second[k]) {
       take(true, true);
     } else if (
         k == second.size() ||
-        (both &&
-         tails.at(i + 1 - skipped, k - skipped) >= tails.at(i - skipped, k + 1 - skipped))) {
+        (both && tails[i + 1 - skipped][k - skipped] >= tails[i - skipped][k + 1 - skipped])) {
       take(true, false);
     } else {
       take(false, true);
@@ -79,25 +71,15 @@ Alignment align(const std::vector<UnitId>& first, const std::vector<UnitId>& sec
   return result;
 }
 
-std::vector<bool> made_by_any(const std::vector<PassCalls>& ranks) {
-  std::vector<bool> made(ranks.front().size(), false);
-  for (const PassCalls& calls : ranks) {
-    for (size_t i = 0; i < calls.size(); ++i) {
-      made[i] = made[i] || calls[i].made;
-    }
-  }
-  return made;
-}
-
-// Numbers of calls that no rank made and that stay in the list.
-std::vector<bool> kept_calls(const PassCalls& calls, const std::vector<bool>& made) {
+// Of the united calls, those that no rank made and that stay in the list.
+std::vector<bool> kept_calls(const PassCalls& calls) {
   std::unordered_map<UnitId, bool> is_called;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    is_called[calls[i].unit] = is_called[calls[i].unit] || made[i];
+  for (const PassCall& call : calls) {
+    is_called[call.unit] |= call.made;
   }
-  std::vector<bool> kept(calls.size(), false);
-  for (size_t i = 0; i < calls.size(); ++i) {
-    kept[i] = !is_called[calls[i].unit];
+  std::vector<bool> kept;
+  for (const PassCall& call : calls) {
+    kept.push_back(!is_called[call.unit]);
   }
   return kept;
 }
@@ -229,9 +211,8 @@ PassCalls unite(const std::vector<PassCalls>& ranks) {
 }
 
 NextCalls merge(const std::vector<PassCalls>& ranks, int own, bool keeps_unmade) {
-  const std::vector<bool> made = made_by_any(ranks);
-  const std::vector<bool> kept = keeps_unmade ? kept_calls(ranks.front(), made)
-                                              : std::vector<bool>(ranks.front().size(), false);
+  const std::vector<bool> kept =
+      keeps_unmade ? kept_calls(unite(ranks)) : std::vector<bool>(ranks.front().size(), false);
   Merger merger(ranks.front());
   for (const PassCalls& calls : ranks) {
     merger.add(sequence_of(calls, kept));

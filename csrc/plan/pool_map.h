@@ -24,7 +24,6 @@
 
 #include "common/bit_set.h"
 #include "common/types.h"
-#include "plan/arrangement.h"
 
 namespace zerocore {
 
@@ -46,6 +45,20 @@ struct PoolStats {
   int64_t reserved_nbytes = 0; // taken from the device's allocator: arena and blocks beside it
   int64_t peak_reserved_nbytes = 0; // highest reserved_nbytes so far
   int64_t num_allocations = 0; // calls to the device's allocator
+};
+
+// A block, which others name by its index. One of two blocks that were held at the same time has to
+// name the other; a block of zero bytes is not there.
+struct HeldBlock {
+  int64_t nbytes = 0;
+  int64_t first_use = 0; // grows with the time of it
+  BitSet beside; // blocks that were held at the same time
+};
+
+// Places in which no two blocks overlap that were held at the same time.
+struct Arrangement {
+  std::vector<Range> places; // of each block, aligned; empty for a block of zero bytes
+  int64_t nbytes = 0;
 };
 
 class PoolMap {

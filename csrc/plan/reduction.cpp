@@ -1,15 +1,53 @@
 // Where gradients are packed, whether they add, when they are reduced.
 #include "plan/reduction.h"
 
-#include "plan/ordered_sums.h"
-
 namespace zerocore {
 
+namespace {
+
+// Sums the parts that have come, with what `last` says of the last sum, see Note [Sums in order].
+// Returns whether a last gather has to be waited for.
+bool sum_in_order(const ReductionFacts& facts, GradStep last, GradSteps& steps) {
+  const RegionKey key{last.unit, last.region};
+  const UnitMesh& mesh = facts.mesh_of(last.unit);
+  const auto start = [&](TraceOp op, AxisName axis, GradBuffer from, GradBuffer to) {
+    GradStep step = make_step(GradStepKind::StartAcross, key, from, to);
+    step.op = op;
+    step.axis = axis;
+    step.nbytes =
+        facts.nbytes_at(key, GradBuffer::Full) / (axis == AxisName::State ? 1 : mesh.state.size);
+    steps.run(make_step(GradStepKind::Order, key));
+    steps.run(step);
+  };
+  last.from = GradBuffer::Scratch;
+  last.parts = mesh.parts();
+  if (mesh.sums_across()) { // each replica gets its part of the sums of all
+    GradStep first = make_step(GradStepKind::Sum, key, GradBuffer::Scratch, GradBuffer::Sums);
+    first.parts = mesh.parts();
+    steps.run(first);
+    start(TraceOp::ReduceScatter, AxisName::Replicas, GradBuffer::Sums, GradBuffer::Across);
+    steps.run(make_step(GradStepKind::WaitAcross, key));
+    last.from = GradBuffer::Across;
+    last.parts = mesh.replicas.size;
+  }
+  steps.run(last);
+  const bool gathers_across = mesh.sums_across() && !mesh.shards_across;
+  if (gathers_across) {
+    start(TraceOp::GatherSums, AxisName::Replicas, last.to, last.to);
+  }
+  if (gathers_across && !mesh.shards_optimizer) {
+    steps.run(make_step(GradStepKind::WaitAcross, key));
+  }
+  if (!mesh.shards_optimizer) {
+    start(TraceOp::GatherSums, AxisName::State, last.to, last.to);
+  }
+  return gathers_across || !mesh.shards_optimizer;
+}
+
+} // namespace
+
 Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units)
-    : facts_(options, std::move(units)),
-      blocks_(facts_),
-      state_(facts_),
-      packing_(facts_, state_, blocks_) {}
+    : facts_(options, std::move(units)), state_(facts_), packing_(facts_, state_) {}
 
 void Reduction::prepare(UnitId unit, bool sync, GradSteps& steps) {
   if (facts_.fuses() && !is_in_flight(unit) && !holds(unit, sync)) {
@@ -42,14 +80,14 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
     if (facts_.offloads_grads()) {
       for (const Key& key : keys) {
         offload_grad(key, GradBuffer::Full, steps);
-        blocks_.give_back_all(key, GradBuffer::Full, steps);
+        packing_.give_back_all(key, GradBuffer::Full, steps);
       }
     }
     for (ParamState& param : state_.params(unit)) {
       param = {/*valid=*/param.valid || param.local, /*local=*/false};
     }
     for (const Key& key : keys) {
-      scale_bare(key, GradBuffer::Kept, steps);
+      scale_bare(key, steps);
       grad_ready(key, steps);
     }
   }
@@ -97,7 +135,7 @@ void Reduction::reset(GradSteps& steps) {
     state.result = GradBuffer::Kept; // whoever resets has waited for copies to the host
     steps.run(make_step(GradStepKind::Wait, key));
     steps.run(make_step(GradStepKind::WaitAcross, key));
-    blocks_.reset(key, steps);
+    packing_.reset(key, steps);
     for (const int param : facts_.region_of(key).params) {
       state_.params(key.first)[param].local = false;
     }
@@ -107,14 +145,13 @@ void Reduction::reset(GradSteps& steps) {
 // -- reducing -------------------------------------------------------------------------------
 
 void Reduction::issue(Key key, GradSteps& steps) {
-  const bool scatters =
-      facts_.mesh_of(key.first).shards_optimizer || facts_.sums_in_order(key.first);
+  const UnitMesh& mesh = facts_.mesh_of(key.first);
+  const bool scatters = mesh.shards_optimizer || mesh.sums_in_order;
   choose_result(key, steps);
-  GradStep step = make_step(GradStepKind::Start, key);
+  const GradBuffer from = facts_.is_wired(key) ? GradBuffer::Wire : GradBuffer::Full;
+  GradStep step = make_step(GradStepKind::Start, key, from, state_.of(key).result);
   step.op = scatters ? TraceOp::ReduceScatter : TraceOp::AllReduce;
-  step.from = facts_.is_wired(key) ? GradBuffer::Wire : GradBuffer::Full;
-  step.to = state_.of(key).result;
-  step.parts = facts_.parts(key.first);
+  step.parts = mesh.parts();
   step.nbytes = facts_.nbytes_at(key, step.from);
   steps.run(step);
 }
@@ -129,7 +166,7 @@ void Reduction::choose_result(Key key, GradSteps& steps) {
                                 : GradBuffer::Kept;
   if (facts_.takes_scratch(key.first) ||
       (sharded && !wired && (state.adds || facts_.offloads_grads()))) {
-    blocks_.take(key, GradBuffer::Scratch, steps);
+    packing_.take(key, GradBuffer::Scratch, steps);
     state.result = GradBuffer::Scratch;
   }
 }
@@ -158,21 +195,21 @@ void Reduction::wait(Key key, GradSteps& steps) {
 void Reduction::complete(Key key, GradSteps& steps) {
   RegionState& state = state_.of(key);
   wait(key, steps);
-  if (facts_.sums_in_order(key.first)) {
+  if (facts_.mesh_of(key.first).sums_in_order) {
     complete_in_order(key, steps);
   } else if (facts_.hands_across(key.first)) {
     complete_across(key, steps);
   } else if (facts_.offloads_grads()) {
-    if (facts_.parts(key.first) > 1) {
+    if (facts_.mesh_of(key.first).parts() > 1) {
       sum_parts(key, GradBuffer::Scratch, ScalePart::None, steps);
     }
     offload_grad(key, state.result, steps);
   } else if (state.result != GradBuffer::Kept) {
-    add_to_kept(key, state.result, facts_.parts(key.first), steps);
+    add_to_kept(key, state.result, facts_.mesh_of(key.first).parts(), steps);
   } else {
-    scale_bare(key, GradBuffer::Kept, steps);
+    scale_bare(key, steps);
   }
-  blocks_.give_back_all(key, state.result, steps);
+  packing_.give_back_all(key, state.result, steps);
   for (const int param : facts_.region_of(key).params) {
     state_.params(key.first)[param] = {/*valid=*/true, /*local=*/false};
   }
@@ -183,15 +220,19 @@ void Reduction::complete(Key key, GradSteps& steps) {
 
 // See Note [Sums in order].
 void Reduction::complete_in_order(Key key, GradSteps& steps) {
-  const OrderedSums sums(facts_, key);
-  if (sums.takes_block()) {
-    blocks_.take(key, GradBuffer::Sums, steps);
+  const bool offloads = facts_.offloads_grads();
+  if (offloads || facts_.mesh_of(key.first).sums_across()) {
+    packing_.take(key, GradBuffer::Sums, steps);
   }
-  if (!facts_.offloads_grads()) {
+  if (!offloads) {
     zero_invalid(key, steps);
   }
-  state_.of(key).across = sums.complete(state_.of(key).adds, rest_of_scale(key), steps);
-  if (facts_.offloads_grads()) {
+  GradStep last = make_step(GradStepKind::Sum, key);
+  last.to = offloads ? GradBuffer::Sums : GradBuffer::Kept;
+  last.adds = state_.of(key).adds && !offloads;
+  last.scale = rest_of_scale(key);
+  state_.of(key).across = sum_in_order(facts_, last, steps);
+  if (offloads) {
     wait_across(key, steps);
     offload_grad(key, GradBuffer::Sums, steps);
   }
@@ -209,10 +250,10 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
   const bool in_place =
       !state.adds && !facts_.is_wired(key) && !facts_.mesh_of(key.first).shards_across;
   const GradBuffer sum = in_place ? GradBuffer::Kept : state.result;
-  if (facts_.parts(key.first) > 1) {
+  if (facts_.mesh_of(key.first).parts() > 1) {
     sum_parts(key, sum, in_place ? rest_of_scale(key) : ScalePart::None, steps);
   } else if (in_place) {
-    scale_bare(key, sum, steps);
+    scale_bare(key, steps);
   }
   start_across(key, sum, steps);
   if (!in_place) {
@@ -223,19 +264,16 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
 
 // Of what an exchange has left.
 void Reduction::sum_parts(Key key, GradBuffer to, ScalePart scale, GradSteps& steps) {
-  GradStep step = make_step(GradStepKind::Sum, key);
+  GradStep step = make_step(GradStepKind::Sum, key, GradBuffer::Scratch, to);
   step.scale = scale;
-  step.from = GradBuffer::Scratch;
-  step.to = to;
-  step.parts = facts_.parts(key.first);
+  step.parts = facts_.mesh_of(key.first).parts();
   steps.run(step);
 }
 
 void Reduction::start_across(Key key, GradBuffer place, GradSteps& steps) {
-  GradStep step = make_step(GradStepKind::StartAcross, key);
+  const GradBuffer to = facts_.last_result(key.first, place);
+  GradStep step = make_step(GradStepKind::StartAcross, key, place, to);
   step.op = facts_.mesh_of(key.first).shards_across ? TraceOp::ReduceScatter : TraceOp::AllReduce;
-  step.from = place;
-  step.to = facts_.last_result(key.first, place);
   step.nbytes = facts_.result_nbytes(key);
   state_.of(key).across = facts_.options.on_host;
   steps.run(step);
@@ -262,8 +300,7 @@ void Reduction::offload_grad(Key key, GradBuffer from, GradSteps& steps) {
   zero_invalid(key, steps);
   const Region& region = facts_.region_of(key);
   state_.of(key).result = from;
-  GradStep step = make_step(GradStepKind::OffloadGrad, key);
-  step.from = from;
+  GradStep step = make_step(GradStepKind::OffloadGrad, key, from);
   step.adds = state_.of(key).adds;
   const bool is_kept_type = from == GradBuffer::Full || from == GradBuffer::Sums;
   const ElementType& type = is_kept_type ? region.grad : region.reduce;
@@ -273,8 +310,7 @@ void Reduction::offload_grad(Key key, GradBuffer from, GradSteps& steps) {
 
 void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps) {
   zero_invalid(key, steps);
-  GradStep step = make_step(GradStepKind::Sum, key);
-  step.from = facts_.last_result(key.first, from);
+  GradStep step = make_step(GradStepKind::Sum, key, facts_.last_result(key.first, from));
   const UnitMesh& mesh = facts_.mesh_of(key.first);
   step.parts = mesh.shards_across ? mesh.replicas.parts() : parts;
   step.adds = state_.of(key).adds;
@@ -287,11 +323,10 @@ ScalePart Reduction::rest_of_scale(Key key) const {
   return is_bare ? ScalePart::All : facts_.splits_scale(key) ? ScalePart::Rest : ScalePart::None;
 }
 
-// Of what no sum scales.
-void Reduction::scale_bare(Key key, GradBuffer place, GradSteps& steps) {
+// Of a kept gradient that no sum scales.
+void Reduction::scale_bare(Key key, GradSteps& steps) {
   if (state_.of(key).is_bare) {
     GradStep step = make_step(GradStepKind::Sum, key);
-    step.from = step.to = place;
     step.scale = ScalePart::All;
     steps.run(step);
   }

@@ -53,7 +53,6 @@
 #include <vector>
 
 #include "common/types.h"
-#include "plan/grad_blocks.h"
 #include "plan/grad_packing.h"
 #include "plan/grad_steps.h"
 #include "plan/reduction_facts.h"
@@ -137,14 +136,13 @@ class Reduction {
   void wait_across(Key key, GradSteps& steps);
   void grad_ready(Key key, GradSteps& steps);
   ScalePart rest_of_scale(Key key) const;
-  void scale_bare(Key key, GradBuffer place, GradSteps& steps);
+  void scale_bare(Key key, GradSteps& steps);
   void sum_parts(Key key, GradBuffer to, ScalePart scale, GradSteps& steps);
   void zero_invalid(Key key, GradSteps& steps);
   void offload_grad(Key key, GradBuffer from, GradSteps& steps);
   void add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps);
 
   ReductionFacts facts_;
-  GradBlocks blocks_;
   ReductionState state_;
   GradPacking packing_;
   std::deque<std::vector<Key>> in_flight_; // by unit, oldest first

@@ -62,16 +62,13 @@ class ReductionFacts {
   bool runs_across(UnitId unit) const {
     return !options.on_host && sums_at_once_across(unit);
   }
-  bool sums_in_order(UnitId unit) const {
-    return mesh_of(unit).sums_in_order;
-  }
   // See Note [Gradients on the host].
   bool offloads_grads() const {
     return options.sharding.tiers.lands_gradients(options.on_host);
   }
   bool is_wired(RegionKey key) const {
     return mesh_of(key.first).communicates() &&
-        (sums_in_order(key.first) || region_of(key).has_wire());
+        (mesh_of(key.first).sums_in_order || region_of(key).has_wire());
   }
   // See Note [Gradients in place].
   bool fuses() const {
@@ -79,15 +76,11 @@ class ReductionFacts {
   }
   // See Note [Scale of gradients].
   bool splits_scale(RegionKey key) const {
-    return is_wired(key) && (sums_in_order(key.first) || !offloads_grads());
+    return is_wired(key) && (mesh_of(key.first).sums_in_order || !offloads_grads());
   }
-  // That the collective leaves for each element.
-  int64_t parts(UnitId unit) const {
-    return mesh_of(unit).parts();
-  }
-  // Whether it leaves them in a block of their own.
+  // Whether the collective leaves its parts in a block of their own.
   bool takes_scratch(UnitId unit) const {
-    return parts(unit) > 1 || mesh_of(unit).shards_across;
+    return mesh_of(unit).parts() > 1 || mesh_of(unit).shards_across;
   }
   // Where the last collective leaves its result, unless it is as the first one does.
   GradBuffer last_result(UnitId unit, GradBuffer first) const {
@@ -124,7 +117,7 @@ class ReductionFacts {
 
  private:
   bool sums_at_once_across(UnitId unit) const {
-    return mesh_of(unit).sums_across() && !sums_in_order(unit);
+    return mesh_of(unit).sums_across() && !mesh_of(unit).sums_in_order;
   }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "plan/reduction_facts.h"
@@ -18,6 +19,7 @@ struct RegionState {
   bool is_open = false; // layers may write where gradients are packed
   bool is_bare = false; // what was packed has no scale yet
   GradBuffer result = GradBuffer::Kept; // of the reduction
+  std::array<bool, kNumGradBuffers> held = {}; // blocks of the pool
 };
 
 struct ParamState {

@@ -6,13 +6,14 @@
 
 namespace zerocore {
 
-Residency::Residency(const ScheduleOptions& options) {
-  for (const UnitGathers& mesh : options.units) {
+Residency::Residency(const std::vector<UnitMesh>& meshes) {
+  for (const UnitMesh& mesh : meshes) {
     UnitState& unit = units_.emplace_back();
-    unit.mesh = mesh;
-    unit.resident = !mesh.gathers || !mesh.releases;
-    gathers_ = gathers_ || mesh.gathers;
-    releases_ = releases_ || mesh.releases;
+    unit.gathers = mesh.shards_optimizer || mesh.shards_parameters;
+    unit.releases = mesh.shards_parameters;
+    unit.resident = !unit.releases;
+    gathers_ = gathers_ || unit.gathers;
+    releases_ = releases_ || unit.releases;
   }
 }
 
@@ -48,7 +49,7 @@ void Residency::release(UnitId unit, Actions& out) {
   const Uses& uses = state.uses;
   const bool in_use =
       uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays || uses.ahead;
-  if (state.mesh.releases && state.resident && !in_use) {
+  if (state.releases && state.resident && !in_use) {
     leave(unit, /*late=*/uses.held > 0 || uses.kept, out);
   }
 }
@@ -70,7 +71,7 @@ void Residency::release_late(UnitId unit, Actions& out) {
 void Residency::serve(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   unshard(unit, out);
-  if (state.mesh.releases && state.uses.active == 0 && state.uses.holds == 0 && !state.uses.stays) {
+  if (state.releases && state.uses.active == 0 && state.uses.holds == 0 && !state.uses.stays) {
     leave(unit, /*late=*/state.uses.held > 0 || state.uses.in_backward || state.uses.kept, out);
   }
 }
@@ -86,7 +87,7 @@ void Residency::invalidate(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   state.uses.ahead = false;
   drop(unit, out);
-  if (!state.mesh.releases && state.mesh.gathers) {
+  if (!state.releases && state.gathers) {
     state.resident = false;
   }
 }

@@ -6,11 +6,23 @@
 // ends.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
-#include "plan/schedule_options.h"
+#include "common/types.h"
+#include "plan/unit_mesh.h"
 
 namespace zerocore {
+
+// Answers of a schedule to an event.
+enum class ActionKind : uint8_t { Unshard, Reshard, Reduce };
+
+struct Action {
+  ActionKind kind = ActionKind::Unshard;
+  UnitId unit = -1;
+};
+
+using Actions = std::vector<Action>;
 
 // Where a unit stays unsharded although nothing uses it.
 struct Staying {
@@ -31,7 +43,7 @@ class Residency {
     bool ahead = false; // gathered for the pass that begins next
   };
 
-  explicit Residency(const ScheduleOptions& options);
+  explicit Residency(const std::vector<UnitMesh>& meshes); // by unit
 
   // Whether any unit is gathered, and whether any is released.
   bool gathers() const {
@@ -98,7 +110,8 @@ class Residency {
   struct UnitState {
     Uses uses;
     Staying staying;
-    UnitGathers mesh;
+    bool gathers = true; // full parameters have to be gathered at all
+    bool releases = true; // they are given back after use (stage 3)
     bool resident = false;
     bool late = false; // not resident any more, but held, or used by this rank's backward
   };

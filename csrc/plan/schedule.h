@@ -26,20 +26,24 @@
 #include "plan/call_order.h"
 #include "plan/forward_passes.h"
 #include "plan/residency.h"
-#include "plan/schedule_options.h"
+#include "plan/shard_options.h"
+#include "plan/unit_mesh.h"
 
 namespace zerocore {
 
 class Schedule {
  public:
-  // `order` is the expected sequence of enters and exits of a rooted pass.
-  Schedule(ScheduleOptions options, std::vector<CallEvent> order)
-      : prefetch_(options.prefetch),
-        retain_last_(options.retain_last),
+  // Meshes by unit; `order` is the expected sequence of enters and exits of a rooted pass.
+  Schedule(
+      const std::vector<UnitMesh>& meshes,
+      const ShardOptions& sharding,
+      std::vector<CallEvent> order)
+      : prefetch_(sharding.prefetch),
+        retain_last_(sharding.retain_last),
         order_(std::move(order)),
-        passes_(static_cast<int>(options.units.size())),
-        residency_(options),
-        walk_(static_cast<int>(options.units.size()), options.prefetch, passes_, residency_) {}
+        passes_(static_cast<int>(meshes.size())),
+        residency_(meshes),
+        walk_(static_cast<int>(meshes.size()), prefetch_, passes_, residency_) {}
   Schedule(const Schedule&) = delete; // its parts refer to each other
   Schedule& operator=(const Schedule&) = delete;
 

@@ -28,7 +28,8 @@ std::vector<BackwardEvent> mirrored(const std::vector<CallEvent>& order) {
 std::vector<UnitMesh> meshes_of(const std::vector<UnitPlan>& units, const PlanOptions& options) {
   std::vector<UnitMesh> meshes;
   for (const UnitPlan& unit : units) {
-    meshes.push_back(mesh_of(unit, options));
+    const UnitMesh& mesh = options.meshes.at(unit.mesh);
+    meshes.push_back(unit.near ? mesh : mesh.without_near());
   }
   return meshes;
 }
@@ -55,7 +56,8 @@ StepSimulation::StepSimulation(
       backward_(options.backward.empty() ? mirrored(order) : options.backward),
       meshes_(meshes_of(units, options)),
       schedule_(
-          ScheduleOptions::of(meshes_, options.sharding),
+          meshes_,
+          options.sharding,
           options.first_order.empty() ? order : options.first_order),
       layouts_(plan_layouts(units, options)),
       reduction_({options.sharding, options.sums_on_host}, reduced_units(layouts_, meshes_)),
@@ -63,9 +65,7 @@ StepSimulation::StepSimulation(
       gathered_(units.size()) {
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
     unsharding_.emplace_back(
-        static_cast<UnitId>(unit),
-        GatherFacts{meshes_[unit], options_.sharding.tiers},
-        layouts_[unit]);
+        static_cast<UnitId>(unit), meshes_[unit], options_.sharding.tiers, layouts_[unit]);
     schedule_.residency().set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
     schedule_.passes().set_reducible(
         static_cast<UnitId>(unit),
@@ -159,7 +159,7 @@ void StepSimulation::forward(Actions& actions) {
     } else {
       call = schedule_.exit(event.unit, event.needs_backward, event.reads, actions);
     }
-    calls_.emplace_back(event, call);
+    calls_.push_back(call);
     run(actions);
     if (event.kind == EventKind::Enter) {
       unsharding_[event.unit].wait(*this);
@@ -175,11 +175,11 @@ void StepSimulation::backward(Actions& actions) {
     if (event.ready) {
       schedule_.walk().ready(event.index, actions);
     } else {
-      schedule_.walk().pre_backward(calls_.at(event.index).second, actions);
+      schedule_.walk().pre_backward(calls_.at(event.index), actions);
     }
     run(actions);
     if (!event.ready) {
-      const UnitId unit = calls_.at(event.index).first.unit;
+      const UnitId unit = calls_.at(event.index).unit;
       unsharding_[unit].wait(*this);
       reduction_.prepare(unit, sync_, *this);
     }

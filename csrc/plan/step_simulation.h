@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "plan/layout.h"
@@ -40,6 +39,9 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   const Layout& layout(size_t unit) const {
     return layouts_[unit];
   }
+  const UnitMesh& mesh(size_t unit) const {
+    return meshes_[unit];
+  }
   // Bytes of gradients that stay between steps.
   int64_t kept_gradients(size_t unit) const {
     return reduction_.kept_nbytes(static_cast<UnitId>(unit));
@@ -69,7 +71,7 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   Schedule schedule_;
   std::vector<Layout> layouts_;
   Reduction reduction_;
-  std::vector<std::pair<CallEvent, CallHandle>> calls_;
+  std::vector<CallHandle> calls_; // by event of the order; empty of an Enter
   std::vector<PlannedEvent> events_;
   PoolMap pool_;
   std::vector<Unsharding> unsharding_; // by unit

@@ -45,13 +45,27 @@ struct Tiers {
     return has_host_states() && !has_host_parameters();
   }
   // Regions that are trained.
-  static std::vector<int> trained_regions(const Layout& layout);
+  static std::vector<int> trained_regions(const Layout& layout) {
+    return layout.regions_where(
+        [](const Region& region) { return region.is_gathered && region.requires_grad; });
+  }
   // Regions that have main weights.
-  std::vector<int> main_regions(const Layout& layout) const;
+  std::vector<int> main_regions(const Layout& layout) const {
+    return layout.regions_where([this](const Region& region) {
+      return region.is_kept && (region.has_main() || (returns_weights() && region.requires_grad));
+    });
+  }
   // Regions whose gradients are sent to memory of their own on the host.
-  std::vector<int> landing_regions(const Layout& layout) const;
+  std::vector<int> landing_regions(const Layout& layout) const {
+    const bool lands = has_host_states() && gradients == Tier::Device;
+    return lands ? trained_regions(layout) : std::vector<int>();
+  }
   // Regions whose weights the host keeps in the type that layers compute in as well, to be sent.
-  std::vector<int> sent_regions(const Layout& layout) const;
+  std::vector<int> sent_regions(const Layout& layout) const {
+    return layout.regions_where([this](const Region& region) {
+      return returns_weights() && region.is_kept && region.has_main();
+    });
+  }
 };
 
 } // namespace zerocore

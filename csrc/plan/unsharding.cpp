@@ -8,9 +8,8 @@
 namespace zerocore {
 
 bool Unsharding::can_read() const {
-  const UnitMesh& mesh = facts_.mesh;
-  const bool has_own = mesh.shards_parameters && !mesh.shards_across;
-  return has_own && !facts_.tiers.has_host_parameters() &&
+  const bool has_own = mesh_.shards_parameters && !mesh_.shards_across;
+  return has_own && !tiers_.has_host_parameters() &&
       std::ranges::none_of(layout_.regions(), &Region::is_encoded);
 }
 
@@ -20,11 +19,11 @@ void Unsharding::begin(
     GatherSteps& steps,
     bool reads) {
   wait(steps); // a rank that skipped the unit may not have waited for its last gather
-  const bool in_use = has_full_ && facts_.mesh.shards_parameters;
+  const bool in_use = has_full_ && mesh_.shards_parameters;
   if (in_use) {
     steps.run({.kind = GatherStepKind::Order, .unit = unit_});
   }
-  is_near_ = again && facts_.mesh.gathers_near() && (has_near_ || has_full_);
+  is_near_ = again && mesh_.gathers_near() && (has_near_ || has_full_);
   has_near_ = has_near_ && is_near_;
   is_whole_ = false;
   reads = reads && can_read();
@@ -38,10 +37,10 @@ void Unsharding::begin(
     steps.run({.unit = unit_, .nbytes = layout_.nbytes(), .op = TraceOp::Unshard});
   }
   state_ = UnitState::Unsharding;
-  if (facts_.tiers.parameters == Tier::Disk && !is_near_) {
+  if (tiers_.parameters == Tier::Disk && !is_near_) {
     steps.run({.kind = GatherStepKind::Read, .unit = unit_});
   }
-  if (facts_.mesh.shards_across && !is_near_) {
+  if (mesh_.shards_across && !is_near_) {
     start_across(regions, steps);
   }
   for (const int region : regions) {
@@ -53,10 +52,9 @@ void Unsharding::begin(
 
 // See Note [Sharded across].
 void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& steps) const {
-  const UnitMesh& mesh = facts_.mesh;
-  const ParamMemory from = mesh.shards_parameters ? ParamMemory::Own : ParamMemory::Full;
+  const ParamMemory from = mesh_.shards_parameters ? ParamMemory::Own : ParamMemory::Full;
   for (const int region : regions) {
-    const int64_t nbytes = layout_.regions()[region].nbytes() / mesh.state.size;
+    const int64_t nbytes = layout_.regions()[region].nbytes() / mesh_.state.size;
     steps.run(
         {GatherStepKind::StartAcross,
          unit_,
@@ -72,17 +70,16 @@ void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& step
 void Unsharding::start(int index, bool reads, GatherSteps& steps) const {
   const Region& region = layout_.regions()[index];
   const ParamMemory to = receives_ ? ParamMemory::Received : ParamMemory::Full;
-  const bool loads = facts_.tiers.has_host_parameters();
+  const bool loads = tiers_.has_host_parameters();
   if (loads) {
     steps.run({GatherStepKind::Load, unit_, index, ParamMemory::Own, to, region.shard_nbytes()});
   }
   if (layout_.num_shards() > 1) {
-    const UnitMesh& mesh = facts_.mesh;
     const bool encodes = region.is_encoded();
     if (encodes) {
       steps.run({GatherStepKind::Encode, unit_, index, ParamMemory::Own, to});
     }
-    const bool is_in_place = loads || encodes || !mesh.shards_parameters || mesh.shards_across;
+    const bool is_in_place = loads || encodes || !mesh_.shards_parameters || mesh_.shards_across;
     const ParamMemory from = is_in_place ? to : ParamMemory::Own;
     const int64_t nbytes = received_.regions()[index].nbytes();
     const auto kind = reads ? GatherStepKind::ReadPeers : GatherStepKind::Start;
@@ -121,8 +118,8 @@ void Unsharding::wait(GatherSteps& steps) {
 void Unsharding::reshard(GatherSteps& steps) {
   wait(steps);
   TORCH_INTERNAL_ASSERT(
-      has_full_ && facts_.mesh.shards_parameters, "unit ", unit_, " has nothing to give back");
-  if (facts_.mesh.gathers_near() && keeps_near_ && is_whole_ && !has_near_) {
+      has_full_ && mesh_.shards_parameters, "unit ", unit_, " has nothing to give back");
+  if (mesh_.gathers_near() && keeps_near_ && is_whole_ && !has_near_) {
     steps.run({.kind = GatherStepKind::Keep, .unit = unit_});
     has_near_ = true;
   }

@@ -80,22 +80,18 @@ class GatherSteps {
   ~GatherSteps() = default;
 };
 
-struct GatherFacts {
-  UnitMesh mesh;
-  Tiers tiers;
-};
-
 class Unsharding {
  public:
   // The layout outlives it.
-  Unsharding(UnitId unit, const GatherFacts& facts, const Layout& layout)
+  Unsharding(UnitId unit, const UnitMesh& mesh, const Tiers& tiers, const Layout& layout)
       : unit_(unit),
-        facts_(facts),
+        mesh_(mesh),
+        tiers_(tiers),
         layout_(layout),
         received_(layout.encoded()),
         copies_out_(layout.copies_out()),
-        state_(facts.mesh.shards_parameters ? UnitState::Sharded : UnitState::Unsharded),
-        has_full_(!facts.mesh.shards_parameters) {}
+        state_(mesh.shards_parameters ? UnitState::Sharded : UnitState::Unsharded),
+        has_full_(!mesh.shards_parameters) {}
 
   UnitState state() const {
     return state_;
@@ -126,7 +122,8 @@ class Unsharding {
   void take(ParamMemory memory, StreamRole user, GatherSteps& steps);
 
   const UnitId unit_;
-  GatherFacts facts_;
+  const UnitMesh mesh_;
+  const Tiers tiers_;
   const Layout& layout_;
   Layout received_; // as gathers move it
   bool copies_out_;

@@ -32,11 +32,19 @@ struct ScheduledExit {
   Actions actions;
 };
 
+UnitMesh mesh_of(bool gathers, bool releases) {
+  UnitMesh mesh;
+  mesh.shards_optimizer = gathers;
+  mesh.shards_parameters = releases;
+  return mesh;
+}
+
 // A schedule whose methods return the actions.
 struct PySchedule {
   PySchedule(int num_units, int prefetch, bool gathers, bool releases, std::vector<CallEvent> order)
       : schedule(
-            {std::vector<UnitGathers>(num_units, {gathers, releases}), prefetch},
+            std::vector<UnitMesh>(num_units, mesh_of(gathers, releases)),
+            {.prefetch = prefetch},
             std::move(order)) {}
 
   template <typename Call>

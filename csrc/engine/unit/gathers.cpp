@@ -28,7 +28,7 @@ Gathers::Gathers(
       layout_(layout),
       full_(full),
       own_(own),
-      unsharding_(id, {context.mesh, context.tiers}, layout) {
+      unsharding_(id, context.mesh, context.tiers, layout) {
   if (layout.copies_out()) {
     received_.emplace(
         layout.encoded(),

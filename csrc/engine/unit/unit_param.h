@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "plan/param_spec.h"
+#include "plan/layout.h"
 
 namespace zerocore {
 
