@@ -8,6 +8,7 @@
 // Ranks whose messages are not alike all end with MessageKind::Different.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
