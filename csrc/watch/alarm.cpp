@@ -274,6 +274,7 @@ std::string Alarm::waits_in() const {
 
 RankReport Alarm::report() const {
   RankReport report;
+  report.answered = true;
   report.ledger = ledger_.state(kToldEntries);
   report.elsewhere = waits_without_number();
   if (report.elsewhere.empty()) {
@@ -294,9 +295,6 @@ std::string Alarm::advice() const {
 
 std::string Alarm::describe_alone() const {
   std::vector<RankReport> reports(options_.size);
-  for (RankReport& report : reports) {
-    report.missing = true;
-  }
   reports[options_.rank] = report();
   return describe(reports, params_, advice(), roll_call_.holder());
 }

@@ -85,14 +85,14 @@ int64_t first_difference(const Reports& reports) {
   int64_t first = -1;
   const RankReport* longest = nullptr;
   for (const RankReport& report : reports) {
-    if (report.answered() && (!longest || next_number(report) > next_number(*longest))) {
+    if (report.answered && (!longest || next_number(report) > next_number(*longest))) {
       longest = &report;
     }
   }
   for (const RankReport& report : reports) {
     for (const LedgerEntry& entry : report.ledger.entries) {
       const LedgerEntry* other = find(*longest, entry.number);
-      if (report.answered() && other && !entry.is_same(*other)) {
+      if (report.answered && other && !entry.is_same(*other)) {
         first = first < 0 ? entry.number : std::min(first, entry.number);
         break;
       }
@@ -107,7 +107,7 @@ int64_t stuck_in(const Reports& reports) {
   int64_t newest = 0;
   for (const RankReport& report : reports) {
     const int64_t waiting = report.ledger.waiting;
-    if (report.answered() && waiting >= 0 && (oldest < 0 || waiting < oldest)) {
+    if (report.answered && waiting >= 0 && (oldest < 0 || waiting < oldest)) {
       oldest = waiting;
     }
     newest = std::max(newest, next_number(report) - 1);
@@ -117,7 +117,7 @@ int64_t stuck_in(const Reports& reports) {
 
 bool waits_in(const Reports& reports, int64_t number) {
   return std::any_of(reports.begin(), reports.end(), [&](const RankReport& report) {
-    return report.answered() && report.ledger.waiting == number;
+    return report.answered && report.ledger.waiting == number;
   });
 }
 
@@ -143,7 +143,7 @@ std::string name_trainable(const Reports& reports, const std::vector<std::string
     Ranks on;
     Ranks off;
     for (size_t rank = 0; rank < reports.size(); ++rank) {
-      if (reports[rank].answered() && i < reports[rank].ledger.trainable.size()) {
+      if (reports[rank].answered && i < reports[rank].ledger.trainable.size()) {
         (reports[rank].ledger.trainable[i] == '1' ? on : off).push_back(rank);
       }
     }
@@ -164,7 +164,7 @@ std::string name_silent(const Reports& reports) {
     const RankReport& report = reports[rank];
     if (report.ended) {
       add(statements, "ended the program" + *report.ended, rank);
-    } else if (report.missing) {
+    } else if (!report.answered) {
       add(statements, "did not answer within 3 s: killed, stopped or out of reach", rank);
     }
   }
@@ -194,6 +194,7 @@ std::string RankReport::encode() const {
 
 RankReport RankReport::decode(const std::string& text) {
   RankReport report;
+  report.answered = true;
   std::istringstream in(text);
   std::string line;
   std::getline(in, line);
@@ -222,7 +223,7 @@ std::string describe(
   const int64_t number = difference >= 0 ? difference : stuck_in(reports);
   Statements statements;
   for (size_t rank = 0; rank < reports.size(); ++rank) {
-    if (reports[rank].answered()) {
+    if (reports[rank].answered) {
       add(statements, position(reports[rank], number), rank);
     }
   }

@@ -10,16 +10,12 @@
 
 namespace zerocore {
 
-// One rank's report. `ended` and `missing` are of ranks that did not answer.
 struct RankReport {
   LedgerState ledger;
   std::string elsewhere; // what the process waits in apart from the ledger; empty if it does not
+  bool answered = false; // else nothing is known but `ended`
   std::optional<std::string> ended; // how the program ended
-  bool missing = false;
 
-  bool answered() const {
-    return !missing && !ended;
-  }
   std::string encode() const;
   static RankReport decode(const std::string& text);
 };

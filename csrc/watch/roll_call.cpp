@@ -161,12 +161,8 @@ std::vector<RankReport> RollCall::collect() {
     return count >= static_cast<int64_t>(size_);
   };
   wait_until(told_ + kAnswer, is_complete);
-  for (RankReport& report : reports) {
-    report.missing = true;
-  }
-  for (auto& [rank, how] : lines("ends")) {
+  for (const auto& [rank, how] : lines("ends")) {
     reports.at(rank).ended = how;
-    reports[rank].missing = false;
   }
   std::map<std::string, RankReport> known; // by digest
   for (const auto& [rank, digest] : lines(key("list"))) {

@@ -65,6 +65,7 @@ class CountingStore : public c10d::HashStore {
 
 RankReport report_of(int64_t waiting, const std::string& unit) {
   RankReport report;
+  report.answered = true;
   report.ledger.entries = {{waiting, "all_gather", unit, 8, false}};
   report.ledger.waiting = waiting;
   return report;
