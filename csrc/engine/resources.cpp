@@ -1,6 +1,7 @@
 // Makes the streams, memory pool, process groups and storage of a model.
 #include "engine/resources.h"
 
+#include <ATen/core/functional.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <utility>
@@ -14,20 +15,6 @@ namespace {
 
 c10::intrusive_ptr<c10d::ProcessGroup> find_group(const std::optional<std::string>& name) {
   return name ? c10d::resolve_process_group(*name) : nullptr;
-}
-
-std::unique_ptr<Collectives> make_collectives(
-    const std::optional<std::string>& name,
-    const Streams& streams,
-    Alarm* alarm,
-    bool sums_in_order,
-    const std::optional<std::string>& reductions = std::nullopt,
-    StreamRole reducing = StreamRole::ReduceScatter) {
-  auto group = find_group(name);
-  return group
-      ? std::make_unique<Collectives>(
-            std::move(group), streams, alarm, find_group(reductions), sums_in_order, reducing)
-      : nullptr;
 }
 
 Axis axis_of(const Collectives* collectives) {
@@ -53,20 +40,17 @@ std::shared_ptr<Alarm> make_alarm(const EngineOptions& engine, const std::vector
     return nullptr;
   }
   AlarmOptions options{engine.alarm_name, 0, 1, engine.stall_seconds};
-  std::vector<Alarm::Group> groups;
   if (const auto all = find_group(engine.control)) {
     options.rank = all->getRank();
     options.size = all->getSize();
   }
-  std::vector<std::optional<std::string>> names = {engine.control};
+  std::vector<Alarm::Group> groups = {find_group(engine.control)};
   for (const GroupNames& mesh : engine.meshes) {
-    names.insert(names.end(), {mesh.shard, mesh.replicas, mesh.reductions, mesh.near});
-  }
-  for (const auto& each : names) {
-    if (auto group = find_group(each)) {
-      groups.push_back(std::move(group));
+    for (const auto& name : {mesh.shard, mesh.replicas, mesh.reductions, mesh.near}) {
+      groups.push_back(find_group(name));
     }
   }
+  std::erase(groups, nullptr);
   if (groups.empty()) {
     return nullptr;
   }
@@ -76,11 +60,9 @@ std::shared_ptr<Alarm> make_alarm(const EngineOptions& engine, const std::vector
 }
 
 std::vector<UnitPlan> plans_of(const std::vector<UnitSpec>& units) {
-  std::vector<UnitPlan> plans;
-  for (const UnitSpec& unit : units) {
-    plans.push_back({specs_of(unit.params), {}, unit.stays, unit.near, unit.mesh});
-  }
-  return plans;
+  return c10::fmap(units, [](const UnitSpec& unit) {
+    return UnitPlan{specs_of(unit.params), {}, unit.stays, unit.near, unit.mesh};
+  });
 }
 
 } // namespace
@@ -142,16 +124,18 @@ Resources::MeshGroups::MeshGroups(
     const GroupNames& names,
     const Streams& streams,
     Alarm* alarm,
-    bool sums_in_order)
-    : shard(make_collectives(names.shard, streams, alarm, sums_in_order, names.reductions)),
-      replicas(make_collectives(
-          names.replicas,
-          streams,
-          alarm,
-          sums_in_order,
-          std::nullopt,
-          StreamRole::Replicas)),
-      near(make_collectives(names.near, streams, alarm, sums_in_order)) {}
+    bool sums_in_order) {
+  using Name = std::optional<std::string>;
+  const auto make = [&](const Name& name, const Name& reductions, StreamRole reducing) {
+    auto group = find_group(name);
+    return group ? std::make_unique<Collectives>(
+                       group, streams, alarm, find_group(reductions), sums_in_order, reducing)
+                 : nullptr;
+  };
+  shard = make(names.shard, names.reductions, StreamRole::ReduceScatter);
+  replicas = make(names.replicas, std::nullopt, StreamRole::Replicas);
+  near = make(names.near, std::nullopt, StreamRole::ReduceScatter);
+}
 
 Collectives* Resources::MeshGroups::of(AxisName axis) const {
   return (axis == AxisName::State ? shard : axis == AxisName::Replicas ? replicas : near).get();

@@ -55,7 +55,7 @@ void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& st
 }
 
 void PendingCollective::wait(const Streams& streams) {
-  if (!pending()) {
+  if (op_ == nullptr) { // it was waited for
     return;
   }
   const char* op = std::exchange(op_, nullptr);
@@ -103,7 +103,7 @@ Collectives::Collectives(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     const Streams& streams,
     Alarm* alarm,
-    c10::intrusive_ptr<c10d::ProcessGroup> reductions,
+    const c10::intrusive_ptr<c10d::ProcessGroup>& reductions,
     bool sums_in_order,
     StreamRole reducing)
     : group_(std::move(group)),
@@ -112,9 +112,7 @@ Collectives::Collectives(
       streams_(streams),
       reducing_(reducing),
       launches_together_(streams.has_streams() && backend_->supportsCoalescing()),
-      rank_(group_->getRank()),
-      size_(group_->getSize()),
-      methods_(WireMethods::of_backend(backend_->getBackendName(), size_, sums_in_order)),
+      methods_(WireMethods::of_backend(backend_->getBackendName(), size(), sums_in_order)),
       alarm_(alarm) {
   if (!streams_.has_streams()) {
     emulated_ = dynamic_cast<EmulatedGroup*>(backend_.get());
@@ -241,18 +239,18 @@ std::vector<PendingCollective> Collectives::start_together(
         begin(trace_op_name(op), role, {{call.from}, {call.to}}, std::move(call.tag)));
   }
   issue_on(role, pending.back(), [&](bool async) {
-    c10d::Backend& backend = backend_of(role);
-    wire::JointLaunch launch(backend);
-    for (const CollectiveCall& call : calls) {
-      if (op == TraceOp::AllGather) {
-        wire::gather(backend, methods_.gather, call.to, call.from, async);
-      } else if (op == TraceOp::ReduceScatter) {
-        wire::reduce(backend, methods_.reduce, call.to, call.from, async);
-      } else {
-        wire::all_reduce(backend, call.to, async);
+    c10d::Backend& backend = op == TraceOp::AllGather ? *backend_ : *reductions_;
+    return wire::launch_together(backend, [&] {
+      for (const CollectiveCall& call : calls) {
+        if (op == TraceOp::AllGather) {
+          wire::gather(backend, methods_.gather, call.to, call.from, async);
+        } else if (op == TraceOp::ReduceScatter) {
+          wire::reduce(backend, methods_.reduce, call.to, call.from, async);
+        } else {
+          wire::all_reduce(backend, call.to, async);
+        }
       }
-    }
-    return wire::Works{launch.end()};
+    });
   });
   const StreamEvent done = streams_.record(role);
   for (size_t i = 0; i < calls.size(); ++i) {
@@ -292,7 +290,7 @@ PendingCollective Collectives::all_gather(
 }
 
 void Collectives::find_processes() {
-  if (!streams_.has_streams() && size_ > 1 && backend_->getBackendName() == "gloo") {
+  if (!streams_.has_streams() && size() > 1 && backend_->getBackendName() == "gloo") {
     processes_ = find_readable_processes(*backend_);
   }
 }
@@ -328,7 +326,7 @@ PendingCollective Collectives::reduce_scatter(
     CollectiveTag tag) {
   const OwnCollective* given = tag.own;
   return start("reduce_scatter", reducing_, {{full}, {received}}, std::move(tag), [&](bool async) {
-    return given != nullptr ? wire::Works{reduce_by(*given, received, full, size_)}
+    return given != nullptr ? wire::Works{reduce_by(*given, received, full, size())}
                             : wire::reduce(*reductions_, methods_.reduce, received, full, async);
   });
 }

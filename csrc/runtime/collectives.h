@@ -48,10 +48,6 @@ class PendingCollective {
   // the unit when it failed (a peer died, a timeout, mismatched sizes).
   void wait(const Streams& streams);
 
-  bool pending() const {
-    return op_ != nullptr;
-  }
-
  private:
   friend class Collectives;
 
@@ -110,16 +106,16 @@ class Collectives {
   Collectives(
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const Streams& streams,
-      Alarm* alarm = nullptr,
-      c10::intrusive_ptr<c10d::ProcessGroup> reductions = nullptr,
-      bool sums_in_order = false,
-      StreamRole reducing = StreamRole::ReduceScatter);
+      Alarm* alarm,
+      const c10::intrusive_ptr<c10d::ProcessGroup>& reductions,
+      bool sums_in_order,
+      StreamRole reducing);
 
   int64_t rank() const {
-    return rank_;
+    return group_->getRank();
   }
   int64_t size() const {
-    return size_;
+    return group_->getSize();
   }
   // How gathers and reduce-scatters go over the wire.
   const WireMethods& methods() const {
@@ -224,9 +220,6 @@ class Collectives {
       CollectiveTag tag);
   void finish(PendingCollective& pending, Operands operands, StreamRole role, StreamEvent done)
       const;
-  c10d::Backend& backend_of(StreamRole role) const {
-    return role == StreamRole::AllGather ? *backend_ : *reductions_;
-  }
   void announce(PendingCollective& pending, UnitId id, int64_t nbytes);
   // Runs `block`, in which the host waits for other ranks, as a part of the collective.
   template <typename Block>
@@ -240,8 +233,6 @@ class Collectives {
   const Streams& streams_;
   const StreamRole reducing_;
   const bool launches_together_;
-  int64_t rank_ = 0;
-  int64_t size_ = 1;
   WireMethods methods_;
   Alarm* alarm_ = nullptr;
   std::shared_ptr<IssueGuard> guard_; // null where there is no need or no way

@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <exception>
 
 namespace zerocore::wire {
 
@@ -113,24 +112,6 @@ Works reduce(
       return swap_halves(backend, received, full);
   }
   TORCH_INTERNAL_ASSERT(false);
-}
-
-JointLaunch::JointLaunch(c10d::Backend& backend) : backend_(backend) {
-  backend_.startCoalescing();
-}
-
-JointLaunch::~JointLaunch() {
-  if (open_) {
-    try {
-      backend_.endCoalescing();
-    } catch (const std::exception&) { // what was thrown first tells more
-    }
-  }
-}
-
-c10::intrusive_ptr<c10d::Work> JointLaunch::end() {
-  open_ = false;
-  return backend_.endCoalescing();
 }
 
 } // namespace zerocore::wire

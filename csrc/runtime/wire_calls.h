@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <exception>
 #include <vector>
 
 #include "plan/wire_methods.h"
@@ -32,22 +33,21 @@ Works reduce(
 // Sums in place.
 Works all_reduce(c10d::Backend& backend, const at::Tensor& tensor, bool async);
 
-// Collectives that are issued while it lives are one launch. It ends in any case: a backend would
-// collect for ever.
-class JointLaunch {
- public:
-  // Throws what a backend does that cannot (Backend::supportsCoalescing).
-  explicit JointLaunch(c10d::Backend& backend);
-  JointLaunch(const JointLaunch&) = delete;
-  JointLaunch& operator=(const JointLaunch&) = delete;
-  ~JointLaunch();
-
-  // Launches. May return null, as any call may.
-  c10::intrusive_ptr<c10d::Work> end();
-
- private:
-  c10d::Backend& backend_;
-  bool open_ = true;
-};
+// The collectives that `issue` begins are one launch, which ends in any case: a backend would
+// collect for ever. Throws what a backend does that cannot (Backend::supportsCoalescing).
+template <typename Issue>
+Works launch_together(c10d::Backend& backend, const Issue& issue) {
+  backend.startCoalescing();
+  try {
+    issue();
+  } catch (...) {
+    try {
+      backend.endCoalescing();
+    } catch (const std::exception&) { // what was thrown first tells more
+    }
+    throw;
+  }
+  return {backend.endCoalescing()};
+}
 
 } // namespace zerocore::wire
