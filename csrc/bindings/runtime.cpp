@@ -90,7 +90,7 @@ void register_watchdog(py::module_& module) {
       py::kw_only(),
       py::arg("beside"),
       Released());
-  module.def("check_not_capturing", &check_not_capturing<std::string>);
+  module.def("check_not_capturing", &check_not_capturing);
   py::class_<Waiting>(module, "Waiting")
       .def(py::init<std::string, std::string>(), py::arg("what"), py::arg("group"))
       .def("__enter__", &Waiting::enter)

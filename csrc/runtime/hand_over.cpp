@@ -53,23 +53,16 @@ void HandOverLog::add_wait(StreamRole role, StreamRole source, int64_t event, in
 
 void HandOverLog::add_access(
     StreamRole role,
-    bool write,
-    const at::Tensor& tensor,
+    HandOverKind kind,
+    const void* memory,
+    size_t nbytes,
     std::string what,
     std::string unit) {
-  HandOver& entry = add(write ? HandOverKind::Write : HandOverKind::Read, role);
-  entry.begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  entry.end = entry.begin + tensor.nbytes();
-  entry.what = std::move(what);
-  entry.unit = std::move(unit);
-}
-
-void HandOverLog::add_allocator(const void* memory, int64_t nbytes) {
-  HandOver& entry = add(HandOverKind::Write, StreamRole::Compute);
+  HandOver& entry = add(kind, role);
   entry.begin = reinterpret_cast<uintptr_t>(memory);
   entry.end = entry.begin + nbytes;
-  entry.what = "other use";
-  entry.unit = "others";
+  entry.what = std::move(what);
+  entry.unit = std::move(unit);
 }
 
 } // namespace zerocore

@@ -5,8 +5,7 @@
 // stream: an epoch lasts as long as it is on one.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -38,17 +37,14 @@ class HandOverLog {
   void add_record(StreamRole role, int64_t event);
   // `event_epoch`: in which the event was recorded.
   void add_wait(StreamRole role, StreamRole source, int64_t event, int64_t event_epoch);
-  // A stream reads or writes `tensor`, which is contiguous.
+  // A stream reads or writes the memory.
   void add_access(
       StreamRole role,
-      bool write,
-      const at::Tensor& tensor,
+      HandOverKind kind,
+      const void* memory,
+      size_t nbytes,
       std::string what,
       std::string unit);
-
-  // The device's allocator gives or takes back a block, whose other users are on the compute
-  // stream.
-  void add_allocator(const void* memory, int64_t nbytes);
 
   const std::vector<HandOver>& entries() const {
     return entries_;

@@ -2,8 +2,10 @@
 #include "runtime/stream.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "runtime/cuda_calls.h"
 
@@ -15,8 +17,7 @@ size_t index(StreamRole role) {
   return static_cast<size_t>(role);
 }
 
-} // namespace
-
+// Whether the device's current stream records a graph of its work.
 bool is_capturing(c10::Device device) {
   const auto ask = [](const auto& stream) {
     if constexpr (requires { stream.is_capturing(); }) {
@@ -27,6 +28,17 @@ bool is_capturing(c10::Device device) {
     }
   };
   return !device.is_cpu() && ask(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+} // namespace
+
+void check_not_capturing(c10::Device device, std::string_view what) {
+  TORCH_CHECK(
+      !is_capturing(device),
+      what,
+      " in the capture of a CUDA graph: a replay would leave out what the host does there, as it "
+      "gathers, waits, and notes which weights have changed. Capture code that calls no sharded "
+      "module, and steps of zerocore.optim.AdamW over plain parameters.");
 }
 
 StreamRole stream_role_named(const std::string& name) {
@@ -64,18 +76,11 @@ c10::Stream Streams::stream(StreamRole role) const {
       : streams_[index(role)].value();
 }
 
-bool Streams::compute_stream_changed() const {
-  if (!has_device()) {
-    return log_ != nullptr && log_->follow_compute_stream();
-  }
-  const c10::Stream current = stream(StreamRole::Compute);
-  const bool changed = compute_ != current;
-  compute_ = current;
-  return changed;
-}
-
 void Streams::follow_compute_stream() const {
-  if (compute_stream_changed()) {
+  const std::optional<c10::Stream> current = compute_stream();
+  const bool changed = has_device() ? std::exchange(compute_, current) != current
+                                    : log_ != nullptr && log_->follow_compute_stream();
+  if (changed) {
     clocks_ = {};
     ++epoch_;
   }

@@ -9,11 +9,11 @@
 // that remains is one without which something would break.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/util/Exception.h>
 
 #include <array>
 #include <initializer_list>
@@ -21,6 +21,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "common/types.h"
@@ -45,21 +46,10 @@ struct RecordedEvent {
 // Copies share the event; a default one is already reached.
 using StreamEvent = std::shared_ptr<const RecordedEvent>;
 
-// Whether the device's current stream records a graph of its work.
-bool is_capturing(c10::Device device);
-
 // Throws in a capture; `what` was called. A replay would leave out zerocore's work on the host:
 // waits, the exchange of control messages, gathers in the ranks' order, notes of what has changed.
 // And an event of before the capture, as the pool has them, would make it invalid.
-template <typename... Words>
-void check_not_capturing(c10::Device device, const Words&... what) {
-  TORCH_CHECK(
-      !is_capturing(device),
-      what...,
-      " in the capture of a CUDA graph: a replay would leave out what the host does there, as it "
-      "gathers, waits, and notes which weights have changed. Capture code that calls no sharded "
-      "module, and steps of zerocore.optim.AdamW over plain parameters.");
-}
+void check_not_capturing(c10::Device device, std::string_view what);
 
 class Streams {
  public:
@@ -105,15 +95,7 @@ class Streams {
       const char* what,
       const std::string& unit) const {
     if (log_ != nullptr) {
-      follow_compute_stream();
-      log_->add_access(role, /*write=*/false, tensor, what, unit);
-    }
-  }
-  // The device's allocator gives or takes back memory; its other users are on the compute stream.
-  void note_allocator(const void* memory, int64_t nbytes) const {
-    if (log_ != nullptr) {
-      follow_compute_stream();
-      log_->add_allocator(memory, nbytes);
+      log_access(role, HandOverKind::Read, tensor.const_data_ptr(), tensor.nbytes(), what, unit);
     }
   }
   void note_write(
@@ -122,8 +104,13 @@ class Streams {
       const char* what,
       const std::string& unit) const {
     if (log_ != nullptr) {
-      follow_compute_stream();
-      log_->add_access(role, /*write=*/true, tensor, what, unit);
+      log_access(role, HandOverKind::Write, tensor.const_data_ptr(), tensor.nbytes(), what, unit);
+    }
+  }
+  // The device's allocator gives or takes back memory; its other users are on the compute stream.
+  void note_allocator(const void* memory, int64_t nbytes) const {
+    if (log_ != nullptr) {
+      log_access(StreamRole::Compute, HandOverKind::Write, memory, nbytes, "other use", "others");
     }
   }
   c10::Device device() const {
@@ -139,8 +126,12 @@ class Streams {
   c10::Stream stream(StreamRole role) const;
   StreamEvent make_event(StreamRole role, c10::EventFlag flag) const;
   std::shared_ptr<RecordedEvent> take_unused(c10::EventFlag flag) const;
-  bool compute_stream_changed() const;
   void follow_compute_stream() const;
+  template <typename... Access>
+  void log_access(const Access&... access) const {
+    follow_compute_stream();
+    log_->add_access(access...);
+  }
 
   // Those that nobody holds any more, by whether they are timed: a new event of the driver takes
   // longer than recording one again. Events may outlive the streams.
