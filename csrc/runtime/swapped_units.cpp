@@ -1,25 +1,18 @@
 // Carries out the steps of the ring.
 #include "runtime/swapped_units.h"
 
+#include <ATen/core/functional.h>
+
 #include <algorithm>
 #include <utility>
 
 namespace zerocore {
 
-namespace {
-
-std::vector<int64_t> sizes_of(const std::vector<Range>& ranges) {
-  std::vector<int64_t> sizes;
-  for (const Range& range : ranges) {
-    sizes.push_back(range.size());
-  }
-  return sizes;
-}
-
-} // namespace
-
 SwappedUnits::SwappedUnits(const SwapOptions& options)
-    : ring_(sizes_of(options.ranges), options.num_buffers, kDiskAlignment),
+    : ring_(
+          c10::fmap(options.ranges, [](const Range& range) { return range.size(); }),
+          options.num_buffers,
+          kDiskAlignment),
       ranges_(options.ranges),
       tickets_(options.num_buffers),
       brought_(options.num_buffers, -1),

@@ -47,10 +47,6 @@ class SwappedUnits {
   const std::shared_ptr<FileMemory>& memory() const { // of the whole file
     return memory_;
   }
-  // Most memory that units take.
-  int64_t buffers_nbytes() const {
-    return ring_.buffer_nbytes() * ring_.num_buffers();
-  }
   io::DiskFile& file() {
     return *file_;
   }

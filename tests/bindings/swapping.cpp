@@ -104,7 +104,6 @@ void register_swapping(py::module_& module) {
       .def("acquire", &acquire, py::arg("unit"), py::arg("numel"), py::arg("dtype"), Released())
       .def("release", &SwappedUnits::release, py::arg("unit"), py::arg("changed"), Released())
       .def("finish", &SwappedUnits::finish, Released())
-      .def_property_readonly("memory_nbytes", &SwappedUnits::buffers_nbytes)
       .def_property_readonly("file_nbytes", [](SwappedUnits& self) { return self.file().nbytes(); })
       .def_property_readonly(
           "descriptor", [](SwappedUnits& self) { return self.file().descriptor(); });

@@ -30,7 +30,6 @@ def values(units: _C_testing.SwappedUnits, unit: int) -> Tensor:
 def test_units_keep_their_values(num_buffers: int, tmp_path: Path) -> None:
     """Steps in an order, and uses out of turn; only some change what they use."""
     units = make_units(tmp_path, num_buffers)
-    assert units.memory_nbytes == num_buffers * 8_003_584  # at most: of the largest one, in pages
     expected = [torch.zeros(numel) for numel in NUMELS]
     chance = random.Random(num_buffers)
     for step in range(4):
