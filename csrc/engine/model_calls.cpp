@@ -1,6 +1,7 @@
 // The calls of the model and of its units.
 #include "engine/model_calls.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -204,10 +205,11 @@ void ModelCalls::leave_adopted(const std::vector<at::Tensor>& outputs) {
 void ModelCalls::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
   const Call entered = pop_call();
   const bool has_output = any_recorded(outputs);
-  RecordedCall recorded{entered.again, entered.first_node, next_node()};
+  RecordedCall recorded{
+      entered.again, entered.first_node, next_node(), at::RecordFunction::currentThreadId()};
   recorded.call.unit = id;
   if (!entered.recomputing) {
-    const bool reads = may_read(outputs, recorded.first, recorded.last, *units_[id]);
+    const bool reads = may_read(outputs, recorded, *units_[id]);
     leave_forward(recorded, has_output, reads, keep);
   }
   const int64_t number = note_call(recorded, entered);
@@ -237,15 +239,13 @@ void ModelCalls::leave_forward(RecordedCall& recorded, bool has_output, bool rea
 
 // Returns the call's number among untracked calls, -1 if it is none.
 int64_t ModelCalls::note_call(const RecordedCall& recorded, const Call& entered) {
-  UntrackedBackward& untracked = backward_run_.untracked();
   if (recorded.call.pass >= 0 && schedule_.passes().records(recorded.call.pass)) {
     backward_run_.recomputed_calls().add(recorded, entered.has_graph, entered.recomputing);
   }
-  if (entered.recomputing) {
-    return untracked.add_recomputed(recorded);
-  }
-  const bool has_nodes = recorded.last > recorded.first;
-  return has_nodes && recorded.call.pass >= 0 ? untracked.add(recorded) : -1;
+  const bool is_tracked = recorded.last > recorded.first && recorded.call.pass >= 0;
+  return entered.recomputing || is_tracked
+      ? backward_run_.untracked().add(recorded, entered.recomputing)
+      : -1;
 }
 
 ModelCalls::Call ModelCalls::pop_call() {

@@ -2,6 +2,7 @@
 #include "engine/graph/autograd.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/core/functional.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -161,13 +162,10 @@ uint64_t next_node() {
 }
 
 std::vector<at::Tensor> computed_since(uint64_t first, const std::vector<at::Tensor>& outputs) {
-  std::vector<at::Tensor> computed;
-  for (const at::Tensor& output : outputs) {
+  std::vector<at::Tensor> computed = c10::filter(outputs, [first](const at::Tensor& output) {
     const auto& node = output.grad_fn();
-    if (node != nullptr && node->sequence_nr() >= first) {
-      computed.push_back(output);
-    }
-  }
+    return node != nullptr && node->sequence_nr() >= first;
+  });
   return computed.empty() ? outputs : computed;
 }
 

@@ -49,6 +49,8 @@ std::optional<BackwardCall> backward_call();
 struct GraphNode {
   uint64_t number = 0;
   uint64_t thread = 0; // RecordFunction's name for it
+
+  bool operator==(const GraphNode& other) const = default;
 };
 
 // The node that this thread runs in a backward.

@@ -1,13 +1,9 @@
 // See the header.
 #include "engine/graph/recomputed_calls.h"
 
-#include <ATen/record_function.h>
-
 #include <algorithm>
 #include <optional>
 #include <utility>
-
-#include "engine/graph/autograd.h"
 
 namespace zerocore {
 
@@ -20,7 +16,7 @@ bool is_before(const CallHandle& a, const CallHandle& b) {
 } // namespace
 
 void RecomputedCalls::add(const RecordedCall& call, bool has_graph, bool again) {
-  calls_.push_back({call, at::RecordFunction::currentThreadId(), has_graph, again});
+  calls_.push_back({call, has_graph, again});
 }
 
 RecomputedCalls::Found RecomputedCalls::find(UnitId unit) {
@@ -29,11 +25,10 @@ RecomputedCalls::Found RecomputedCalls::find(UnitId unit) {
     return {{}, {-1, -1, unit}};
   }
   const int64_t backward = current_backward();
-  if (node->number != number_ || node->thread != thread_ || backward != backward_) {
-    number_ = node->number;
-    thread_ = node->thread;
+  if (*node != node_ || backward != backward_) {
+    node_ = *node;
     backward_ = backward;
-    look_behind(number_, thread_);
+    look_behind();
   }
   const auto made = std::ranges::find_if(
       group_, [&](const Made* each) { return each->recorded.call.unit == unit; });
@@ -47,19 +42,19 @@ RecomputedCalls::Found RecomputedCalls::find(UnitId unit) {
 }
 
 // Looks through the calls that the backward has left.
-void RecomputedCalls::look_behind(uint64_t number, uint64_t thread) {
+void RecomputedCalls::look_behind() {
   place_ = {};
   group_.clear();
   std::optional<CallHandle> next; // the first one whose backward has come
   for (auto made = calls_.rbegin(); made != calls_.rend(); ++made) {
     const RecordedCall& recorded = made->recorded;
-    if (made->thread != thread || recorded.call.pass < 0) {
+    if (recorded.thread != node_.thread || recorded.call.pass < 0) {
       continue;
     }
-    if (recorded.last <= number) {
+    if (recorded.last <= node_.number) {
       break; // and so are those that were left before it
     }
-    if (recorded.first <= number) {
+    if (recorded.first <= node_.number) {
       continue; // the node is inside of the call
     }
     if (!made->has_graph && !made->found) {
@@ -102,8 +97,7 @@ void RecomputedCalls::forget(int64_t oldest_pass) {
 
 void RecomputedCalls::reset() {
   calls_.clear();
-  group_.clear();
-  backward_ = -1;
+  end_backward();
 }
 
 } // namespace zerocore

@@ -12,6 +12,7 @@
 #include <deque>
 #include <vector>
 
+#include "engine/graph/autograd.h"
 #include "engine/graph/untracked_backward.h"
 
 namespace zerocore {
@@ -36,17 +37,15 @@ class RecomputedCalls {
  private:
   struct Made {
     RecordedCall recorded;
-    uint64_t thread = 0; // numbers nodes
     bool has_graph = false;
     bool again = false;
     bool found = false; // in this backward
   };
 
-  void look_behind(uint64_t number, uint64_t thread);
+  void look_behind();
 
   std::deque<Made> calls_; // in the order in which they were left
-  // The checkpoint that makes calls again.
-  uint64_t number_ = 0, thread_ = 0; // of its node
+  GraphNode node_; // of the checkpoint that makes calls again
   int64_t backward_ = -1; // in which it runs
   BackwardPlace place_;
   std::vector<Made*> group_; // its calls, those still to come

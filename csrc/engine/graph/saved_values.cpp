@@ -1,7 +1,6 @@
 // See Note [Gathers that nobody reads].
 #include "engine/graph/saved_values.h"
 
-#include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -63,12 +62,12 @@ bool may_read(Node& node, const c10::StorageImpl* memory) {
 }
 
 // Those that can be reached from `outputs`, by their numbers.
-std::vector<Node*> nodes_of(const std::vector<at::Tensor>& outputs, uint64_t first, uint64_t last) {
-  const uint64_t thread = at::RecordFunction::currentThreadId();
+std::vector<Node*> nodes_of(const std::vector<at::Tensor>& outputs, const RecordedCall& recorded) {
   std::vector<Node*> found;
   const auto add = [&](Node* node) {
-    if (node != nullptr && node->sequence_nr() >= first && node->sequence_nr() < last &&
-        node->thread_id() == thread && std::find(found.begin(), found.end(), node) == found.end()) {
+    if (node != nullptr && node->sequence_nr() >= recorded.first &&
+        node->sequence_nr() < recorded.last && node->thread_id() == recorded.thread &&
+        std::find(found.begin(), found.end(), node) == found.end()) {
       found.push_back(node);
     }
   };
@@ -87,16 +86,16 @@ std::vector<Node*> nodes_of(const std::vector<at::Tensor>& outputs, uint64_t fir
 
 bool may_read(
     const std::vector<at::Tensor>& outputs,
-    uint64_t first,
-    uint64_t last,
+    const RecordedCall& recorded,
     const Unit& unit) {
   const bool stays = !unit.context().mesh.shards_parameters;
-  if (stays || last <= first || last - first > kMostNodes) {
+  const uint64_t num_nodes = recorded.last - recorded.first;
+  if (stays || num_nodes == 0 || num_nodes > kMostNodes) {
     return true;
   }
-  const std::vector<Node*> found = nodes_of(outputs, first, last);
+  const std::vector<Node*> found = nodes_of(outputs, recorded);
   const c10::StorageImpl* memory = unit.params().front().full.storage().unsafeGetStorageImpl();
-  return found.size() != last - first ||
+  return found.size() != num_nodes ||
       std::any_of(found.begin(), found.end(), [&](Node* node) { return may_read(*node, memory); });
 }
 

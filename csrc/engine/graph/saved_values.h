@@ -11,19 +11,17 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <vector>
 
+#include "engine/graph/untracked_backward.h"
 #include "engine/unit/unit.h"
 
 namespace zerocore {
 
-// The call gave `outputs` and recorded the nodes `first` to last - 1 on this thread. True also
-// where parameters stay.
+// The call of the unit gave `outputs`. True also where parameters stay.
 bool may_read(
     const std::vector<at::Tensor>& outputs,
-    uint64_t first,
-    uint64_t last,
+    const RecordedCall& recorded,
     const Unit& unit);
 
 } // namespace zerocore

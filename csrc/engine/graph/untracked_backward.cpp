@@ -1,8 +1,6 @@
 // See Note [Untracked backward].
 #include "engine/graph/untracked_backward.h"
 
-#include <ATen/record_function.h>
-
 #include "common/math.h"
 #include "engine/graph/autograd.h"
 
@@ -14,21 +12,13 @@ constexpr size_t kMaxShapes = 4096; // a model whose shape never repeats stays w
 
 } // namespace
 
-int64_t UntrackedBackward::add(const RecordedCall& call) {
-  if (std::exchange(settled_, false)) {
-    calls_ = 0;
+int64_t UntrackedBackward::add(const RecordedCall& call, bool recomputed) {
+  if (!recomputed) {
+    const uint64_t before = std::exchange(settled_, false) ? 0 : calls_;
+    calls_ = mix(mix(before, static_cast<uint64_t>(call.call.unit)), call.last - call.first);
   }
-  calls_ = mix(mix(calls_, static_cast<uint64_t>(call.call.unit)), call.last - call.first);
-  return note(call, /*recomputed=*/false);
-}
-
-int64_t UntrackedBackward::add_recomputed(const RecordedCall& call) {
-  return note(call, /*recomputed=*/true);
-}
-
-int64_t UntrackedBackward::note(const RecordedCall& call, bool recomputed) {
   const std::lock_guard lock(mutex_);
-  visits_.push_back({call, at::RecordFunction::currentThreadId(), recomputed});
+  visits_.push_back({call, recomputed});
   return first_visit_ + static_cast<int64_t>(visits_.size()) - 1;
 }
 
@@ -85,7 +75,7 @@ std::vector<std::pair<int64_t, UntrackedBackward::Visit>> UntrackedBackward::vis
   const std::lock_guard lock(mutex_);
   for (auto index = static_cast<int64_t>(visits_.size()) - 1; index >= 0; --index) {
     const Visit& visit = visits_[index];
-    if (visit.thread != thread) {
+    if (visit.recorded.thread != thread) {
       continue;
     }
     if (visit.recorded.last <= number) {

@@ -2,25 +2,20 @@
 //
 // Note [Untracked backward]
 // Hooks on a call's outputs say that its backward is about to run. Tensors leave a call in other
-// ways, too: as an attribute, in a list, through a user's hook, inside of a plain object. Nodes of
-// autograd are numbered as they are made, so the nodes of a call are a range of numbers, and a
-// backward runs nodes from the last to the first: whatever way it takes, the first node of the
-// range that runs is the moment to announce the call. While the watch is on, every node is looked
-// up.
-//
-// A unit may also have been released too early: where ranks take different ways, the order that
-// they share may have left a call that this rank is in. Its nodes show that it is.
+// ways, too: as an attribute, in a list, through a user's hook, inside of a plain object. Autograd
+// numbers its nodes, so a call's nodes are a range, and a backward runs them from the last to the
+// first: the first node of the range that runs is the moment to announce the call. It also shows
+// that a unit was released too early, where the order that ranks share has left a call that this
+// rank is in.
 //
 // That costs about 0.2 us a node, so the watch goes off with the first node of a call if a backward
-// of the same shape has gone by without a side door. The shape is how many nodes each call
-// recorded, how many were recorded after the calls, and which ones the backward begins with. It
-// says nothing of other ranks: the watch stays on in a backward in which they differ. If a backward
-// takes a side door all the same, the unit's storage raises an error: it is never read before it
-// was waited for.
+// of the same shape has gone by without a side door: how many nodes each call recorded, how many
+// were recorded after the calls, and which ones the backward begins with. It stays on where ranks
+// differ. If a backward takes a side door all the same, the unit's storage raises an error: it is
+// never read before it was waited for.
 //
-// Nodes of all backwards in the process are seen, on the threads that run them, those of other
-// models, too. They change nothing unless they are nodes of a call on the model's device, see Note
-// [The thread of a model's backward].
+// Nodes of all backwards in the process are seen, on the threads that run them. Those that are not
+// of a call on the model's device change nothing, see Note [The thread of a model's backward].
 #pragma once
 
 #include <cstdint>
@@ -41,6 +36,7 @@ struct RecordedCall {
   CallHandle call;
   uint64_t first = 0;
   uint64_t last = 0;
+  uint64_t thread = 0; // that recorded it: each numbers its nodes by itself
 };
 
 class UntrackedBackward {
@@ -61,10 +57,9 @@ class UntrackedBackward {
   void set_owner(std::weak_ptr<void> owner) {
     watch_.set_owner(std::move(owner));
   }
-  // A call has been left; returns its number.
-  int64_t add(const RecordedCall& call);
-  // As add, of a call that a checkpoint makes again in a backward; known until that ends.
-  int64_t add_recomputed(const RecordedCall& call);
+  // A call has been left; returns its number. One that a checkpoint makes again in a backward is
+  // known until that ends.
+  int64_t add(const RecordedCall& call, bool recomputed);
   // The outermost call has been left: a backward may come.
   void expect_backward();
   // The first node of a backward that concerns the model runs.
@@ -81,12 +76,10 @@ class UntrackedBackward {
  private:
   struct Visit {
     RecordedCall recorded;
-    uint64_t thread = 0; // that recorded it: each numbers its nodes by itself
     bool recomputed = false;
     bool announced = false; // in this backward
   };
 
-  int64_t note(const RecordedCall& call, bool recomputed);
   void see(uint64_t number, uint64_t thread);
   std::vector<std::pair<int64_t, Visit>> visits_around(uint64_t number, uint64_t thread) const;
 
