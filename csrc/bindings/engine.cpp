@@ -1,4 +1,5 @@
 // Python face of the engine, and the registrar that writes parameters into module dicts.
+#include <ATen/core/functional.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -49,12 +50,6 @@ std::vector<at::Tensor> collect_outputs(const py::object& value) {
   collect_outputs(value.ptr(), outputs);
   return outputs;
 }
-
-// An exchange under way, and the engine that it needs to end.
-struct PyExchange {
-  std::shared_ptr<Engine> engine;
-  Exchange exchange;
-};
 
 PyEngine make_engine(
     const EngineOptions& options,
@@ -144,10 +139,8 @@ void register_setup(py::class_<PyEngine>& engine) {
              const std::vector<std::optional<at::Tensor>>& full,
              bool broadcast) {
             const py::gil_scoped_release no_gil;
-            std::vector<at::Tensor> values;
-            for (const auto& value : full) {
-              values.push_back(value.value_or(at::Tensor()));
-            }
+            const auto values =
+                c10::fmap(full, [](const auto& value) { return value.value_or(at::Tensor()); });
             self.engine->materialize(unit, values, broadcast);
           })
       .def("full_values", method(&Engine::full_values), py::call_guard<py::gil_scoped_release>())
@@ -219,9 +212,9 @@ void register_steps(py::class_<PyEngine>& engine) {
              int64_t total_nbytes) {
             const py::gil_scoped_release release;
             MessageSizes sizes{std::move(sent_nbytes), std::move(received_nbytes), total_nbytes};
-            return PyExchange{
-                self.engine, self.engine->exchange(mesh, across, sent, std::move(sizes))};
+            return self.engine->exchange(mesh, across, sent, std::move(sizes));
           },
+          py::keep_alive<0, 1>(), // it needs the engine to end
           py::arg("mesh"),
           py::arg("across"),
           py::arg("sent"),
@@ -288,14 +281,7 @@ void register_offload(py::class_<PyEngine>& engine) {
             const HostStates* host = self.engine->offload().host_states();
             return host == nullptr ? nullptr : host->mapped();
           })
-      .def(
-          "open_disk",
-          [](PyEngine& self, std::string folder, std::string name) {
-            self.engine->offload().open_disk({std::move(folder), std::move(name)});
-          },
-          py::arg("folder"),
-          py::arg("name"),
-          no_gil);
+      .def("open_disk", method(&Offload::open_disk), py::arg("folder"), py::arg("name"), no_gil);
 }
 
 int64_t sum_of_units(const PyEngine& self, int64_t (*nbytes_of)(const Unit&)) {
@@ -360,11 +346,8 @@ void register_figures(py::class_<PyEngine>& engine) {
 
 void register_engine(py::module_& module) {
   py::class_<PyEngine> engine(module, "Engine");
-  py::class_<PyExchange>(module, "Exchange")
-      .def(
-          "wait",
-          [](PyExchange& self) { return self.exchange.wait(); },
-          py::call_guard<py::gil_scoped_release>());
+  py::class_<Exchange>(module, "Exchange")
+      .def("wait", &Exchange::wait, py::call_guard<py::gil_scoped_release>());
   module.def("note_backward_call", [](const py::object& roots) {
     note_backward_call(collect_outputs(roots));
   });

@@ -1,6 +1,7 @@
 // Follows a backward through the model's units.
 #include "engine/backward_run.h"
 
+#include <ATen/core/functional.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
@@ -240,8 +241,7 @@ void BackwardRun::end() {
   lifecycle_.run([&](Actions& out) { schedule_.end_backward(out); });
   reduce_rest();
   forget_progress();
-  const std::vector<bool> reduced = reducer_.reduced();
-  reducer_.finish();
+  const std::vector<bool> reduced = reducer_.finish();
   untracked_.end_backward();
   recomputed_calls_.end_backward();
   lifecycle_.set_in_backward_pass(false);
@@ -252,19 +252,14 @@ void BackwardRun::end() {
 // All ranks have made the same backwards, or others hear here of units that this one did not use.
 void BackwardRun::finalize() {
   consensus_.settle_pass();
-  std::vector<bool> held;
-  for (const auto& unit : units_) {
-    held.push_back(reducer_.holds_back(unit->id()));
-  }
-  held = context_.any_rank(held);
+  const std::vector<bool> held = context_.any_rank(
+      c10::fmap(units_, [this](const auto& unit) { return reducer_.holds_back(unit->id()); }));
   for (const auto& unit : units_) {
     if (held[unit->id()]) {
       reducer_.reduce(unit->id());
     }
   }
-  const std::vector<bool> reduced = reducer_.reduced();
-  reducer_.finish();
-  run_user_hooks(reduced);
+  run_user_hooks(reducer_.finish());
 }
 
 // Gradients that came when the calls said that there are no more: of a unit that this rank used
@@ -272,11 +267,9 @@ void BackwardRun::finalize() {
 // must not depend on one rank's gradients, so ranks ask each other after the first backward of each
 // sequence of calls, which is the same on all ranks, and from then on if there were such gradients.
 void BackwardRun::reduce_rest() {
-  std::vector<bool> rest;
-  for (const auto& unit : units_) {
-    const bool reduces = unit->settings().syncs && !reducer_.deferred();
-    rest.push_back(reduces && reducer_.has_grads(unit->id()));
-  }
+  std::vector<bool> rest = c10::fmap(units_, [this](const auto& unit) {
+    return unit->settings().syncs && !reducer_.deferred() && reducer_.has_grads(unit->id());
+  });
   bool has_rest = std::find(rest.begin(), rest.end(), true) != rest.end();
   if (context_.collectives != nullptr) {
     if (rest_by_shape_.size() >= kMaxBackwardShapes) {

@@ -1,6 +1,8 @@
 // The parts of an engine, and the work between steps.
 #include "engine/engine.h"
 
+#include <ATen/core/functional.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -11,14 +13,6 @@
 namespace zerocore {
 
 namespace {
-
-std::vector<UnitMesh> meshes_of(const Units& units) {
-  std::vector<UnitMesh> meshes;
-  for (const auto& unit : units) {
-    meshes.push_back(unit->context().mesh);
-  }
-  return meshes;
-}
 
 bool gathers_at_step(const Units& units, const ShardOptions& sharding) {
   return std::ranges::any_of(
@@ -37,7 +31,10 @@ Engine::Engine(
       context_(resources_.contexts().front()),
       units_(make_units(std::move(units), resources_.contexts())),
       offload_(units_, context_, options.host_threads),
-      schedule_(meshes_of(units_), options.sharding, std::move(order)),
+      schedule_(
+          c10::fmap(units_, [](const auto& unit) { return unit->context().mesh; }),
+          options.sharding,
+          std::move(order)),
       reducer_(units_, context_, options.sharding, offload_),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       lifecycle_(

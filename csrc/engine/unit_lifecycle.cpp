@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/graph/autograd.h"
-
 namespace zerocore {
 
 void UnitLifecycle::start(bool consistent, TrainableParams::OnGradient on_gradient) {
@@ -260,14 +258,15 @@ std::vector<UnitId> UnitLifecycle::in_forward_order(const std::vector<UnitId>& u
 }
 
 void UnitLifecycle::check_homes(UnitId id) const {
-  const UnitParam* moved = find_moved(std::as_const(*units_.at(id)).params());
-  TORCH_CHECK_VALUE(
-      moved == nullptr,
-      "parameter '",
-      moved == nullptr ? "" : moved->spec.fqn,
-      "': its shard was moved out of the memory that zerocore gathers from (by a move of the "
-      "model, or `param.data = other`), so training would have no effect. Change values in place "
-      "(`param.data.copy_(other)`), and move the model before zerocore.shard.");
+  for (const UnitParam& param : units_.at(id)->params()) {
+    TORCH_CHECK_VALUE(
+        memory_of(param).storage().unsafeGetStorageImpl() == param.home,
+        "parameter '",
+        param.spec.fqn,
+        "': its shard was moved out of the memory that zerocore gathers from (by a move of the "
+        "model, or `param.data = other`), so training would have no effect. Change values in place "
+        "(`param.data.copy_(other)`), and move the model before zerocore.shard.");
+  }
 }
 
 void UnitLifecycle::begin_update(const std::vector<UnitId>& units, bool casts) {

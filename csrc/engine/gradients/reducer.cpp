@@ -1,6 +1,7 @@
 // Carries out reductions of gradients with tensors and collectives.
 #include "engine/gradients/reducer.h"
 
+#include <ATen/core/functional.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
@@ -11,18 +12,6 @@
 
 namespace zerocore {
 
-namespace {
-
-std::vector<ReducedUnit> reduced_units(const Units& units) {
-  std::vector<ReducedUnit> reduced;
-  for (const auto& unit : units) {
-    reduced.push_back({&unit->layout(), unit->context().mesh});
-  }
-  return reduced;
-}
-
-} // namespace
-
 Reducer::Reducer(
     const Units& units,
     const UnitContext& context,
@@ -31,7 +20,11 @@ Reducer::Reducer(
     : units_(units),
       context_(context),
       offload_(offload),
-      reduction_({sharding, !context.streams->has_streams()}, reduced_units(units)),
+      reduction_(
+          {sharding, !context.streams->has_streams()},
+          c10::fmap(
+              units,
+              [](const auto& unit) { return ReducedUnit{&unit->layout(), unit->context().mesh}; })),
       shown_(units, context, reduction_),
       memory_(units.size()),
       places_(units),
@@ -148,7 +141,7 @@ void Reducer::clear_full_grads(UnitId id) {
   }
 }
 
-void Reducer::finish() {
+std::vector<bool> Reducer::finish() {
   const at::NoGradGuard no_grad;
   const bool any_reduced = std::find(reduced_.begin(), reduced_.end(), true) != reduced_.end();
   if (any_reduced) {
@@ -166,10 +159,12 @@ void Reducer::finish() {
       offload_.note_shown(id);
     }
   }
+  std::vector<bool> reduced = reduced_;
   forget_backward();
   if (context_.by_rows && context_.lands_gradients()) {
     offload_.synchronize(); // nothing waits when a DTensor is read
   }
+  return reduced;
 }
 
 // The program's own function gets the gradients of this backward alone.
@@ -240,15 +235,15 @@ void Reducer::run(const GradStep& step) {
     case GradStepKind::GiveBack:
       return memory.give_back(step, *context_.pool);
     case GradStepKind::Pack:
-      return pack(step);
+      return packer_.pack(*units_[step.unit], step, reduction_, memory.whole(step.to));
     case GradStepKind::Cast:
-      return cast(step);
+      return cast(step, memory);
     case GradStepKind::Order:
       return context_.streams->order(StreamRole::ReduceScatter, StreamRole::Compute);
     case GradStepKind::Start:
-      return start_within(step);
+      return start_within(step, memory);
     case GradStepKind::StartAcross:
-      return start_across(step);
+      return start_across(step, memory);
     case GradStepKind::Wait: {
       RECORD_USER_SCOPE("zerocore::wait_reduce (" + units_[step.unit]->name() + ")");
       return in_flight_[step.unit][step.region].within.wait(*context_.streams);
@@ -259,21 +254,19 @@ void Reducer::run(const GradStep& step) {
       shown_.grad(step.unit, step.param).zero_();
       return;
     case GradStepKind::Sum:
-      return sum(step);
+      return sum(step, memory);
     case GradStepKind::OffloadGrad:
-      return offload_grad(step);
+      return offload_.offload_grad(
+          step.unit, memory.own(step.from), memory.own(GradBuffer::Kept), step.adds);
     case GradStepKind::GradReady:
-      return grad_ready(step);
+      if (leaves_[step.unit]) {
+        offload_.grad_ready(step.unit, step.region, memory.own(GradBuffer::Kept));
+      }
+      return;
   }
 }
 
-void Reducer::pack(const GradStep& step) {
-  const at::Tensor& bucket = memory_[step.unit][step.region].whole(step.to);
-  packer_.pack(*units_[step.unit], step, reduction_, bucket);
-}
-
-void Reducer::cast(const GradStep& step) {
-  const GradientMemory& memory = memory_[step.unit][step.region];
+void Reducer::cast(const GradStep& step, const GradientMemory& memory) const {
   const std::string& name = units_[step.unit]->name();
   const at::Tensor& from = memory.whole(step.from);
   const at::Tensor& to = memory.whole(step.to);
@@ -282,8 +275,7 @@ void Reducer::cast(const GradStep& step) {
   kernels::pack(to, {{&from, 0, 0, from.numel()}}, scale_of(step, *units_[step.unit]));
 }
 
-void Reducer::start_within(const GradStep& step) {
-  const GradientMemory& memory = memory_[step.unit][step.region];
+void Reducer::start_within(const GradStep& step, const GradientMemory& memory) {
   const at::Tensor& sent = memory.whole(step.from);
   const at::Tensor& to =
       step.op == TraceOp::AllReduce ? sent : memory.received(step.to, step.parts);
@@ -292,10 +284,9 @@ void Reducer::start_within(const GradStep& step) {
   launches_.start(unit, step, *unit.context().collectives, to, sent, pending);
 }
 
-void Reducer::start_across(const GradStep& step) {
-  const GradientMemory& memory = memory_[step.unit][step.region];
+void Reducer::start_across(const GradStep& step, const GradientMemory& memory) {
   if (step.op == TraceOp::GatherSums) {
-    return gather_sums(step);
+    return gather_sums(step, memory);
   }
   const at::Tensor& to = memory.own(step.to);
   const at::Tensor from = memory.summed(step.from, to.numel());
@@ -304,13 +295,12 @@ void Reducer::start_across(const GradStep& step) {
   launches_.start(unit, step, *unit.context().replicas, to, from, pending);
 }
 
-void Reducer::gather_sums(const GradStep& step) {
+void Reducer::gather_sums(const GradStep& step, const GradientMemory& memory) {
   const Unit& unit = *units_[step.unit];
   const UnitContext& context = unit.context();
   const bool is_whole = step.axis == AxisName::State;
   const Region& region = unit.layout().regions()[step.region];
   const int64_t numel = region.numel() / (is_whole ? 1 : context.mesh.state.size);
-  const GradientMemory& memory = memory_[step.unit][step.region];
   const at::Tensor to = memory.summed(step.to, numel);
   const at::Tensor own = memory.summed(step.to, numel / context.mesh.axis(step.axis).size);
   Collectives& collectives = is_whole ? *context.collectives : *context.replicas;
@@ -319,8 +309,7 @@ void Reducer::gather_sums(const GradStep& step) {
       collectives.gather_sums(to, own, unit.tag(step.op, step.nbytes));
 }
 
-void Reducer::sum(const GradStep& step) {
-  const GradientMemory& memory = memory_[step.unit][step.region];
+void Reducer::sum(const GradStep& step, const GradientMemory& memory) {
   const std::string& name = units_[step.unit]->name();
   const at::Tensor& from = memory.received(step.from, step.parts);
   const at::Tensor to = memory.summed(step.to, from.numel() / step.parts);
@@ -333,18 +322,6 @@ void Reducer::sum(const GradStep& step) {
   context_.streams->note_read(StreamRole::Compute, from, "sums", name);
   context_.streams->note_write(StreamRole::Compute, to, "sums", name);
   kernels::accumulate(to, from, step.parts, step.adds, scale);
-}
-
-void Reducer::offload_grad(const GradStep& step) {
-  const GradientMemory& memory = memory_[step.unit][step.region];
-  offload_.offload_grad(step.unit, memory.own(step.from), memory.own(GradBuffer::Kept), step.adds);
-}
-
-void Reducer::grad_ready(const GradStep& step) {
-  if (leaves_[step.unit]) {
-    const GradientMemory& memory = memory_[step.unit][step.region];
-    offload_.grad_ready(step.unit, step.region, memory.own(GradBuffer::Kept));
-  }
 }
 
 // The optimizer may read and write the gradients from here on.

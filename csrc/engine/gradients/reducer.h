@@ -64,12 +64,9 @@ class Reducer final : private GradSteps {
   bool has_grads(UnitId unit) const;
   bool holds_back(UnitId unit) const;
   bool holds_back_any() const;
-  // Units whose gradients were reduced in this backward, one flag each.
-  const std::vector<bool>& reduced() const {
-    return reduced_;
-  }
-  // Ends a backward: waits for the reductions and shows the gradients on the shards.
-  void finish();
+  // Ends a backward: waits for the reductions and shows the gradients on the shards. Returns the
+  // units whose gradients were reduced in it, one flag each.
+  std::vector<bool> finish();
   // Waits for what is in flight and drops it, and all gradients not reduced yet.
   void reset();
   // Gradients of a unit that stay on the device, as bytes.
@@ -88,14 +85,11 @@ class Reducer final : private GradSteps {
   };
 
   void run(const GradStep& step) override;
-  void pack(const GradStep& step);
-  void cast(const GradStep& step);
-  void start_within(const GradStep& step);
-  void start_across(const GradStep& step);
-  void gather_sums(const GradStep& step);
-  void sum(const GradStep& step);
-  void offload_grad(const GradStep& step);
-  void grad_ready(const GradStep& step);
+  void cast(const GradStep& step, const GradientMemory& memory) const;
+  void start_within(const GradStep& step, const GradientMemory& memory);
+  void start_across(const GradStep& step, const GradientMemory& memory);
+  void gather_sums(const GradStep& step, const GradientMemory& memory);
+  void sum(const GradStep& step, const GradientMemory& memory);
   void note_trainable(UnitId unit);
   void take_changes(UnitId unit);
   void clear_full_grads(UnitId unit);

@@ -125,7 +125,6 @@ void GradientOffload::note_shown(UnitId id) {
   }
 }
 
-// The gradient on the host. One that was changed since it was sent, or set by hand, is copied now.
 at::Tensor GradientOffload::landed(UnitId id, int param, const at::Tensor& grad) {
   LandingUnit& state = states_[id];
   if (!state.landing) {

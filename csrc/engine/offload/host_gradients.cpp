@@ -23,15 +23,15 @@ StreamEvent copy_to_host(
 }
 
 StepWorker::Ticket HostGradients::offload_grad(
-    UnitId id,
-    const std::string& unit,
+    const Unit& unit,
     const at::Tensor& from,
     const at::Tensor& kept,
     bool adds) {
   const bool in_place = !adds && from.scalar_type() == kept.scalar_type();
   const at::Tensor to = in_place ? kept : take_buffer(from);
-  const StreamEvent copied = copy_to_host(*context_.streams, to, from, unit);
-  const auto record = context_.note(TraceOp::ToHost, id, static_cast<int64_t>(from.nbytes()));
+  const StreamEvent copied = copy_to_host(*context_.streams, to, from, unit.name());
+  const auto record =
+      context_.note(TraceOp::ToHost, unit.id(), static_cast<int64_t>(from.nbytes()));
   const auto ticket = worker_.submit(record, [copied, to, kept, adds, in_place] {
     Streams::synchronize(copied);
     if (!in_place) {

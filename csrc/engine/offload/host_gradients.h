@@ -13,7 +13,7 @@
 #include <string>
 
 #include "engine/offload/step_worker.h"
-#include "engine/unit/unit_context.h"
+#include "engine/unit/unit.h"
 
 namespace zerocore {
 
@@ -32,10 +32,9 @@ class HostGradients {
       : context_(context), worker_(worker) {}
 
   // `kept`, on the host, becomes what `from`, on the device, is on the compute stream now, or gets
-  // it added. Both are 1-D. Blocks while both buffers are in use. `unit` is named in logs.
+  // it added. Both are 1-D. Blocks while both buffers are in use.
   StepWorker::Ticket offload_grad(
-      UnitId id,
-      const std::string& unit,
+      const Unit& unit,
       const at::Tensor& from,
       const at::Tensor& kept,
       bool adds);

@@ -4,8 +4,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/ScopeExit.h>
 
-#include <algorithm>
-
 #include "engine/graph/autograd.h"
 
 namespace zerocore {
@@ -38,9 +36,9 @@ Offload::~Offload() {
 
 // -- memory ---------------------------------------------------------------------------------
 
-void Offload::open_disk(const DiskFolder& place) {
+void Offload::open_disk(const std::string& folder, const std::string& name) {
   TORCH_CHECK_VALUE(context_.disk != nullptr, "nothing of this model is on disk");
-  context_.disk->open(place, units_, context_);
+  context_.disk->open(folder, name, units_, context_);
   if (context_.tiers.states == Tier::Disk) {
     moments_.emplace(units_, context_);
   }
@@ -90,7 +88,7 @@ void Offload::mark_forked() {
 // -- gradients ------------------------------------------------------------------------------
 
 void Offload::offload_grad(UnitId id, const at::Tensor& from, const at::Tensor& kept, bool adds) {
-  landed_at_[id] = host_gradients_->offload_grad(id, units_[id]->name(), from, kept, adds);
+  landed_at_[id] = host_gradients_->offload_grad(*units_[id], from, kept, adds);
 }
 
 void Offload::grad_ready(UnitId id, int region, const at::Tensor& kept) {

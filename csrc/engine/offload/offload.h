@@ -20,6 +20,7 @@
 #include <future>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -56,7 +57,7 @@ class Offload {
 
   // -- memory
   // Gives the units their file or their mapping. Before any unit is materialized.
-  void open_disk(const DiskFolder& place);
+  void open_disk(const std::string& folder, const std::string& name);
   void map_host_memory();
   // See Moments; empty if there is no place for them either.
   std::vector<at::Tensor> make_moments(UnitId unit, int param);

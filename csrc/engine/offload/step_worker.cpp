@@ -45,17 +45,13 @@ StepWorker::Ticket StepWorker::submit(std::shared_ptr<OpenRecord> record, Work w
 
 void StepWorker::wait(Ticket ticket, const std::shared_ptr<OpenRecord>& record) {
   const int64_t begin = now_ns();
-  wait(ticket);
-  if (record != nullptr) {
-    record->wait_ns += now_ns() - begin;
-  }
-}
-
-void StepWorker::wait(Ticket ticket) {
-  std::vector<Work> spent;
+  std::vector<Work> spent; // freed without the lock
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return done_ >= ticket; });
   std::swap(spent, spent_);
+  if (record != nullptr) {
+    record->wait_ns += now_ns() - begin;
+  }
 }
 
 std::exception_ptr StepWorker::take_error() {

@@ -36,10 +36,9 @@ class StepWorker {
   Ticket last() const {
     return submitted_;
   }
-  // Blocks until the work of that ticket, and all before it, is done, well or not.
-  void wait(Ticket ticket);
-  // The same, and notes in `record`, if there is one, for how long.
-  void wait(Ticket ticket, const std::shared_ptr<OpenRecord>& record);
+  // Blocks until the work of that ticket, and all before it, is done, well or not. `record`, if
+  // there is one, gets for how long.
+  void wait(Ticket ticket, const std::shared_ptr<OpenRecord>& record = nullptr);
   // The first error, once; null for none.
   std::exception_ptr take_error();
 

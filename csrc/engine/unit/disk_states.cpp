@@ -5,9 +5,13 @@
 
 namespace zerocore {
 
-void DiskStates::open(const DiskFolder& place, const Units& units, const UnitContext& context) {
+void DiskStates::open(
+    const std::string& folder,
+    const std::string& name,
+    const Units& units,
+    const UnitContext& context) {
   DiskLayout layout(context.tiers);
-  SwapOptions options{place.folder, place.name, {}, {}, 0, DiskLayout::kNumUpdateBuffers};
+  SwapOptions options{folder, name, {}, {}, 0, DiskLayout::kNumUpdateBuffers};
   std::vector<Range> parameters;
   for (const auto& unit : units) {
     layout.add(unit->layout(), unit->context().mesh);
@@ -20,15 +24,12 @@ void DiskStates::open(const DiskFolder& place, const Units& units, const UnitCon
   units_ = &units;
   brought_.resize(units.size());
   coming_ = std::make_unique<std::atomic<bool>[]>(units.size());
-  loads_ = std::make_unique<DiskLoads>(
-      *swapped_, std::move(parameters), layout.load_nbytes(), version_of());
-  layout_.emplace(std::move(layout));
-}
-
-DiskLoads::VersionOf DiskStates::version_of() const {
-  return [this](UnitId unit) -> std::optional<int64_t> {
+  const auto version_of = [this](UnitId unit) {
     return coming_[unit] ? std::nullopt : std::optional((*units_)[unit]->version());
   };
+  loads_ = std::make_unique<DiskLoads>(
+      *swapped_, std::move(parameters), layout.load_nbytes(), version_of);
+  layout_.emplace(std::move(layout));
 }
 
 c10::DataPtr DiskStates::memory(UnitId unit, StatePart part) const {

@@ -17,19 +17,19 @@
 
 namespace zerocore {
 
-struct DiskFolder {
-  std::string folder;
-  std::string name; // of this rank's states, in errors
-};
-
 class DiskStates {
  public:
   DiskStates() = default; // of nothing until open()
   DiskStates(const DiskStates&) = delete;
   DiskStates& operator=(const DiskStates&) = delete;
 
-  // Reserves the file. The units outlive it. Throws std::system_error where there is no room.
-  void open(const DiskFolder& place, const Units& units, const UnitContext& context);
+  // Reserves the file. `name`: of this rank's states, in errors. The units outlive it. Throws
+  // std::system_error where there is no room.
+  void open(
+      const std::string& folder,
+      const std::string& name,
+      const Units& units,
+      const UnitContext& context);
   // Of a unit's part, zeros at first.
   c10::DataPtr memory(UnitId unit, StatePart part) const;
   // Writes what was filled by hand, and frees its memory.
@@ -74,8 +74,6 @@ class DiskStates {
   }
 
  private:
-  DiskLoads::VersionOf version_of() const;
-
   const Units* units_ = nullptr;
   std::optional<DiskLayout> layout_;
   std::unique_ptr<SwappedUnits> swapped_;

@@ -12,31 +12,25 @@
 
 namespace zerocore {
 
-FullValues::FullValues(
-    const Layout& layout,
-    int64_t shard,
-    const Streams& streams,
-    const std::string& unit)
-    : layout_(layout),
-      streams_(streams),
-      unit_(unit),
+FullValues::FullValues(const Unit& unit)
+    : unit_(unit),
+      streams_(*unit.context().streams),
       bucket_(
-          layout.retyped(&Region::main),
-          layout.kept_regions(),
-          shard,
-          streams.device(),
-          "unit '" + unit + "'") {
-  bucket_.attach(allocate_memory(streams.device(), bucket_.nbytes()));
+          unit.layout().retyped(&Region::main),
+          unit.layout().kept_regions(),
+          unit.context().mesh.shard(),
+          streams_.device(),
+          "unit '" + unit.name() + "'") {
+  bucket_.attach(allocate_memory(streams_.device(), bucket_.nbytes()));
 }
 
-void FullValues::fill(const std::vector<UnitParam>& params, const std::vector<at::Tensor>& values)
-    const {
+void FullValues::fill(const std::vector<at::Tensor>& values) const {
   for (const int region : bucket_.regions()) {
     bucket_.full(region).zero_();
-    streams_.note_write(StreamRole::Compute, bucket_.full(region), "is filled", unit_);
+    streams_.note_write(StreamRole::Compute, bucket_.full(region), "is filled", unit_.name());
   }
-  const std::vector<at::Tensor> views = of(params);
-  for (size_t i = 0; i < params.size(); ++i) {
+  const std::vector<at::Tensor> views = by_param();
+  for (size_t i = 0; i < views.size(); ++i) {
     if (values.at(i).defined()) {
       views[i].copy_(values[i]);
     }
@@ -47,14 +41,13 @@ void FullValues::broadcast(Collectives& collectives) const {
   streams_.order(StreamRole::AllGather, StreamRole::Compute);
   std::vector<PendingCollective> pending;
   for (const int region : bucket_.regions()) {
-    pending.push_back(collectives.broadcast(bucket_.full_bytes(region), {&unit_, nullptr}));
+    pending.push_back(collectives.broadcast(bucket_.full_bytes(region), {&unit_.name(), nullptr}));
   }
   wait_for_all(pending, streams_);
 }
 
-void FullValues::gather(
-    const UnitContext& context,
-    const std::function<CollectiveTag(int64_t)>& tag) const {
+void FullValues::gather() const {
+  const UnitContext& context = unit_.context();
   // Parts of a replica's shard first, see Note [Sharded across].
   const Axis whole, &state = context.mesh.state;
   std::vector<std::pair<Collectives*, Axis>> levels = {{context.collectives, whole}};
@@ -67,22 +60,18 @@ void FullValues::gather(
     for (const int region : bucket_.regions()) {
       const at::Tensor to = bucket_.full_bytes(region).chunk(axis.size)[axis.rank];
       const at::Tensor own = to.chunk(collectives->size())[collectives->rank()];
-      pending.push_back(collectives->all_gather(to, own, tag(to.numel())));
+      CollectiveTag tag = unit_.tag(TraceOp::AllGather, to.numel());
+      pending.push_back(collectives->all_gather(to, own, std::move(tag)));
     }
     wait_for_all(pending, streams_);
   }
-  for (const int region : layout_.by_rows() ? bucket_.regions() : std::vector<int>()) {
-    const at::Tensor wire = bucket_.full(region).clone();
-    kernels::copy_pieces(bucket_.full(region), wire, row_pieces(layout_, region));
-  }
 }
 
-std::vector<at::Tensor> FullValues::of(const std::vector<UnitParam>& params) const {
+std::vector<at::Tensor> FullValues::by_param() const {
   std::vector<at::Tensor> views;
-  for (size_t i = 0; i < params.size(); ++i) {
-    const ParamPlace& place = layout_.places()[i];
-    views.push_back(
-        bucket_.view(place.region, place.offset, params[i].spec.shape, params[i].strides));
+  for (const UnitParam& param : unit_.params()) {
+    const ParamPlace& place = unit_.layout().places()[views.size()];
+    views.push_back(bucket_.view(place.region, place.offset, param.spec.shape, param.strides));
   }
   return views;
 }

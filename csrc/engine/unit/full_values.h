@@ -3,41 +3,34 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <optional>
-#include <string>
 #include <vector>
 
-#include "engine/unit/unit_context.h"
-#include "engine/unit/unit_param.h"
+#include "engine/unit/unit.h"
 #include "kernels/ops.h"
-#include "runtime/bucket.h"
-#include "runtime/collectives.h"
 
 namespace zerocore {
 
 // In memory from the allocator, not the pool: what is only needed once must not stay reserved.
 class FullValues {
  public:
-  // All outlive it. `shard` is this rank's.
-  FullValues(const Layout& layout, int64_t shard, const Streams& streams, const std::string& unit);
+  explicit FullValues(const Unit& unit); // which outlives it
 
   // Copies the values in; zero where they are undefined.
-  void fill(const std::vector<UnitParam>& params, const std::vector<at::Tensor>& values) const;
+  void fill(const std::vector<at::Tensor>& values) const;
   // Rank 0's values to all.
   void broadcast(Collectives& collectives) const;
-  // This rank's part from each rank; `tag` is given the bytes of a collective.
-  void gather(const UnitContext& context, const std::function<CollectiveTag(int64_t)>& tag) const;
+  // This rank's part from each rank.
+  void gather() const;
   // Views of the values, by parameter.
-  std::vector<at::Tensor> of(const std::vector<UnitParam>& params) const;
+  std::vector<at::Tensor> by_param() const;
   const Bucket& bucket() const {
     return bucket_;
   }
 
  private:
-  const Layout& layout_;
+  const Unit& unit_;
   const Streams& streams_;
-  const std::string& unit_;
   Bucket bucket_;
 };
 

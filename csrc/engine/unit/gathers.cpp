@@ -9,33 +9,35 @@
 
 #include "engine/unit/disk_states.h"
 #include "engine/unit/full_values.h"
+#include "engine/unit/unit.h"
 #include "kernels/ops.h"
 
 namespace zerocore {
 
-Gathers::Gathers(
-    UnitId id,
-    const std::string& name,
-    const UnitContext& context,
-    const UnitSettings& settings,
-    const Layout& layout,
-    Bucket& full,
-    const Bucket* own)
-    : id_(id),
-      name_(name),
-      context_(context),
-      settings_(settings),
-      layout_(layout),
+namespace {
+
+void get_if_valid(const std::shared_future<void>& future) {
+  if (future.valid()) {
+    future.get();
+  }
+}
+
+} // namespace
+
+Gathers::Gathers(const Unit& unit, Bucket& full, const Bucket* own)
+    : unit_(unit),
+      context_(unit.context()),
+      layout_(unit.layout()),
       full_(full),
       own_(own),
-      unsharding_(id, context.mesh, context.tiers, layout) {
-  if (layout.copies_out()) {
+      unsharding_(unit.id(), context_.mesh, context_.tiers, layout_) {
+  if (layout_.copies_out()) {
     received_.emplace(
-        layout.encoded(),
-        layout.gathered_regions(),
-        context.mesh.shard(),
-        context.streams->device(),
-        "unit '" + name + "'");
+        layout_.encoded(),
+        layout_.gathered_regions(),
+        context_.mesh.shard(),
+        context_.streams->device(),
+        "unit '" + unit.name() + "'");
   }
 }
 
@@ -44,7 +46,7 @@ void Gathers::begin(
     int64_t version,
     const std::shared_future<void>& after,
     bool reads) {
-  RECORD_USER_SCOPE("zerocore::all_gather (" + name_ + ")"); // made for a profiler alone
+  RECORD_USER_SCOPE("zerocore::all_gather (" + unit_.name() + ")"); // made for a profiler alone
   after_ = after;
   together_.clear(); // of gathers that failed
   const bool again = std::exchange(version_, version) == version;
@@ -62,7 +64,7 @@ void Gathers::set_keeps_near(bool keeps) {
 void Gathers::run(const GatherStep& step) {
   switch (step.kind) {
     case GatherStepKind::Count:
-      context_.note(step.op, id_, step.nbytes);
+      context_.note(step.op, unit_.id(), step.nbytes);
       return;
     case GatherStepKind::Take:
       return take(step);
@@ -87,7 +89,7 @@ void Gathers::run(const GatherStep& step) {
     case GatherStepKind::Launch:
       return launch();
     case GatherStepKind::Wait: {
-      RECORD_USER_SCOPE("zerocore::wait_all_gather (" + name_ + ")");
+      RECORD_USER_SCOPE("zerocore::wait_all_gather (" + unit_.name() + ")");
       return finish();
     }
     case GatherStepKind::CopyOut:
@@ -111,10 +113,8 @@ void Gathers::give_back(const GatherStep& step) {
 }
 
 void Gathers::read() {
-  if (after_.valid()) {
-    after_.get();
-  }
-  context_.disk->loads().load(id_);
+  get_if_valid(after_);
+  context_.disk->loads().load(unit_.id());
 }
 
 // This rank's part comes from the host, or from what was read of the disk. Over the emulated link
@@ -126,18 +126,16 @@ void Gathers::load(const GatherStep& step) {
   const at::Tensor& shard = own_->full_bytes(step.region);
   const at::Tensor from = on_disk ? context_.disk->loads().loaded(shard) : shard;
   const Streams& streams = *context_.streams;
-  const auto record = context_.note(TraceOp::ToDevice, id_, step.nbytes);
+  const auto record = context_.note(TraceOp::ToDevice, unit_.id(), step.nbytes);
   arrival_ = {};
   if (!on_disk && context_.host_link != nullptr && !streams.has_streams()) {
     HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after_};
     arrival_ = transfer.arrival->future();
     context_.host_link->carry(std::move(transfer));
   } else {
-    if (after_.valid()) {
-      after_.get();
-    }
+    get_if_valid(after_);
     load_on_stream(to, from, record.get());
-    streams.note_write(StreamRole::AllGather, bucket.own(step.region), "loads", name_);
+    streams.note_write(StreamRole::AllGather, bucket.own(step.region), "loads", unit_.name());
   }
   if (context_.mesh.num_shards() == 1) { // the host had all of it
     loads_.push_back(arrival_);
@@ -163,14 +161,12 @@ void Gathers::load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenR
 
 // On the stream of the gather, which compute does not wait for.
 void Gathers::encode(const GatherStep& step) {
-  if (after_.valid()) {
-    after_.get();
-  }
+  get_if_valid(after_);
   const auto guard = context_.streams->use(StreamRole::AllGather);
   const at::Tensor& to = received_->own(step.region);
   const at::Tensor& from = own_->full(step.region);
-  context_.streams->note_read(StreamRole::AllGather, from, "encodes", name_);
-  context_.streams->note_write(StreamRole::AllGather, to, "encodes", name_);
+  context_.streams->note_read(StreamRole::AllGather, from, "encodes", unit_.name());
+  context_.streams->note_write(StreamRole::AllGather, to, "encodes", unit_.name());
   const auto format = static_cast<at::ScalarType>(layout_.regions()[step.region].gather.dtype);
   kernels::encode(to, from, format);
 }
@@ -201,15 +197,17 @@ void Gathers::start(const GatherStep& step) {
 }
 
 void Gathers::read_peers(const GatherStep& step) {
-  if (after_.valid()) {
-    after_.get();
-  }
-  CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
+  get_if_valid(after_);
   pending_.push_back(context_.collectives->read_peers(
       full_.full_bytes(step.region),
       own_->full_bytes(step.region),
       [&](int64_t rank) { return pieces_of(step.region, rank); },
-      std::move(tag)));
+      unit_.tag(step.op, step.nbytes)));
+}
+
+bool Gathers::reads_peers() const {
+  return context_.collectives != nullptr && context_.collectives->reads_peers() &&
+      !unit_.settings().gather;
 }
 
 std::vector<io::ProcessBytes> Gathers::pieces_of(int index, int64_t rank) const {
@@ -237,9 +235,9 @@ void Gathers::issue(
     const at::Tensor& to,
     const at::Tensor& from,
     const std::shared_future<void>& after) {
-  CollectiveTag tag{&name_, context_.note(step.op, id_, step.nbytes), id_};
-  if (settings_.gather && &collectives == context_.collectives) {
-    tag.own = &settings_.gather;
+  CollectiveTag tag = unit_.tag(step.op, step.nbytes);
+  if (unit_.settings().gather && &collectives == context_.collectives) {
+    tag.own = &unit_.settings().gather;
   }
   if (layout_.regions().size() > 1 && collectives.launches_together() && tag.own == nullptr) {
     together_by_ = &collectives;
@@ -279,7 +277,7 @@ void Gathers::keep() {
     if (!near.defined()) {
       near = at::empty_like(part);
     }
-    context_.streams->note_write(StreamRole::Compute, near, "keeps for near ranks", name_);
+    context_.streams->note_write(StreamRole::Compute, near, "keeps for near ranks", unit_.name());
     near.copy_(part);
   }
   kept_ = context_.streams->record(StreamRole::Compute);
@@ -295,9 +293,7 @@ void Gathers::launch() {
 void Gathers::finish() {
   wait_for_all(pending_, *context_.streams);
   for (const std::shared_future<void>& load : std::exchange(loads_, {})) {
-    if (load.valid()) {
-      load.get();
-    }
+    get_if_valid(load);
   }
   if (context_.mesh.num_shards() == 1) {
     context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
@@ -306,16 +302,15 @@ void Gathers::finish() {
 
 // On the compute stream. See Note [Shards of rows].
 void Gathers::copy_out() {
-  std::vector<kernels::Piece> pieces;
   for (const int index : full_.regions()) {
     const Region& region = layout_.regions()[index];
-    if (layout_.by_rows()) {
-      pieces = row_pieces(layout_, index);
-    } else {
-      pieces = {{0, 0, region.numel()}};
-    }
-    context_.streams->note_read(StreamRole::Compute, received_->full(index), "copies out", name_);
-    context_.streams->note_write(StreamRole::Compute, full_.full(index), "copies out", name_);
+    const std::vector<kernels::Piece> pieces = layout_.by_rows()
+        ? row_pieces(layout_, index)
+        : std::vector<kernels::Piece>{{0, 0, region.numel()}};
+    context_.streams->note_read(
+        StreamRole::Compute, received_->full(index), "copies out", unit_.name());
+    context_.streams->note_write(
+        StreamRole::Compute, full_.full(index), "copies out", unit_.name());
     if (region.is_encoded()) {
       const auto format = static_cast<at::ScalarType>(region.gather.dtype);
       kernels::decode(full_.full(index), received_->full(index), pieces, format);

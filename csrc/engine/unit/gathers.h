@@ -4,7 +4,6 @@
 
 #include <future>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "engine/unit/unit_context.h"
@@ -14,18 +13,13 @@
 
 namespace zerocore {
 
+class Unit;
+
 class Gathers final : private GatherSteps {
  public:
   // All outlive it. `full`: what layers compute with. `own`: this rank's part; null where it is in
-  // `full`.
-  Gathers(
-      UnitId id,
-      const std::string& name,
-      const UnitContext& context,
-      const UnitSettings& settings,
-      const Layout& layout,
-      Bucket& full,
-      const Bucket* own);
+  // `full`. The unit has its layout by then.
+  Gathers(const Unit& unit, Bucket& full, const Bucket* own);
 
   UnitState state() const {
     return unsharding_.state();
@@ -76,10 +70,7 @@ class Gathers final : private GatherSteps {
   void start_across(const GatherStep& step);
   void wait_across();
   void start(const GatherStep& step);
-  bool reads_peers() const {
-    return context_.collectives != nullptr && context_.collectives->reads_peers() &&
-        !settings_.gather;
-  }
+  bool reads_peers() const;
   void read_peers(const GatherStep& step);
   std::vector<io::ProcessBytes> pieces_of(int region, int64_t rank) const;
   void issue(
@@ -95,10 +86,8 @@ class Gathers final : private GatherSteps {
   at::Tensor part_of(const Axis& axis, int region) const;
   at::Tensor source_of(const GatherStep& step);
 
-  const UnitId id_;
-  const std::string& name_;
+  const Unit& unit_;
   const UnitContext& context_;
-  const UnitSettings& settings_;
   const Layout& layout_;
   Bucket& full_;
   const Bucket* own_;

@@ -93,7 +93,7 @@ void MainWeights::send(bool blocks) const {
 }
 
 int64_t MainWeights::device_nbytes() const {
-  return main_ && !on_host() ? main_->nbytes() : 0;
+  return main_ && !context_.tiers.has_host_states() ? main_->nbytes() : 0;
 }
 
 int64_t MainWeights::sent_nbytes() const {

@@ -34,10 +34,6 @@ class MainWeights {
   bool empty() const {
     return !main_;
   }
-  // Whether they lie on the host; then model weights on the device are copies to be sent.
-  bool on_host() const {
-    return context_.tiers.has_host_states();
-  }
   // 1-D, this rank's elements of a region that has them.
   const at::Tensor& full(int region) const {
     return main_->full(region);

@@ -5,20 +5,25 @@
 
 namespace zerocore {
 
+namespace {
+
+int64_t count_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+} // namespace
+
 int64_t ParamVersions::of_param(size_t param) const {
-  const auto count = [](const at::Tensor& tensor) {
-    return static_cast<int64_t>(tensor.unsafeGetTensorImpl()->version_counter().current_version());
-  };
   const UnitParam& counted = params_[param];
   // A change of a DTensor may count in either.
-  const int64_t local = counted.local.defined() ? count(counted.local) : 0;
-  return changes_[param] + count(counted.shard) + local;
+  const int64_t local = counted.local.defined() ? count_of(counted.local) : 0;
+  return changes_[param] + count_of(counted.shard) + local;
 }
 
 int64_t ParamVersions::of_region(int region) const {
   int64_t version = 0;
   for (const int param : layout_.regions()[region].params) {
-    version += of_param(static_cast<size_t>(param));
+    version += of_param(param);
   }
   return version;
 }
@@ -49,13 +54,9 @@ void ParamVersions::mark_updated(const std::optional<std::vector<int>>& params) 
   }
 }
 
-int64_t ParamVersions::of_full(size_t param) const {
-  return params_[param].full.unsafeGetTensorImpl()->version_counter().current_version();
-}
-
 bool ParamVersions::is_written() const {
   for (size_t param = 0; param < params_.size(); ++param) {
-    if (full_versions_[param] != of_full(param)) {
+    if (full_versions_[param] != count_of(params_[param].full)) {
       return true;
     }
   }
@@ -65,7 +66,7 @@ bool ParamVersions::is_written() const {
 bool ParamVersions::take_writes(bool keeps) {
   bool any = false;
   for (size_t param = 0; param < params_.size(); ++param) {
-    const int64_t version = of_full(param);
+    const int64_t version = count_of(params_[param].full);
     if (std::exchange(full_versions_[param], version) != version) {
       any = true;
       changes_[param] += keeps ? 1 : 0;

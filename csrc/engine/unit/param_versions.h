@@ -53,8 +53,6 @@ class ParamVersions {
   void mark_written(size_t param);
 
  private:
-  int64_t of_full(size_t param) const;
-
   const std::vector<UnitParam>& params_;
   const Layout& layout_;
   std::vector<int64_t> changes_; // of each parameter, beside those its version counter shows

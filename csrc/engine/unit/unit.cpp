@@ -41,7 +41,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
           /*hides=*/context.mesh.shards_parameters),
       shards_(shards_of(layout_, context_, name_)),
       main_(layout_, context_, name_),
-      gathers_(id_, name_, context_, settings_, layout_, bucket_, shards_ ? &*shards_ : nullptr),
+      gathers_(*this, bucket_, shards_ ? &*shards_ : nullptr),
       settings_{1.0 / static_cast<double>(context.mesh.divisor), /*syncs=*/true, spec.stays},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {

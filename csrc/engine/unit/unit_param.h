@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/functional.h>
 
 #include <string>
 #include <vector>
@@ -28,9 +29,9 @@ inline const at::Tensor& memory_of(const UnitParam& param) {
   return param.local.defined() ? param.local : param.shard;
 }
 
-std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params);
-// A parameter whose shard has left the memory of its unit (`p.data = other`), or null.
-const UnitParam* find_moved(const std::vector<UnitParam>& params);
+inline std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params) {
+  return c10::fmap(params, [](const UnitParam& param) { return param.spec; });
+}
 
 // A unit before it is made.
 struct UnitSpec {
@@ -40,8 +41,5 @@ struct UnitSpec {
   bool near = true; // gathers again from near ranks, where there are some
   int mesh = 0; // of EngineOptions
 };
-
-// Throws unless `given`, which the user has set as the parameter's data, can lie in `home`.
-void check_data(const UnitParam& param, const at::Tensor& given, const at::Tensor& home);
 
 } // namespace zerocore

@@ -10,13 +10,34 @@
 
 namespace zerocore {
 
+namespace {
+
+// Throws unless `given`, which the user has set as the parameter's data, can lie in `home`.
+void check_data(const UnitParam& param, const at::Tensor& given, const at::Tensor& home) {
+  TORCH_CHECK_VALUE(
+      given.sizes() == home.sizes() && given.dtype() == home.dtype(),
+      "parameter '",
+      param.spec.fqn,
+      "' is sharded: its data cannot become ",
+      given.dtype(),
+      " of shape ",
+      given.sizes(),
+      " from ",
+      home.dtype(),
+      " of shape ",
+      home.sizes(),
+      "; change it before zerocore.shard.");
+}
+
+} // namespace
+
 void Unit::materialize(const std::vector<at::Tensor>& full, bool broadcast_full) {
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
   allocate_persistent();
   wait_for_unshard();
-  const FullValues values(layout_, context_.mesh.shard(), *context_.streams, name_);
-  values.fill(params_, full);
+  const FullValues values(*this);
+  values.fill(full);
   for (Collectives* collectives : {context_.replicas, context_.collectives}) {
     if (broadcast_full && collectives != nullptr) {
       values.broadcast(*collectives);
@@ -54,14 +75,14 @@ std::vector<at::Tensor> Unit::full_values() const {
   TORCH_INTERNAL_ASSERT(!context_.by_rows, "shards of rows are tensors that gather themselves");
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
-  const FullValues values(layout_, context_.mesh.shard(), *context_.streams, name_);
+  const FullValues values(*this);
   for (const int region : values.bucket().regions()) {
     values.bucket().own(region).copy_(updated_shard(region));
   }
   if (context_.mesh.num_shards() > 1) {
-    values.gather(context_, [this](int64_t nbytes) { return tag(TraceOp::AllGather, nbytes); });
+    values.gather();
   }
-  return values.of(params_);
+  return values.by_param();
 }
 
 void Unit::cast_main() {
