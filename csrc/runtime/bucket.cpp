@@ -99,7 +99,6 @@ Bucket::Bucket(
     std::string owner,
     bool hides)
     : regions_(std::move(regions)),
-      offsets_(layout.regions().size(), 0),
       detached_message_(
           "the full parameters of " + owner +
           " were used while they are sharded. They exist only during the unit's own forward and "
@@ -109,24 +108,21 @@ Bucket::Bucket(
       nbytes_(layout.nbytes_of(regions_)),
       hides_(hides),
       storage_(make_storage(nbytes_, device)),
-      leaf_storage_(hides ? make_storage(nbytes_, device) : storage_),
-      full_(layout.regions().size()),
-      own_(layout.regions().size()),
-      full_bytes_(layout.regions().size()),
-      own_bytes_(layout.regions().size()) {
+      leaf_storage_(hides ? make_storage(nbytes_, device) : storage_) {
   for (const Region& region : layout.regions()) {
-    dtypes_.push_back(static_cast<c10::ScalarType>(region.dtype));
+    parts_.push_back({static_cast<c10::ScalarType>(region.dtype)});
   }
   int64_t offset = 0;
   for (const int index : regions_) {
     const Region& region = layout.regions()[index];
+    Part& part = parts_[index];
     offset = round_up(offset, kRegionAlignment);
-    offsets_[index] = offset;
+    part.offset = offset;
     const int64_t own_offset = offset + region.shard_range(shard).begin * region.itemsize;
-    full_[index] = flat(dtypes_[index], offset, region.numel());
-    own_[index] = flat(dtypes_[index], own_offset, region.shard_numel);
-    full_bytes_[index] = flat(c10::ScalarType::Byte, offset, region.nbytes());
-    own_bytes_[index] = flat(c10::ScalarType::Byte, own_offset, region.shard_nbytes());
+    part.full = flat(part.dtype, offset, region.numel());
+    part.own = flat(part.dtype, own_offset, region.shard_numel);
+    part.full_bytes = flat(c10::ScalarType::Byte, offset, region.nbytes());
+    part.own_bytes = flat(c10::ScalarType::Byte, own_offset, region.shard_nbytes());
     offset += region.nbytes();
   }
   detach();
@@ -139,12 +135,12 @@ at::Tensor Bucket::flat(c10::ScalarType dtype, int64_t offset_nbytes, int64_t nu
 
 at::Tensor Bucket::view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides)
     const {
+  const Part& part = parts_.at(region);
   if (!has(region)) {
-    return at::zeros({1}, at::dtype(dtypes_.at(region)).device(device_)).expand(sizes).detach();
+    return at::zeros({1}, at::dtype(part.dtype).device(device_)).expand(sizes).detach();
   }
-  const auto itemsize = static_cast<int64_t>(c10::elementSize(dtypes_.at(region)));
-  return tensor_over(
-      leaf_storage_, dtypes_[region], offsets_.at(region) / itemsize + offset, sizes, strides);
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(part.dtype));
+  return tensor_over(leaf_storage_, part.dtype, part.offset / itemsize + offset, sizes, strides);
 }
 
 at::Tensor Bucket::view(int region, int64_t offset, at::IntArrayRef sizes) const {

@@ -70,7 +70,7 @@ class Bucket {
     return regions_;
   }
   bool has(int region) const {
-    return full_.at(region).defined();
+    return parts_.at(region).full.defined();
   }
   // All of its memory, 1-D.
   at::Tensor bytes() const {
@@ -78,18 +78,18 @@ class Bucket {
   }
   // 1-D, Region::numel() elements of the region's dtype.
   const at::Tensor& full(int region) const {
-    return full_.at(region);
+    return parts_.at(region).full;
   }
   // 1-D, this rank's Region::shard_numel elements.
   const at::Tensor& own(int region) const {
-    return own_.at(region);
+    return parts_.at(region).own;
   }
   // The same memory as bytes, for collectives that only move it.
   const at::Tensor& full_bytes(int region) const {
-    return full_bytes_.at(region);
+    return parts_.at(region).full_bytes;
   }
   const at::Tensor& own_bytes(int region) const {
-    return own_bytes_.at(region);
+    return parts_.at(region).own_bytes;
   }
   // A new leaf over the bucket with its own version counter; `offset` counts elements of the
   // region. Of a region that it does not hold, one of zeros with the memory of one element.
@@ -98,11 +98,17 @@ class Bucket {
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes) const;
 
  private:
+  // A region of the layout; only its type is known if the bucket does not hold it.
+  struct Part {
+    c10::ScalarType dtype;
+    int64_t offset = 0; // bytes
+    at::Tensor full = {}, own = {}, full_bytes = {}, own_bytes = {};
+  };
+
   at::Tensor flat(c10::ScalarType dtype, int64_t offset_nbytes, int64_t numel) const;
 
   std::vector<int> regions_;
-  std::vector<int64_t> offsets_; // bytes, by region of the layout
-  std::vector<c10::ScalarType> dtypes_; // by region of the layout
+  std::vector<Part> parts_; // by region of the layout
   std::string detached_message_;
   c10::Device device_;
   int64_t nbytes_ = 0;
@@ -110,8 +116,6 @@ class Bucket {
   bool hides_;
   c10::Storage storage_;
   c10::Storage leaf_storage_; // the same one unless `hides_`
-  // By region of the layout; undefined for regions that the bucket does not hold.
-  std::vector<at::Tensor> full_, own_, full_bytes_, own_bytes_;
 };
 
 } // namespace zerocore
