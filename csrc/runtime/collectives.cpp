@@ -11,7 +11,7 @@
 #include "emulation/emulated_group.h"
 #include "runtime/wire_calls.h"
 #include "watch/alarm.h"
-#include "watch/issue_guard.h"
+#include "watch/control_link.h"
 
 namespace zerocore {
 
@@ -118,7 +118,8 @@ Collectives::Collectives(
     emulated_ = dynamic_cast<EmulatedGroup*>(backend_.get());
   }
   if (backend_->getBackendName() == "gloo") {
-    guard_ = IssueGuard::of(backend_);
+    const auto link = ControlLink::of(backend_);
+    guard_ = {link, &link->guard()};
     user_ = guard_->add_user();
   }
 }

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "plan/dissemination.h"
+#include "watch/issue_guard.h"
 
 namespace zerocore {
 
@@ -47,6 +48,10 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   // A new user's number, the same on all ranks.
   int64_t add_user() {
     return ++num_users_;
+  }
+  // Of collectives on the group, which lives as long as this.
+  IssueGuard& guard() {
+    return guard_;
   }
   // A backward begins on this thread, over as soon as nobody else holds `running`. Throws if one of
   // another thread is under way: no order of their rounds is the same on all ranks.
@@ -79,6 +84,7 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   // Of the thread that begins.
   int64_t num_users_ = 0;
   bool connected_ = false;
+  IssueGuard guard_{*this};
 };
 
 } // namespace zerocore

@@ -5,8 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 
 #include "common/math.h"
 #include "watch/control_link.h"
@@ -54,26 +52,11 @@ bool KnownSequence::advance(uint64_t collective) {
   return ask;
 }
 
-std::shared_ptr<IssueGuard> IssueGuard::of(const c10::intrusive_ptr<c10d::Backend>& backend) {
-  static std::mutex mutex;
-  static auto& guards = *new std::map<const c10d::Backend*, std::shared_ptr<IssueGuard>>();
-  const std::lock_guard lock(mutex);
-  std::erase_if(guards, [](const auto& entry) { return entry.second->backend_.expired(); });
-  std::shared_ptr<IssueGuard>& guard = guards[backend.get()];
-  if (guard == nullptr) {
-    guard.reset(new IssueGuard(c10::weak_intrusive_ptr<c10d::Backend>(backend)));
-  }
-  return guard;
-}
-
 void IssueGuard::compare(uint64_t collective) {
   ++num_compared_;
-  const auto backend = backend_.lock();
-  TORCH_CHECK_WITH(DistBackendError, backend != nullptr, "the process group was destroyed");
-  const auto link = ControlLink::of(backend);
   const auto own = static_cast<int64_t>(mix(collective, num_issued_));
   const ControlMessage heard =
-      link->wait(link->begin(ControlMessage::of(MessageKind::Collective, {own, ~own})));
+      link_.wait(link_.begin(ControlMessage::of(MessageKind::Collective, {own, ~own})));
   TORCH_CHECK_WITH(
       DistBackendError,
       heard.words[0] == ~heard.words[1], // the largest and the smallest one

@@ -13,15 +13,14 @@
 // ranks ask, and see that they differ.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <unordered_map>
 
 namespace zerocore {
+
+class ControlLink;
 
 // Collectives that a point is told apart by: in most programs the last 16 tell the next one; where
 // several follow them, as after 16 equal ones, the last 128 do. Powers of two.
@@ -58,8 +57,7 @@ class KnownSequence {
 // issues.
 class IssueGuard {
  public:
-  // That of the group.
-  static std::shared_ptr<IssueGuard> of(const c10::intrusive_ptr<c10d::Backend>& backend);
+  explicit IssueGuard(ControlLink& link) : link_(link) {} // of the group, which has it
 
   // A new user's number, the same on all ranks.
   uint64_t add_user() {
@@ -81,10 +79,7 @@ class IssueGuard {
   }
 
  private:
-  explicit IssueGuard(c10::weak_intrusive_ptr<c10d::Backend> backend)
-      : backend_(std::move(backend)) {}
-
-  c10::weak_intrusive_ptr<c10d::Backend> backend_;
+  ControlLink& link_;
   KnownSequence sequence_;
   uint64_t num_issued_ = 0;
   uint64_t num_compared_ = 0;
