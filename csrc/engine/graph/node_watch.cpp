@@ -32,7 +32,7 @@ std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction& node)
   }
   for (const auto& watcher : on) {
     if (const auto alive = watcher->owner.lock()) { // another thread may free the model
-      watcher->seen(static_cast<uint64_t>(node.seqNr()), node.forwardThreadId());
+      watcher->seen({static_cast<uint64_t>(node.seqNr()), node.forwardThreadId()});
     }
   }
   return nullptr;

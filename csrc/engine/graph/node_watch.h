@@ -3,19 +3,19 @@
 // Costs nothing while it is off, and about 0.2 us a node of any backward in the process while on.
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
+
+#include "engine/graph/autograd.h"
 
 namespace zerocore {
 
 class NodeWatch {
  public:
-  // `seen(number, thread)`: the node's sequence number, and RecordFunction's name for the thread
-  // that recorded it. Called on the thread that runs the node, which may be of a backward of
-  // another model, while the owner lives. It must not throw.
-  using Seen = std::function<void(uint64_t number, uint64_t thread)>;
+  // Called on the thread that runs the node, which may be of a backward of another model, while the
+  // owner lives. It must not throw.
+  using Seen = std::function<void(const GraphNode&)>;
 
   explicit NodeWatch(Seen seen) : watcher_(std::make_shared<Watcher>(std::move(seen))) {}
   ~NodeWatch();

@@ -2,7 +2,6 @@
 #include "engine/graph/untracked_backward.h"
 
 #include "common/math.h"
-#include "engine/graph/autograd.h"
 
 namespace zerocore {
 
@@ -52,11 +51,11 @@ void UntrackedBackward::announce(int64_t number) {
   }
 }
 
-void UntrackedBackward::see(uint64_t number, uint64_t thread) {
+void UntrackedBackward::see(const GraphNode& node) {
   if (!runs_node_of(device_)) {
     return;
   }
-  for (const auto& [index, visit] : visits_around(number, thread)) {
+  for (const auto& [index, visit] : visits_around(node)) {
     begin_backward();
     const RecordedCall& recorded = visit.recorded;
     if (watch_.is_on() && (!visit.announced || !is_usable_(recorded.call))) {
@@ -69,19 +68,18 @@ void UntrackedBackward::see(uint64_t number, uint64_t thread) {
 
 // With their numbers. The outermost call is left last and its backward comes first.
 std::vector<std::pair<int64_t, UntrackedBackward::Visit>> UntrackedBackward::visits_around(
-    uint64_t number,
-    uint64_t thread) const {
+    const GraphNode& node) const {
   std::vector<std::pair<int64_t, Visit>> around;
   const std::lock_guard lock(mutex_);
   for (auto index = static_cast<int64_t>(visits_.size()) - 1; index >= 0; --index) {
     const Visit& visit = visits_[index];
-    if (visit.recorded.thread != thread) {
+    if (visit.recorded.thread != node.thread) {
       continue;
     }
-    if (visit.recorded.last <= number) {
+    if (visit.recorded.last <= node.number) {
       break; // as are those before it
     }
-    if (visit.recorded.first <= number) {
+    if (visit.recorded.first <= node.number) {
       around.emplace_back(first_visit_ + index, visit);
     }
   }

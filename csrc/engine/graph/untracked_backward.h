@@ -52,7 +52,7 @@ class UntrackedBackward {
       : device_(device),
         enter_(std::move(enter)),
         is_usable_(std::move(is_usable)),
-        watch_([this](uint64_t number, uint64_t thread) { see(number, thread); }) {}
+        watch_([this](const GraphNode& node) { see(node); }) {}
 
   void set_owner(std::weak_ptr<void> owner) {
     watch_.set_owner(std::move(owner));
@@ -80,8 +80,8 @@ class UntrackedBackward {
     bool announced = false; // in this backward
   };
 
-  void see(uint64_t number, uint64_t thread);
-  std::vector<std::pair<int64_t, Visit>> visits_around(uint64_t number, uint64_t thread) const;
+  void see(const GraphNode& node);
+  std::vector<std::pair<int64_t, Visit>> visits_around(const GraphNode& node) const;
 
   c10::Device device_;
   Enter enter_;
