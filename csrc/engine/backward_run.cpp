@@ -281,26 +281,21 @@ void BackwardRun::reduce_rest() {
       known->second = known->second || std::find(rest.begin(), rest.end(), true) != rest.end();
       has_rest = known->second;
     }
-    check_rest(rest, has_rest && !known->second && !consensus_.ranks_differ());
+    TORCH_CHECK(
+        !has_rest || known->second || consensus_.ranks_differ(),
+        "unit '",
+        units_[std::find(rest.begin(), rest.end(), true) - rest.begin()]->name(),
+        "': a gradient came after those of the unit had been reduced, which was not so when the "
+        "same modules were called before. If checkpoints around several units were switched on, "
+        "run the step again on all ranks; if full parameters were used outside of calls of the "
+        "model, do that inside of `with zerocore.unsharded(model):` up to the end of the "
+        "backward.");
   }
   for (const auto& unit : units_) {
     if (has_rest && rest[unit->id()]) {
       reducer_.reduce(unit->id());
     }
   }
-}
-
-void BackwardRun::check_rest(const std::vector<bool>& rest, bool is_unexpected) const {
-  const auto unit = std::find(rest.begin(), rest.end(), true) - rest.begin();
-  TORCH_CHECK(
-      !is_unexpected,
-      "unit '",
-      is_unexpected ? units_[unit]->name() : "",
-      "': a gradient came after those of the unit had been reduced, which was not so when the same "
-      "modules were called before. If checkpoints around several units were switched on, run the "
-      "step again on all ranks; if full parameters were used outside of calls of the model, do "
-      "that "
-      "inside of `with zerocore.unsharded(model):` up to the end of the backward.");
 }
 
 // Users register hooks on the shards, which is where optimizers look; gradients come to be there

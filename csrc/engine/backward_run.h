@@ -85,7 +85,6 @@ class BackwardRun {
   void mute_units();
   bool is_done(UnitId unit) const;
   void reduce_rest();
-  void check_rest(const std::vector<bool>& rest, bool is_unexpected) const;
   void run_user_hooks(const std::vector<bool>& reduced);
 
   const Units& units_;
