@@ -37,21 +37,13 @@ Engine::Engine(
           std::move(order)),
       reducer_(units_, context_, options.sharding, offload_),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
-      lifecycle_(
-          units_,
-          context_,
-          schedule_,
-          offload_,
-          reducer_,
-          resources_.alarm(),
-          std::move(show_params)),
+      lifecycle_(units_, context_, schedule_, offload_, reducer_, std::move(show_params)),
       first_gather_(gathers_at_step(units_, options.sharding), schedule_, lifecycle_),
       consensus_(units_, context_, schedule_, lifecycle_),
       backward_run_(units_, context_, schedule_, reducer_, thread_check_, lifecycle_, consensus_),
       calls_(
           units_,
           context_,
-          resources_.alarm(),
           schedule_,
           reducer_,
           thread_check_,
@@ -65,7 +57,7 @@ Engine::Engine(
 }
 
 Engine::~Engine() {
-  Alarm* alarm = resources_.alarm();
+  Alarm* alarm = context_.alarm;
   // Otherwise what is in flight never ends here, or has ended with the alarm.
   if (!thread_check_.is_forked() && (alarm == nullptr || !alarm->is_raised())) {
     consensus_.leave_unsettled();

@@ -43,8 +43,8 @@ void ModelCalls::recover(bool may_be_parked, const char* what) {
       "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
       "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
       "model that has loaded zerocore.full_state_dict(model).");
-  if (alarm_ != nullptr) {
-    alarm_->check();
+  if (context_.alarm != nullptr) {
+    context_.alarm->check();
   }
   if (in_backward()) {
     return;

@@ -24,7 +24,6 @@ class ModelCalls {
   ModelCalls(
       const Units& units,
       const UnitContext& context,
-      Alarm* alarm,
       Schedule& schedule,
       Reducer& reducer,
       ThreadCheck& thread_check,
@@ -34,7 +33,6 @@ class ModelCalls {
       BackwardRun& backward_run)
       : units_(units),
         context_(context),
-        alarm_(alarm),
         schedule_(schedule),
         reducer_(reducer),
         thread_check_(thread_check),
@@ -88,7 +86,6 @@ class ModelCalls {
 
   const Units& units_;
   const UnitContext& context_;
-  Alarm* alarm_; // null for none
   Schedule& schedule_;
   Reducer& reducer_;
   ThreadCheck& thread_check_;

@@ -157,6 +157,7 @@ UnitContext Resources::make_context(const MeshGroups& groups, const ShardOptions
   context.near = context.mesh.shards_across ? context.collectives : groups.near.get();
   context.control = control_.get();
   context.streams = &streams_;
+  context.alarm = alarm_.get();
   context.pool = &pool_;
   context.trace = &trace_;
   context.host_link = host_link_.get();

@@ -29,9 +29,6 @@ class Resources {
   const std::vector<UnitContext>& contexts() const {
     return contexts_;
   }
-  Alarm* alarm() const { // null for none
-    return alarm_.get();
-  }
   const HandOverLog& hand_overs() const {
     return hand_overs_;
   }

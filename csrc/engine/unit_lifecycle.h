@@ -40,18 +40,17 @@ class UnitLifecycle {
       Schedule& schedule,
       Offload& offload,
       Reducer& reducer,
-      Alarm* alarm,
       ShowParams show_params)
       : units_(units),
         context_(context),
         schedule_(schedule),
         offload_(offload),
         reducer_(reducer),
-        trainable_(units, schedule, alarm),
+        trainable_(units, schedule, context.alarm),
         show_params_(std::move(show_params)),
         full_shown_(units.size()) {}
 
-  // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
+  // See Engine::start.
   void start(bool consistent, TrainableParams::OnGradient on_gradient);
   // Carries out the actions that `decide` gets from the schedule.
   template <typename Decide>

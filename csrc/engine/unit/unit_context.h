@@ -18,6 +18,7 @@
 
 namespace zerocore {
 
+class Alarm;
 class DiskStates;
 class HostStates;
 
@@ -30,6 +31,7 @@ struct UnitContext {
   ControlChannel* control =
       nullptr; // all ranks; null where there is one or the others are simulated
   Streams* streams = nullptr;
+  Alarm* alarm = nullptr; // null for none
   BucketPool* pool = nullptr;
   RegisteredMemory* registered = nullptr; // null where none is offered or asked for
   Trace* trace = nullptr;
