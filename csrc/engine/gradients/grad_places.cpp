@@ -13,15 +13,12 @@ GradPlaces::GradPlaces(const Units& units) {
   }
 }
 
-at::Tensor GradPlaces::give(
-    const Unit& unit,
-    int param,
-    const at::Tensor& bucket,
-    const std::optional<c10::Stream>& stream) {
+at::Tensor GradPlaces::give(const Unit& unit, int param, const at::Tensor& bucket) {
   const at::Tensor& full = unit.params()[param].full;
   std::optional<Given>& given = given_[unit.id()][param];
   const bool is_first = !given && !gradient_of(full).defined();
-  if (!is_first || bucket.dtype() != full.dtype() || !full.is_contiguous() || stream != stream_) {
+  if (!is_first || bucket.dtype() != full.dtype() || !full.is_contiguous() ||
+      unit.context().streams->compute_stream() != stream_) {
     return {};
   }
   const int64_t begin = bucket.storage_offset() + unit.layout().places()[param].range().begin;

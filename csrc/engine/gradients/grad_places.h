@@ -21,11 +21,7 @@ class GradPlaces {
   }
   // The parameter's elements of `bucket` (1-D, of its region), of its shape; undefined where its
   // gradient does not fit or is not the first since take_back().
-  at::Tensor give(
-      const Unit& unit,
-      int param,
-      const at::Tensor& bucket,
-      const std::optional<c10::Stream>& stream);
+  at::Tensor give(const Unit& unit, int param, const at::Tensor& bucket);
   // The unit's bucket is going to be something else: a tensor that was given, is still used and is
   // no gradient yet (autograd waits for others to add, of later calls) gets memory of its own.
   void take_back(const Unit& unit);

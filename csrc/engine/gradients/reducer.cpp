@@ -100,7 +100,7 @@ at::Tensor Reducer::place_for_grad(UnitId id, int param) {
     return {};
   }
   const at::Tensor& bucket = memory_[id][region].whole(*to);
-  const at::Tensor place = places_.give(unit, param, bucket, context_.streams->compute_stream());
+  const at::Tensor place = places_.give(unit, param, bucket);
   if (place.defined()) {
     context_.streams->note_write(StreamRole::Compute, place, "computes", unit.name());
   }

@@ -49,14 +49,13 @@ void GradientOffload::make_landing(UnitId id) {
 // A device copies beside its other streams; on the CPU the worker does.
 void GradientOffload::offload_grad(UnitId id, int region, const at::Tensor& kept) {
   LandingUnit& state = states_[id];
-  const Streams& streams = *context_.streams;
   const at::Tensor& host = state.landing->full(region);
   const auto nbytes = static_cast<int64_t>(kept.nbytes());
-  if (!streams.has_streams()) {
+  if (!context_.streams->has_streams()) {
     state.left_at = bring(id, nbytes, [host, kept] { host.copy_(kept); });
     return;
   }
-  const StreamEvent copied = copy_to_host(streams, host, kept, units_[id]->name());
+  const StreamEvent copied = copy_to_host(*units_[id], host, kept);
   const auto record = context_.note(TraceOp::ToHost, id, nbytes);
   state.left_at = worker_.submit(record, [copied] { Streams::synchronize(copied); });
 }

@@ -8,13 +8,10 @@
 
 namespace zerocore {
 
-StreamEvent copy_to_host(
-    const Streams& streams,
-    const at::Tensor& host,
-    const at::Tensor& from,
-    const std::string& unit) {
+StreamEvent copy_to_host(const Unit& unit, const at::Tensor& host, const at::Tensor& from) {
+  const Streams& streams = *unit.context().streams;
   streams.order(StreamRole::DeviceToHost, StreamRole::Compute);
-  streams.note_read(StreamRole::DeviceToHost, from, "leaves", unit);
+  streams.note_read(StreamRole::DeviceToHost, from, "leaves", unit.name());
   {
     const auto guard = streams.use(StreamRole::DeviceToHost);
     host.copy_(from, /*non_blocking=*/true);
@@ -29,7 +26,7 @@ StepWorker::Ticket HostGradients::offload_grad(
     bool adds) {
   const bool in_place = !adds && from.scalar_type() == kept.scalar_type();
   const at::Tensor to = in_place ? kept : take_buffer(from);
-  const StreamEvent copied = copy_to_host(*context_.streams, to, from, unit.name());
+  const StreamEvent copied = copy_to_host(unit, to, from);
   const auto record =
       context_.note(TraceOp::ToHost, unit.id(), static_cast<int64_t>(from.nbytes()));
   const auto ticket = worker_.submit(record, [copied, to, kept, adds, in_place] {

@@ -10,7 +10,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
-#include <string>
 
 #include "engine/offload/step_worker.h"
 #include "engine/unit/unit.h"
@@ -18,12 +17,8 @@
 namespace zerocore {
 
 // `host` becomes what `from`, on the device, is on the compute stream now; the event is behind the
-// copy. `unit` is named in logs.
-StreamEvent copy_to_host(
-    const Streams& streams,
-    const at::Tensor& host,
-    const at::Tensor& from,
-    const std::string& unit);
+// copy. The unit is named in logs.
+StreamEvent copy_to_host(const Unit& unit, const at::Tensor& host, const at::Tensor& from);
 
 class HostGradients {
  public:

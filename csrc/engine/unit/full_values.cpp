@@ -78,11 +78,12 @@ std::vector<at::Tensor> FullValues::by_param() const {
 
 namespace {
 
-at::Tensor rows_of(const Layout& layout, const Bucket& full, int region, int64_t shard) {
+at::Tensor rows_of(const Unit& unit, const Bucket& full, int region) {
+  const Layout& layout = unit.layout();
   const at::Tensor rows = at::zeros_like(full.own(region));
   for (const int param : layout.regions()[region].params) {
     const ParamPlace& place = layout.places()[param];
-    const Range own = layout.owned(param, shard);
+    const Range own = layout.owned(param, unit.context().mesh.shard());
     rows.narrow(0, place.shard_offset, own.size())
         .copy_(full.full(region).narrow(0, place.offset + own.begin, own.size()));
   }
@@ -109,22 +110,17 @@ std::vector<kernels::Piece> row_pieces(const Layout& layout, int region) {
   return pieces;
 }
 
-at::Tensor staged_part(const Layout& layout, const Bucket& full, int region, int64_t shard) {
-  return layout.by_rows() ? rows_of(layout, full, region, shard) : full.own(region);
+at::Tensor staged_part(const Unit& unit, const Bucket& full, int region) {
+  return unit.layout().by_rows() ? rows_of(unit, full, region) : full.own(region);
 }
 
-at::Tensor own_part(
-    const Layout& layout,
-    const Bucket& full,
-    int region,
-    int64_t shard,
-    const std::optional<Bucket>& shards) {
-  const at::Tensor part = staged_part(layout, full, region, shard);
-  const Region& types = layout.regions()[region];
+at::Tensor own_part(const Unit& unit, const Bucket& full, int region) {
+  const at::Tensor part = staged_part(unit, full, region);
+  const Region& types = unit.layout().regions()[region];
   if (!types.is_encoded()) {
     return part;
   }
-  const at::Tensor& exact = shards->full(region);
+  const at::Tensor& exact = unit.kept().full(region);
   const auto format = static_cast<at::ScalarType>(types.gather.dtype);
   return at::where(part.eq(on_its_way(exact, format)), exact, part);
 }

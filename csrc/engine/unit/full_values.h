@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <vector>
 
 #include "engine/unit/unit.h"
@@ -39,14 +38,9 @@ std::vector<kernels::Piece> row_pieces(const Layout& layout, int region);
 
 // This rank's part of a region of unsharded parameters as it lies in its shard, 1-D. A copy where
 // shards are rows.
-at::Tensor staged_part(const Layout& layout, const Bucket& full, int region, int64_t shard);
-// The same of gathered parameters: of an encoded region with the values of `shards` where it has
-// what these became on their way.
-at::Tensor own_part(
-    const Layout& layout,
-    const Bucket& full,
-    int region,
-    int64_t shard,
-    const std::optional<Bucket>& shards);
+at::Tensor staged_part(const Unit& unit, const Bucket& full, int region);
+// The same of gathered parameters: of an encoded region with the values of the unit's shards where
+// it has what these became on their way.
+at::Tensor own_part(const Unit& unit, const Bucket& full, int region);
 
 } // namespace zerocore

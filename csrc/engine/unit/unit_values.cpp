@@ -60,7 +60,7 @@ void Unit::allocate_persistent() {
 void Unit::take(const Bucket& staging) {
   note_change();
   for (const int region : staging.regions()) {
-    const at::Tensor own = staged_part(layout_, staging, region, context_.mesh.shard());
+    const at::Tensor own = staged_part(*this, staging, region);
     main_.fill(region, own);
     if (shards_ && shards_->has(region)) {
       shards_->full(region).copy_(own);
@@ -133,7 +133,7 @@ void Unit::write_back() {
   note_use();
   note_change();
   for (const int region : bucket_.regions()) {
-    const at::Tensor own = own_part(layout_, bucket_, region, context_.mesh.shard(), shards_);
+    const at::Tensor own = own_part(*this, bucket_, region);
     if (main_.has(region)) {
       main_.take_changes(region, own);
     }
