@@ -37,38 +37,24 @@ def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor],
 def _gather_by(group: Group) -> Callable[[Tensor, Tensor], Any]:
     dtypes = {group.policy.param_dtype or param.shard.dtype for param in group.params}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8  # several travel as bytes, as torch's
-    ranks, comm, is_async = _ranks_of(group), group.all_gather, _is_async(group)
+    comm, options = group.all_gather, _options(group)
 
     def gather(to: Tensor, own: Tensor) -> Any:
-        return comm(
-            output_tensor=to.view(dtype),
-            input_tensor=own.view(dtype),
-            group=ranks,
-            async_op=is_async,
-        )
+        return comm(output_tensor=to.view(dtype), input_tensor=own.view(dtype), **options)
 
     return gather
 
 
 def _reduce_by(group: Group) -> Callable[[Tensor, Tensor], Any]:
-    ranks, comm, is_async = _ranks_of(group), group.reduce_scatter, _is_async(group)
+    comm, options = group.reduce_scatter, _options(group)
 
     def reduce(to: Tensor, full: Tensor) -> Any:
-        return comm(
-            output_tensor=to,
-            input_tensor=full,
-            group=ranks,
-            op=dist.ReduceOp.SUM,
-            async_op=is_async,
-        )
+        return comm(output_tensor=to, input_tensor=full, op=dist.ReduceOp.SUM, **options)
 
     return reduce
 
 
-def _ranks_of(group: Group) -> dist.ProcessGroup:
-    return group.mesh.get_group(group.mesh.ndim - 1)
-
-
-def _is_async(group: Group) -> bool:
-    """Whether the host waits: on a device the engine's stream keeps the order."""
-    return group.mesh.device_type == "cpu"
+def _options(group: Group) -> dict[str, Any]:
+    """The ranks, and whether the host waits: on a device the engine's stream keeps the order."""
+    mesh = group.mesh
+    return {"group": mesh.get_group(mesh.ndim - 1), "async_op": mesh.device_type == "cpu"}

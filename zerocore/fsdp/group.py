@@ -34,32 +34,19 @@ _ORIGIN = "_zerocore_fsdp_origin"  # on a parameter that was replaced by rows: w
 
 @dataclass(eq=False)
 class RowParam:
-    """A parameter and where it is registered.
+    """A parameter and where it is registered."""
 
-    Attributes:
-        owners: modules and the name in each; more than one if tied.
-        shard: the DTensor that is registered between steps and that optimizers update.
-        rows: which part of the parameter that is.
-        origin: the same as another's if both were one parameter.
-        kind: the class that it had.
-        attributes: what was set on it.
-        local: its memory in the engine, once there is one.
-        full: what the engine gathers into then.
-        shown: what layers compute with, a view of that, where it is not that itself.
-        extension: where the parameter says itself what is gathered of it.
-    """
-
-    owners: list[tuple[nn.Module, str]]
-    shard: nn.Parameter
+    owners: list[tuple[nn.Module, str]]  # modules and the name in each; more than one if tied
+    shard: nn.Parameter  # the DTensor that is registered between steps, which optimizers update
     fqn: str
-    rows: Rows
-    origin: object = None
-    kind: type[nn.Parameter] = nn.Parameter
-    attributes: dict[str, Any] = field(default_factory=dict)
-    local: torch.Tensor | None = None
-    full: nn.Parameter | None = None
-    shown: torch.Tensor | None = None
-    extension: Any = None
+    rows: Rows  # which part of the parameter that is
+    origin: object  # the same as another's if both were one parameter
+    kind: type[nn.Parameter]  # the class that it had
+    attributes: dict[str, Any]  # what was set on it
+    local: torch.Tensor | None = None  # its memory in the engine, once there is one
+    full: nn.Parameter | None = None  # what the engine gathers into then
+    shown: torch.Tensor | None = None  # what layers compute with, if that is a view of ``full``
+    extension: Any = None  # where the parameter says itself what is gathered of it
 
     def registered(self) -> Any:
         """The entry of the first owner in its place."""
@@ -136,11 +123,6 @@ class Tree(ABC):
                 inner.root.release()
             inner.root = self
 
-    @property
-    def engine(self) -> Engine | None:
-        """That of the state, once there is one."""
-        return None if self.state is None else self.state.engine
-
     def settle(self) -> None:
         """It is the root; raises RuntimeError if it is a group of several modules."""
         modules = self.group.modules
@@ -198,6 +180,12 @@ class Group:
         return self.data.mesh
 
     @property
+    def engine(self) -> Engine | None:
+        """That of the root's state, once there is one."""
+        state = None if self.root is None else self.root.state
+        return None if state is None else state.engine
+
+    @property
     def shard_device(self) -> torch.device:
         """Where parameters and gradients lie between calls."""
         return torch.device("cpu") if self.offloads else device_of(self.mesh)
@@ -236,20 +224,18 @@ class Group:
                     names.setdefault(param, f"{name}.{key}" if name else key)
         for param in owners:
             _check_param(param, names[param])
-        shards = {}
-        for param in owners:
-            placement, data = placement_of(param)
-            made = shard_rows(param, names[param], data, placement, self.shard_device)
-            shards[param] = (*made, data)
+        made = []
         for param, places in owners.items():
-            shard, rows, data = shards[param]
-            attributes = _attributes_of(param)
+            placement, data = placement_of(param)
+            name, attributes = names[param], _attributes_of(param)
+            shard, rows = shard_rows(param, name, data, placement, self.shard_device)
             origin = param.__dict__.setdefault(_ORIGIN, object())
-            for owner, key in places:
-                owner._parameters[key] = shard
-            self._over(data).params.append(
-                RowParam(places, shard, names[param], rows, origin, type(param), attributes)
-            )
+            each = RowParam(places, shard, name, rows, origin, type(param), attributes)
+            made.append((each, data))
+        for each, data in made:  # none is replaced unless all can be
+            for owner, key in each.owners:
+                owner._parameters[key] = each.shard
+            self._over(data).params.append(each)
 
     def _over(self, data: DataMesh) -> Group:
         """The group of this call over a mesh; a new sibling if need be."""
@@ -344,7 +330,12 @@ def note_extensions(group: Group) -> None:
         shard: Any = param.shard
         param.extension = None
         if gathers_itself(param.fqn, shard._local_tensor):
-            _check_place(param, group)
+            if param.rows.dim != 0 or group.offloads:
+                where = f"is cut in dimension {param.rows.dim}"
+                where = "lies on the host" if group.offloads else where
+                raise NotImplementedError(
+                    f"parameter '{param.fqn}' has {PRE} and {where}; shard it by rows on the device"
+                )
             mesh, module = _shard_mesh(group.mesh), param.owners[0][0]
             param.extension = Extension(
                 param.fqn, shard._local_tensor, module, mesh, group.policy, param.rows.shape
@@ -355,14 +346,6 @@ def note_extensions(group: Group) -> None:
 def extensions_of(group: Group) -> list[Extension]:
     """Of the group's parameters, in their order."""
     return [param.extension for param in group.params if param.extension is not None]
-
-
-def _check_place(param: RowParam, group: Group) -> None:
-    if param.rows.dim != 0 or group.offloads:
-        where = "lies on the host" if group.offloads else f"is cut in dimension {param.rows.dim}"
-        raise NotImplementedError(
-            f"parameter '{param.fqn}' has {PRE} and {where}; shard it by rows on the device"
-        )
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:

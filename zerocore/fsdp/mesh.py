@@ -12,17 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True)
 class DataMesh:
-    """The ranks of data parallelism, and the mesh of all parallelisms that they were cut from.
+    """The ranks of data parallelism, and the mesh of all parallelisms that they were cut from."""
 
-    Attributes:
-        mesh: 1-D, or 2-D of replicas by shards.
-        spmd: the mesh of all parallelisms; None if the caller gave ``mesh`` alone.
-        names: the dimensions of ``spmd`` that are those of data parallelism.
-    """
+    mesh: DeviceMesh  # 1-D, or 2-D of replicas by shards
+    spmd: DeviceMesh | None = None  # of all parallelisms; None if the caller gave ``mesh`` alone
+    names: tuple[str, ...] = ()  # the dimensions of ``spmd`` that are those of data parallelism
 
-    mesh: DeviceMesh
-    spmd: DeviceMesh | None = None
-    names: tuple[str, ...] = ()
+    @property
+    def num_shards(self) -> int:
+        return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def others(self) -> DeviceMesh | None:

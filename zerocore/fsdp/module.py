@@ -11,10 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from zerocore.fsdp.calls import call, ready_state, root_of
 from zerocore.fsdp.collectives import on_stream
 from zerocore.fsdp.group import Group, extensions_of, group_of, groups_below
-from zerocore.fsdp.root import apply_settings
+from zerocore.fsdp.root import apply_settings, call, ready_state, root_of
 from zerocore.fsdp.state import read_state
 from zerocore.model.unit_call import UnitCall, leave_out_of_graphs
 
@@ -36,8 +35,8 @@ class UnshardHandle(TorchUnshardHandle):
         """Returns when the module's full parameters may be used and are registered."""
         groups, self._groups = self._groups, []
         for group in groups:
-            if group.root is not None and group.root.engine is not None:
-                group.root.engine.show(group.unit)
+            if (engine := group.engine) is not None:
+                engine.show(group.unit)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -110,8 +109,8 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Gives this module's own full parameters back, unless a call of it is under way."""
         for group in self._groups(False):
-            if group.params and group.root is not None and group.root.engine is not None:
-                group.root.engine.set_kept(group.unit, False)
+            if group.params and (engine := group.engine) is not None:
+                engine.set_kept(group.unit, False)
 
     def reset_iter_state(self) -> None:
         """Drops what a failed forward or backward left; the next forward does so by itself.
@@ -122,8 +121,8 @@ class FSDPModule(TorchFSDPModule):
         group = self._group()
         if group.root is not None and group.root.group is not group:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        if group.root is not None and group.root.engine is not None:
-            group.root.engine.reset()
+        if (engine := group.engine) is not None:
+            engine.reset()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

@@ -1,16 +1,19 @@
-"""The engine of a tree of fully sharded modules, made when its root is called first."""
+"""Calls of fully sharded modules: the first one of a root makes the engine of its tree."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from zerocore._C import ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
@@ -144,10 +147,16 @@ class Root(Tree):
         return ranks, name, stall
 
     def _add_unit(self, state: ShardState, path: str, group: Group, mesh: int) -> None:
+        """Moves the group's rows into the engine's memory."""
         near = group.num_near > 1
         unit = Unit(group.unit, self._name_of(path, group), stays=group.stays, near=near, mesh=mesh)
         state.units.append(unit)
-        _bind(state, group, unit)
+        count, extensions = len(group.params), extensions_of(group)
+        num_inner = sum(len(each.inputs) for each in extensions)
+        state.engine.materialize(unit.index, [None] * (count + num_inner), False)  # memory, zero
+        unit.params = [_bind_param(state, group, position) for position in range(count)]
+        for each in extensions:
+            each.bind(state.engine, unit)
 
     def _set_unit_call(self, state: ShardState, group: Group) -> None:
         policy = group.policy
@@ -260,6 +269,54 @@ class Root(Tree):
         return f"{name} over {group.mesh.mesh_dim_names}" if is_sibling else name
 
 
+def root_of(group: Group, is_provisional: bool = False) -> Tree:
+    """The root that the group belongs to; itself, if no other was called before.
+
+    ``is_provisional``: another one may be called later.
+
+    Raises:
+        RuntimeError: a module below has been called as a root before, or it is one of several that
+            are gathered together.
+    """
+    if group.root is None:
+        _make_root(group)
+    root = group.root
+    assert root is not None
+    if not is_provisional:
+        root.settle()
+    return root
+
+
+@_disable_dynamo  # torch.compile(root) would trace it
+def _make_root(group: Group) -> None:
+    Root(group)
+
+
+def ready_state(group: Group) -> ShardState:
+    """The state of the group's root, made if need be; another root may be called later."""
+    return root_of(group, is_provisional=True).ready()
+
+
+def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs ``function(*args, **kwargs)`` with the group's parameters unsharded."""
+    root = root_of(group)
+    if root.group is group or root.state is None:
+        root.ready()
+        for extension in root.extensions:
+            extension.encode()
+    unit_call = group.unit_call
+    assert unit_call is not None
+    device = unit_call.state.device
+    if unit_call.is_root and device.type != "cpu":
+        args, kwargs = tree_map_only(
+            Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
+        )
+    output = unit_call.call(function, *args, **kwargs)
+    if unit_call.is_root and unit_call.state.config.offload is not None:
+        unit_call.engine.synchronize()  # loads from the host end before anyone changes parameters
+    return output
+
+
 def apply_settings(group: Group) -> None:
     """Tells the engine, if there is one, what is set for the group."""
     state = None if group.root is None else group.root.state
@@ -291,16 +348,6 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
         is_kept=param.extension is None,
         gather=types.gather,
     )
-
-
-def _bind(state: ShardState, group: Group, unit: Unit) -> None:
-    """Moves the group's rows into the engine's memory and shows the engine where they belong."""
-    count, extensions = len(group.params), extensions_of(group)
-    num_inner = sum(len(each.inputs) for each in extensions)
-    state.engine.materialize(unit.index, [None] * (count + num_inner), False)  # memory, zero
-    unit.params = [_bind_param(state, group, position) for position in range(count)]
-    for each in extensions:
-        each.bind(state.engine, unit)
 
 
 def _bind_param(state: ShardState, group: Group, position: int) -> Param:

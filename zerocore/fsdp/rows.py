@@ -26,22 +26,15 @@ from zerocore.tensor.wrapped import own_chunk
 _LOCAL_TYPE = "_local_type"  # set by spmd_types.assert_type
 
 
-@dataclass(frozen=True)
-class Annotation:
-    """Of one parameter.
+def _annotation_of(
+    param: nn.Parameter, name: str, data: DataMesh
+) -> tuple[DTensorSpec | None, tuple[dist.ProcessGroup, ...]] | None:
+    """What spmd_types says of ``param``; None for a parameter that has no annotation.
 
-    Attributes:
-        spec: of the parameter as a DTensor on the dimensions that are not data parallelism's;
-            None if there are none.
-        sums: groups of those whose ranks hold the same values and have parts of the gradient.
-    """
-
-    spec: DTensorSpec | None
-    sums: tuple[dist.ProcessGroup, ...]
-
-
-def annotation_of(param: nn.Parameter, name: str, data: DataMesh) -> Annotation | None:
-    """The one of ``param``; None for a parameter that has none.
+    Returns:
+        Its spec as a DTensor on the dimensions that are not data parallelism's, None if there are
+        none, and the groups of those whose ranks hold the same values and have parts of the
+        gradient.
 
     Raises:
         ValueError: a mesh without dp_mesh_dims, a dimension of the mesh without a type, a
@@ -65,12 +58,12 @@ def annotation_of(param: nn.Parameter, name: str, data: DataMesh) -> Annotation 
             if axis is not None:
                 types[axis] = spmd.S(dim)
     if others is None:
-        return Annotation(None, ())
+        return None, ()
     placements = [spmd.spmd_type_to_dtensor_placement(types[axis]) for axis in axes]
     whole: Any = DTensor.from_local(param.detach(), others, placements, run_check=False)
     groups = zip(axes, others.get_all_groups(), strict=True)
     sums = tuple(group for axis, group in groups if types[axis] is spmd.R and group.size() > 1)
-    return Annotation(whole._spec, sums)
+    return whole._spec, sums
 
 
 def _check_axes(types: dict[Any, Any], axes: list[Any], name: str, data: DataMesh) -> None:
@@ -101,23 +94,14 @@ def _check_axes(types: dict[Any, Any], axes: list[Any], name: str, data: DataMes
 
 @dataclass(frozen=True)
 class Rows:
-    """Of one parameter.
+    """Of one parameter."""
 
-    Attributes:
-        dim: the dimension that is cut; rows, if it is the first.
-        whole: of the unsharded value if that is a DTensor itself, else None.
-        shape: of the unsharded value on this rank.
-        spec: of the shard.
-        reduced: dimensions of ``whole`` that the engine reduces gradients over.
-        sums: groups that sum gradients of a plain value, beside those of the engine.
-    """
-
-    dim: int
-    whole: DTensorSpec | None
-    shape: torch.Size
-    spec: DTensorSpec
-    reduced: tuple[int, ...] = ()
-    sums: tuple[dist.ProcessGroup, ...] = ()
+    dim: int  # the dimension that is cut; rows, if it is the first
+    whole: DTensorSpec | None  # of the unsharded value if that is a DTensor itself
+    shape: torch.Size  # of the unsharded value on this rank
+    spec: DTensorSpec  # of the shard
+    reduced: tuple[int, ...] = ()  # dimensions of ``whole`` that the engine reduces gradients over
+    sums: tuple[dist.ProcessGroup, ...] = ()  # groups that sum gradients of a plain value, too
 
     @property
     def is_plain(self) -> bool:
@@ -175,12 +159,19 @@ def shard_rows(
     """
     rows = _rows(param, name, data, _dim_of(param, placement))
     kept = param.device if param.is_meta else device
+    count, rank = data.num_shards, data.mesh.get_local_rank(data.mesh.ndim - 1)
     with torch.no_grad():
         full = _local(param)
+        if rows.dim > 0 and full.shape[rows.dim] % count != 0:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {rows.dim}: {full.size()} "
+                f"(world size: {count})"
+            )
         if hasattr(full, "__tensor_flatten__"):
-            local = _own_chunk(full, data.mesh, rows.dim).to(kept)
+            local = own_chunk(full, count, rank, rows.dim).to(kept)
         else:
-            part = _own_part(full, data.mesh, rows.dim)
+            chunks = full.chunk(count, rows.dim)
+            part = chunks[rank] if rank < len(chunks) else full.narrow(rows.dim, 0, 0)
             local = torch.empty_like(part, device=kept, memory_format=torch.contiguous_format)
             local.copy_(part)
         sharded = DTensor(local, rows.spec, requires_grad=False)
@@ -198,16 +189,14 @@ def _rows(param: nn.Parameter, name: str, data: DataMesh, dim: int) -> Rows:
         reduced = _check_whole(whole, name, data)
         inner = whole if data.spmd is None else _inner(whole, data, reduced)
         return Rows(dim, whole, shape, _spec(meta, data, inner, dim), reduced)
-    annotation = annotation_of(param, name, data)
-    if annotation is None:
-        if data.spmd is not None:
-            raise ValueError(
-                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
-                f"mesh (e.g. via distribute_module). Got plain tensor for parameter '{name}'."
-            )
-        annotation = Annotation(None, ())
-    spec = _spec(meta, data, annotation.spec, dim)
-    return Rows(dim, None, shape, spec, sums=annotation.sums)
+    annotation = _annotation_of(param, name, data)
+    if annotation is None and data.spmd is not None:
+        raise ValueError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
+            f"mesh (e.g. via distribute_module). Got plain tensor for parameter '{name}'."
+        )
+    inner, sums = annotation or (None, ())
+    return Rows(dim, None, shape, _spec(meta, data, inner, dim), sums=sums)
 
 
 def _local(param: Tensor) -> Tensor:
@@ -222,26 +211,6 @@ def _dim_of(param: nn.Parameter, placement: Shard | None) -> int:
             f"Shard dim {dim} is invalid for {param.dim()}D tensor: {list(param.shape)}"
         )
     return dim
-
-
-def _own_part(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """The part that torch.chunk gives this rank, a view; there may be none."""
-    count, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    length = full.shape[dim]
-    if dim > 0 and length % count != 0:
-        raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {dim}: {full.size()} "
-            f"(world size: {count})"
-        )
-    size = -(-length // count)
-    begin = min(rank * size, length)
-    return full.narrow(dim, begin, min(size, length - begin))
-
-
-def _own_chunk(full: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """As :func:`_own_part`, a copy, of a tensor around others."""
-    _own_part(torch.empty(full.shape, device="meta"), mesh, dim)  # checks
-    return own_chunk(full, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1), dim)
 
 
 def _check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ...]:

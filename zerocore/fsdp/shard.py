@@ -14,10 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from torch.distributed.tensor import Shard
 
-from zerocore.fsdp.calls import ready_state
 from zerocore.fsdp.group import Group, PlacementOf, group_of, set_group
 from zerocore.fsdp.mesh import DataMesh, data_mesh, data_mesh_of
 from zerocore.fsdp.module import fsdp_class, show_shards
+from zerocore.fsdp.root import ready_state
 from zerocore.fsdp.state import read_state, state_of
 from zerocore.install import hook_into_torch
 from zerocore.model.state import set_maker
@@ -78,7 +78,7 @@ def fully_shard(
     _check_modules(modules)
     hook_into_torch()
     ignored = set() if ignored_params is None else ignored_params
-    reshards = _reshards(reshard_after_forward, data.mesh.size(data.mesh.ndim - 1))
+    reshards = _reshards(reshard_after_forward, data.num_shards)
     group = Group(modules, data, mp_policy, *reshards)
     group.offloads = isinstance(offload_policy, CPUOffloadPolicy) and data.mesh.device_type != "cpu"
     group.shard_params(ignored, _placement_of(shard_placement_fn, data))

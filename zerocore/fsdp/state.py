@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 
-from zerocore.fsdp.calls import root_of
 from zerocore.fsdp.group import Group, Tree, group_of
+from zerocore.fsdp.root import root_of
 
 _TorchState: Any = TorchFSDPState
 
@@ -42,17 +42,17 @@ class FSDPState(_TorchState):
     def _is_root(self) -> bool | None:
         return None if self._root is None else self._root.group is self._group
 
+    def _groups(self) -> list[Group]:
+        return [self._group] if self._root is None else [group for _, group in self._root.groups]
+
     @property
     def _state_ctx(self) -> Any:
-        groups = [self._group] if self._root is None else [group for _, group in self._root.groups]
-        calls = [group for group in groups if group_of(group.modules[0]) is group]
+        calls = [group for group in self._groups() if group_of(group.modules[0]) is group]
         return SimpleNamespace(all_states=[read_state(group) for group in calls])
 
     @property
     def _comm_ctx(self) -> Any:
-        root = self._group.root
-        groups = [self._group] if root is None else [group for _, group in root.groups]
-        most = max(group.max_input_buffers for group in groups)
+        most = max(group.max_input_buffers for group in self._groups())
         return SimpleNamespace(reduce_scatter_max_input_buffers=most)
 
     @property
@@ -117,7 +117,7 @@ class FSDPParams:
         return SimpleNamespace(
             mesh=mesh,
             shard_process_group=mesh.get_group(mesh.ndim - 1),
-            shard_mesh_size=mesh.size(mesh.ndim - 1),
+            shard_mesh_size=self._group.data.num_shards,
         )
 
 
