@@ -226,11 +226,11 @@ def reshards_to_two() -> None:
         zerocore.fsdp.fully_shard(block, reshard_after_forward=2)
     zerocore.fsdp.fully_shard(model)
     loss_of(model, tokens_of(0)).backward()
-    counters = group_of(model).root.engine.counters
+    counters = group_of(model).engine.counters
     assert counters["gather_near"].count == len(model.blocks)
     model.set_reshard_after_forward(True)
     loss_of(model, tokens_of(0)).backward()
-    assert group_of(model).root.engine.counters["gather_near"].count == 0
+    assert group_of(model).engine.counters["gather_near"].count == 0
 
 
 def test_a_number_of_ranks_reshards_to_near_ranks() -> None:

@@ -26,7 +26,7 @@ def measure(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     engine: Any = None
     for index in range(3):
         loss = loss_of(model, tokens_of(index))
-        engine = model._group().root.engine
+        engine = model._group().engine
         if index == 2:
             engine.forget_recent_peak()
         loss.backward()

@@ -31,6 +31,7 @@ from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
 from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.offload import Offload
+from zerocore.model.precision import unit_param
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
 from zerocore.model.refusals import check_trained
 from zerocore.model.state import Param, ShardState, Unit, drop_state
@@ -337,17 +338,8 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
     like = param.rows.inward(torch.empty(param.rows.shape, dtype=types.model, device="meta"))
     like = torch.empty(like.shape, dtype=types.model, device="meta")
     like.requires_grad_(param.shard.requires_grad)
-    return UnitParam(
-        fqn,
-        like,
-        main=types.main,
-        reduce=types.reduce,
-        grad=types.grad,
-        lacks_main=False,
-        is_gathered=param.extension is None,
-        is_kept=param.extension is None,
-        gather=types.gather,
-    )
+    is_plain = param.extension is None
+    return unit_param(fqn, like, types, is_gathered=is_plain, is_kept=is_plain)
 
 
 def _bind_param(state: ShardState, group: Group, position: int) -> Param:

@@ -29,7 +29,7 @@ _LOCAL_TYPE = "_local_type"  # set by spmd_types.assert_type
 def _annotation_of(
     param: nn.Parameter, name: str, data: DataMesh
 ) -> tuple[DTensorSpec | None, tuple[dist.ProcessGroup, ...]] | None:
-    """What spmd_types says of ``param``; None for a parameter that has no annotation.
+    """The annotation of spmd_types; None for a parameter that has none.
 
     Returns:
         Its spec as a DTensor on the dimensions that are not data parallelism's, None if there are

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -133,7 +134,8 @@ def _check_deferred(weight: ShardedParameter) -> None:
 def reduces_at_the_end(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The step of a schedule, in which sharded stages reduce no earlier than it says."""
     engines = []
-    if any(computation.name == "BACKWARD_INPUT" for computation in _computations(self)):
+    actions = chain.from_iterable(self.pipeline_order.values())  # of all ranks, None for a pause
+    if any(each is not None and each.computation_type.name == "BACKWARD_INPUT" for each in actions):
         states = [find_state(part.submod) for part in self._stages]  # fsdp's are told by torch
         engines = [state.engine for state in states if state is not None]
     for engine in engines:
@@ -157,11 +159,3 @@ def reduces_deferred(reduce: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if state is not None and state.engine.defers_reductions:
         state.engine.end_deferred(drops=False)
     return reduce(self, *args, **kwargs)
-
-
-def _computations(schedule: Any) -> Iterator[Any]:
-    """The steps that the ranks are going to do; see PipelineScheduleMulti.pipeline_order."""
-    for actions in schedule.pipeline_order.values():
-        for action in actions:
-            if action is not None:
-                yield action.computation_type

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.tensor.parameter import LocalShard, ShardedParameter
+from zerocore.tensor.parameter import ShardedParameter, as_shard
 from zerocore.tensor.place import Place, Placed, local_of
 from zerocore.tensor.rows import as_part, own_elements
 
@@ -55,13 +55,6 @@ def params_of(optimizer: Optimizer) -> list[Any]:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def as_shard(local: Tensor, place: Place) -> LocalShard:
-    """A shard on the memory of ``local``, plain and 1-D."""
-    shard = local.as_subclass(LocalShard)
-    shard.place = place
-    return shard
 
 
 def as_state(local: Tensor, param: Any) -> Tensor:

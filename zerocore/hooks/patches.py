@@ -31,19 +31,12 @@ from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 
 
 class Patch(NamedTuple):
-    """An attribute of torch and what takes its place.
+    """An attribute of torch and what takes its place."""
 
-    Attributes:
-        owner: dotted path of the module, or of the class in it.
-        name: of the attribute; a torch that lacks it is left as it is.
-        wrap: makes the new value from the old one.
-        before: the first release of torch that does without the patch, if one does.
-    """
-
-    owner: str
-    name: str
-    wrap: Callable[[Any], Any]
-    before: str | None = None
+    owner: str  # dotted path of the module, or of the class in it
+    name: str  # of the attribute; a torch that lacks it is left as it is
+    wrap: Callable[[Any], Any]  # makes the new value from the old one
+    before: str | None = None  # the first release of torch that does without the patch
 
 
 _INITIALISERS = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from weakref import ref
 
 import torch
@@ -33,21 +33,19 @@ def broadcast(tensors: Iterable[Tensor], ranks: Ranks) -> None:
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
-class BufferSync:
-    """Broadcasts a model's buffers before the calls that could see other ones than rank 0's.
+def buffer_sync(model: nn.Module, ranks: Ranks, engine: Engine) -> Callable[[], None]:
+    """For all ranks before each call: broadcasts buffers that could be other ones than rank 0's.
 
-    These are the first call, and those behind one that recorded gradients outside of ``no_sync``:
-    DistributedDataParallel broadcasts before the same ones.
+    These are those of the first call, and behind one that recorded gradients outside of
+    ``no_sync``: DistributedDataParallel broadcasts before the same ones.
     """
+    model_ref, is_due = ref(model), True
 
-    def __init__(self, model: nn.Module, ranks: Ranks, engine: Engine) -> None:
-        self._model = ref(model)
-        self._ranks, self._engine = ranks, engine
-        self._is_due = True
+    def before_call() -> None:
+        nonlocal is_due
+        model = model_ref()
+        if is_due and model is not None:
+            broadcast(model.buffers(), ranks)
+        is_due = torch.is_grad_enabled() and engine.sync
 
-    def before_call(self) -> None:
-        """Called on all ranks before each call of the model."""
-        model = self._model()
-        if self._is_due and model is not None:
-            broadcast(model.buffers(), self._ranks)
-        self._is_due = torch.is_grad_enabled() and self._engine.sync
+    return before_call

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerocore._C import Engine, UnitParam, move_window, window_on
+from zerocore.model.precision import BYTES, unit_param
 from zerocore.model.state import Encoded, ShardState, Unit
 from zerocore.tensor.rows import at_origin
 from zerocore.tensor.wrapped import PRE, show_made
@@ -25,37 +26,22 @@ from zerocore.tensor.wrapped import PRE, show_made
 
 @dataclass(eq=False)
 class Extension:
-    """One parameter that gathers itself.
+    """One parameter that gathers itself."""
 
-    Attributes:
-        fqn: its name in errors.
-        rows: this rank's of it.
-        module: which has it.
-        mesh: 1-D, the ranks that have its rows.
-        policy: mixed precision of the module.
-        shape: of the full parameter.
-        owners: modules that have it, and its name in each.
-        version: of its values; None where these do not change.
-        inputs: what this rank gives to the next gathers.
-        metadata: what the parameter has said of them.
-        own: where the engine has this rank's rows of each, as bytes.
-        full: where it gathers them.
-        windows: on that, with storages of their own: what was saved for a backward reads there.
-    """
-
-    fqn: str
-    rows: Any
-    module: nn.Module
-    mesh: DeviceMesh
-    policy: MixedPrecisionPolicy
-    shape: torch.Size
-    owners: Sequence[tuple[nn.Module, str]] = ()
-    version: Callable[[], int] | None = None
+    fqn: str  # its name in errors
+    rows: Any  # this rank's of it
+    module: nn.Module  # which has it
+    mesh: DeviceMesh  # 1-D, the ranks that have its rows
+    policy: MixedPrecisionPolicy  # of the module
+    shape: torch.Size  # of the full parameter
+    owners: Sequence[tuple[nn.Module, str]] = ()  # modules that have it, and its name in each
+    version: Callable[[], int] | None = None  # of its values; None where these do not change
     encoded_version: int = -1
-    inputs: tuple[Tensor, ...] = ()
-    metadata: Any = None
-    own: tuple[Tensor, ...] = ()
-    full: tuple[Tensor, ...] = ()
+    inputs: tuple[Tensor, ...] = ()  # what this rank gives to the next gathers
+    metadata: Any = None  # what the parameter has said of them
+    own: tuple[Tensor, ...] = ()  # where the engine has this rank's rows of each, as bytes
+    full: tuple[Tensor, ...] = ()  # where it gathers them
+    # On that, with storages of their own: what was saved for a backward reads there.
     windows: tuple[Tensor, ...] = field(default=(), repr=False)
 
     def ask(self) -> None:
@@ -90,12 +76,7 @@ class Extension:
         for index, each in enumerate(self.inputs):
             rows, nbytes = _bytes(each).shape
             like = torch.empty(self.mesh.size() * rows, nbytes, dtype=torch.uint8, device="meta")
-            uint8 = torch.uint8
-            made.append(
-                UnitParam(
-                    f"{fqn}.{index}", like, main=uint8, reduce=uint8, grad=uint8, lacks_main=False
-                )
-            )
+            made.append(unit_param(f"{fqn}.{index}", like, BYTES))
         return made
 
     def bind(self, engine: Engine, unit: Unit) -> None:

@@ -22,27 +22,23 @@ def fuse_linear(module: nn.Module, engine: Engine, unit: int, param: int, full: 
 
 @cache
 def _fused_class() -> Any:
-    def forward(self: nn.Linear, input: Tensor) -> Tensor:
-        weight = self.weight
-        if not torch.compiler.is_compiling():
-            engine, unit, param, full = self.__dict__[_FUSED]
-            if weight is full:
-                return engine.linear(unit, param, input, self.bias)
-        return nn.functional.linear(input, weight, self.bias)
+    class Linear(nn.Linear):
+        __module__, __qualname__ = nn.Linear.__module__, nn.Linear.__qualname__
+        __doc__ = nn.Linear.__doc__
 
-    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return nn.Linear(*args, **kwargs)  # type(module)(...)
+        def forward(self, input: Tensor) -> Tensor:
+            weight = self.weight
+            if not torch.compiler.is_compiling():
+                engine, unit, param, full = self.__dict__[_FUSED]
+                if weight is full:
+                    return engine.linear(unit, param, input, self.bias)
+            return nn.functional.linear(input, weight, self.bias)
 
-    def __reduce_ex__(self: nn.Linear, protocol: Any) -> Any:
-        state = {name: value for name, value in self.__dict__.items() if name != _FUSED}
-        return nn.Linear.__new__, (nn.Linear,), state  # a plain one
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return nn.Linear(*args, **kwargs)  # type(module)(...)
 
-    namespace = {
-        "forward": forward,
-        "__new__": __new__,
-        "__reduce_ex__": __reduce_ex__,
-        "__module__": nn.Linear.__module__,
-        "__qualname__": nn.Linear.__qualname__,
-        "__doc__": nn.Linear.__doc__,
-    }
-    return type("Linear", (nn.Linear,), namespace)
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            state = {name: value for name, value in self.__dict__.items() if name != _FUSED}
+            return nn.Linear.__new__, (nn.Linear,), state  # a plain one
+
+    return Linear

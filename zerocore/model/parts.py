@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,11 @@ from zerocore.model.units import ParamChoice, UnitPlanned, split_units
 from zerocore.tensor.place import PartOf, Place
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a parameter is spread over the ranks of a mesh.
+class Cut(NamedTuple):
+    """How a parameter is spread over the ranks of a mesh."""
 
-    Attributes:
-        group: these ranks.
-        dim: along which each has a part; None where each has all of it.
-    """
-
-    group: dist.ProcessGroup
-    dim: int | None
+    group: dist.ProcessGroup  # these ranks
+    dim: int | None  # along which each has a part; None where each has all of it
 
 
 def cut_of(choice: ParamChoice) -> Cut | None:
@@ -141,34 +135,21 @@ class Part:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A part of a model, with its ranks.
+    """A part of a model, with its ranks."""
 
-    Attributes:
-        pattern: its parameters' names match it.
-        ranks: of the part.
-        others: ranks with other parts of the same tensors; None where there are none.
-        dim: along which parts follow each other.
-    """
-
-    pattern: str
-    ranks: Ranks
-    others: dist.ProcessGroup | None
-    dim: int
+    pattern: str  # its parameters' names match it
+    ranks: Ranks  # of the part
+    others: dist.ProcessGroup | None  # ranks with other parts of the same tensors
+    dim: int  # along which parts follow each other
 
 
 @dataclass(frozen=True)
 class PartRanges:
-    """The ranks that save the elements of one part of a tensor.
+    """The ranks that save the elements of one part of a tensor."""
 
-    Attributes:
-        origin: the place of its first element in the tensor.
-        shape: of the part.
-        ranges: of its elements, by the ranks of the model.
-    """
-
-    origin: tuple[int, ...]
-    shape: tuple[int, ...]
-    ranges: SavedRanges
+    origin: tuple[int, ...]  # the place of its first element in the tensor
+    shape: tuple[int, ...]  # of the part
+    ranges: SavedRanges  # of its elements, by the ranks of the model
 
 
 def find_parts(groups: Any, model_ranks: Ranks) -> tuple[ModelPart, ...]:
@@ -252,22 +233,18 @@ def larger_tensor(
     along which they follow each other; None of a parameter that is no part. Raises ValueError for a
     DTensor that is spread over other ranks than ``of=`` says."""
     part = parts[mesh - 1] if 0 < mesh <= len(parts) else None
-    given = None if part is None or part.others is None else (part.others, part.dim)
     cut = cut_of(choice)
     if cut is None:
-        return given
-    own = None if cut.dim is None else (cut.group, cut.dim)
-    differs = given is not None and (
-        members_of(given[0]) != members_of(cut.group) or given[1] != cut.dim
-    )
-    if differs:
-        assert part is not None
-        raise ValueError(
-            f"groups['{part.pattern}']: parameter '{choice.fqns[0]}' is a DTensor with "
-            f"{choice.spec.placements} over ranks {sorted(members_of(cut.group))}, and of= says "
-            "otherwise; leave of= and dim= out for DTensors"
-        )
-    return own
+        return None if part is None or part.others is None else (part.others, part.dim)
+    if part is not None and part.others is not None:
+        members = members_of(cut.group)
+        if (members_of(part.others), part.dim) != (members, cut.dim):
+            raise ValueError(
+                f"groups['{part.pattern}']: parameter '{choice.fqns[0]}' is a DTensor with "
+                f"{choice.spec.placements} over ranks {sorted(members)}, and of= says "
+                "otherwise; leave of= and dim= out for DTensors"
+            )
+    return None if cut.dim is None else (cut.group, cut.dim)
 
 
 def find_sizes(

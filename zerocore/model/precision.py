@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from zerocore._C import UnitParam
 
 CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Floating-point dtypes that are cast from and to."""
@@ -22,26 +24,37 @@ _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "grad_dt
 
 @dataclass(frozen=True)
 class ParamTypes:
-    """The dtypes of one parameter.
+    """The dtypes of one parameter."""
 
-    Attributes:
-        model: what layers compute with and all-gathers move.
-        main: what the optimizer updates; a copy of its own where it is not ``model``.
-        reduce: gradients on their way between the ranks.
-        grad: gradients as they are kept and accumulated.
-        gather: numbers of one byte that all-gathers move with their scales; None for ``model``.
-    """
-
-    model: torch.dtype
-    main: torch.dtype
-    reduce: torch.dtype
-    grad: torch.dtype
-    gather: torch.dtype | None = None
+    model: torch.dtype  # what layers compute with and all-gathers move
+    main: torch.dtype  # what the optimizer updates; a copy of its own where it is not ``model``
+    reduce: torch.dtype  # gradients on their way between the ranks
+    grad: torch.dtype  # gradients as they are kept and accumulated
+    gather: torch.dtype | None = None  # of one byte, moved with scales; None for ``model``
 
     @property
     def has_main(self) -> bool:
         """Whether the optimizer has a copy of its own."""
         return self.main != self.model
+
+
+BYTES = ParamTypes(*[torch.uint8] * 4)
+
+
+def unit_param(
+    fqn: str,
+    like: Tensor,
+    types: ParamTypes,
+    *,
+    lacks_main: bool = False,
+    is_gathered: bool = True,
+    is_kept: bool = True,
+) -> UnitParam:
+    """A parameter of the engine, of the shape, strides and ``requires_grad`` of ``like``."""
+    return UnitParam(
+        fqn, like, main=types.main, reduce=types.reduce, grad=types.grad, gather=types.gather,
+        lacks_main=lacks_main, is_gathered=is_gathered, is_kept=is_kept,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

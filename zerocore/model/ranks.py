@@ -24,27 +24,18 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a sharded model, numbered replica by replica.
+    """The ranks of a sharded model, numbered replica by replica."""
 
-    Attributes:
-        shard: ranks that share the state between them; None for one.
-        replicas: ranks that hold the same shards (hybrid sharding); None for one.
-        members: numbers of all of them in the default group.
-        reductions: another communicator of the ranks of ``shard``, for their reductions; None
-            where these go by ``shard``.
-        near: ranks of ``shard`` that gather again from each other; None where there are none, and
-            before :func:`make_near`.
-        num_near: how many these are to be.
-        levels: where ``shard`` has replicas that share the optimizer's states, the ranks of one
-            replica and those with the same part of each; None else.
-    """
-
-    shard: dist.ProcessGroup | None = None
-    replicas: dist.ProcessGroup | None = None
-    members: tuple[int, ...] = ()
+    shard: dist.ProcessGroup | None = None  # share the state between them; None for one
+    replicas: dist.ProcessGroup | None = None  # hold the same shards; None for one
+    members: tuple[int, ...] = ()  # numbers of all of them in the default group
+    # Another communicator of ``shard``, for its reductions; None where these go by ``shard``.
     reductions: dist.ProcessGroup | None = None
+    # Those of ``shard`` that gather again from each other; None for none, and before `make_near`.
     near: dist.ProcessGroup | None = None
-    num_near: int = 1
+    num_near: int = 1  # how many these are to be
+    # Where ``shard`` has replicas that share the optimizer's states, the ranks of one replica and
+    # those with the same part of each.
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @property
@@ -219,9 +210,7 @@ def make_near(ranks: Ranks, device: torch.device) -> Ranks:
         return ranks
     first = ranks.shard_rank // ranks.num_near * ranks.num_near
     members = tuple(dist.get_process_group_ranks(shard)[first : first + ranks.num_near])
-    world = dist.group.WORLD
-    splits = world is not None and world.bound_device_id is not None
-    if splits and len(ranks.members) != dist.get_world_size():
+    if _needs_all(len(ranks.members)):
         raise ValueError(
             f"regather={ranks.num_near}: the default group is bound to a device, so that all "
             "ranks make a group together; pass a dimension of a DeviceMesh"
@@ -350,14 +339,19 @@ def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
 
 def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether collectives of one communicator do, and another one can be made by its ranks alone.
-    Where the default group is bound to a device, NCCL splits its communicator for each other group,
-    which all ranks would have to join. A new group has its ranks in ascending order."""
+    A new group has its ranks in ascending order."""
     if device.type in ("cpu", "meta") or group._get_backend(device).name() in ("gloo", "fake"):
         return False
-    world, members = dist.group.WORLD, dist.get_process_group_ranks(group)
-    splits = world is not None and world.bound_device_id is not None
-    in_order = members == sorted(members)
-    return in_order and (not splits or len(members) == dist.get_world_size())
+    members = dist.get_process_group_ranks(group)
+    return members == sorted(members) and not _needs_all(len(members))
+
+
+def _needs_all(num_members: int) -> bool:
+    """Whether these ranks alone cannot make a group: where the default group is bound to a device,
+    NCCL splits its communicator for each other group, which all ranks would have to join."""
+    world = dist.group.WORLD
+    is_bound = world is not None and world.bound_device_id is not None
+    return is_bound and num_members != dist.get_world_size()
 
 
 def _unless_one(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

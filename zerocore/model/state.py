@@ -17,7 +17,7 @@ from zerocore._C import Engine, ParamSpec
 from zerocore.model.config import ShardConfig
 from zerocore.model.meters import Meters
 from zerocore.model.parts import PartRanges
-from zerocore.model.precision import ParamTypes
+from zerocore.model.precision import BYTES, ParamTypes
 from zerocore.model.ranks import Ranks
 from zerocore.model.unit_call import unit_call_of
 from zerocore.tensor.rows import shard_of
@@ -53,7 +53,7 @@ class Encoded(NamedTuple):
     @property
     def types(self) -> ParamTypes:
         """Dtypes in the engine."""
-        return ParamTypes(*[torch.uint8] * 4)
+        return BYTES
 
 
 @dataclass(eq=False)

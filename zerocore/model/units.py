@@ -140,27 +140,16 @@ def split_units(
     """The units by mesh: one with parameters on several becomes several, at the same calls.
     ``mesh_of`` gives the mesh of a parameter and that of its unit so far, ``name_of`` a name of a
     mesh for units that are split."""
-    return [own for unit in planned for own in _by_mesh(unit, mesh_of, name_of)]
-
-
-def _by_mesh(
-    unit: UnitPlanned,
-    mesh_of: Callable[[ParamChoice, int], int],
-    name_of: Callable[[int], str],
-) -> list[UnitPlanned]:
-    by_mesh: dict[int, list[ParamChoice]] = {}
-    for choice in unit.params:
-        by_mesh.setdefault(mesh_of(choice, unit.mesh), []).append(choice)
-    several = len(by_mesh) > 1
-    return [
-        replace(
-            unit,
-            name=f"{unit.name} ({name_of(mesh)})" if mesh != unit.mesh and several else unit.name,
-            params=params,
-            mesh=mesh,
-        )
-        for mesh, params in sorted(by_mesh.items())
-    ]
+    units = []
+    for unit in planned:
+        by_mesh: dict[int, list[ParamChoice]] = {}
+        for choice in unit.params:
+            by_mesh.setdefault(mesh_of(choice, unit.mesh), []).append(choice)
+        for mesh, params in sorted(by_mesh.items()):
+            is_split = len(by_mesh) > 1 and mesh != unit.mesh
+            name = f"{unit.name} ({name_of(mesh)})" if is_split else unit.name
+            units.append(replace(unit, name=name, params=params, mesh=mesh))
+    return units
 
 
 def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -297,7 +286,10 @@ def _merge_small(units: list[UnitPlanned], joins_blocks: bool) -> list[UnitPlann
     for unit in units:
         last = merged[-1] if merged else None
         if last is not None and _belong_together(last, unit, joins_blocks):
-            last.name = _joint_name(last, unit)
+            if unit.is_block:  # of these, which may be many, the first and the last
+                last.name = f"{last.name.partition(' to ')[0]} to {unit.name}"
+            else:
+                last.name = f"{last.name} + {unit.name}"
             last.modules += unit.modules
             last.params += unit.params
         else:
@@ -305,13 +297,6 @@ def _merge_small(units: list[UnitPlanned], joins_blocks: bool) -> list[UnitPlann
     for unit in merged:
         unit.name = unit.name or "(root)"
     return merged
-
-
-def _joint_name(last: UnitPlanned, unit: UnitPlanned) -> str:
-    """Of blocks, which may be many, the first and the last."""
-    if not unit.is_block:
-        return f"{last.name} + {unit.name}"
-    return f"{last.name.partition(' to ')[0]} to {unit.name}"
 
 
 def _belong_together(last: UnitPlanned, unit: UnitPlanned, joins_blocks: bool) -> bool:

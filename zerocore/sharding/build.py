@@ -26,14 +26,14 @@ from zerocore.common.links import emulated_host_link
 from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.registration import watch_loads, watch_registrations
-from zerocore.model.buffers import BufferSync
+from zerocore.model.buffers import buffer_sync
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.extensions import Extension
 from zerocore.model.linear import fuse_linear
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.parts import find_ranges, find_sizes
-from zerocore.model.precision import MixedPrecision, param_types
+from zerocore.model.precision import MixedPrecision, param_types, unit_param
 from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
@@ -204,16 +204,7 @@ def _unit_param(choice: ParamChoice, config: ShardConfig, is_gathered: bool) -> 
         not choice.param.requires_grad
         and param_types(config.mixed_precision, choice.fqns[0], param.dtype, True).has_main
     )
-    return UnitParam(
-        choice.fqns[0],
-        like,
-        main=types.main,
-        reduce=types.reduce,
-        grad=types.grad,
-        lacks_main=lacks_main,
-        is_gathered=is_gathered,
-        gather=types.gather,
-    )
+    return unit_param(choice.fqns[0], like, types, lacks_main=lacks_main, is_gathered=is_gathered)
 
 
 def _shard_unit(
@@ -317,7 +308,7 @@ def _fuse_linears(state: ShardState) -> None:
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
     mixed = state.config.mixed_precision or MixedPrecision()
     synced = state.config.communication.sync_buffers
-    sync = BufferSync(model, state.meshes[0], state.engine) if synced else None
+    sync = buffer_sync(model, state.meshes[0], state.engine) if synced else None
     narrow = mixed.param_dtype if mixed.cast_inputs else None
     for module in list(model.modules()):
         units = units_of.get(id(module), ())
@@ -338,7 +329,7 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 is_root,
                 cast_inputs=narrow if is_root or narrow in computes else None,
                 cast_outputs=mixed.output_dtype if is_root else None,
-                before_call=sync.before_call if is_root and sync is not None else None,
+                before_call=sync if is_root else None,
                 looked_at=tuple(sorted(looked_at)),
                 **encodes,
                 viewed=tuple(unit for unit in units if state.units[unit].is_viewed),

@@ -26,7 +26,7 @@ from zerocore.common.agreement import together
 from zerocore.model.buffers import broadcast
 from zerocore.model.config import ShardConfig
 from zerocore.model.extensions import Extension
-from zerocore.model.precision import MixedPrecision, param_types
+from zerocore.model.precision import MixedPrecision, ParamTypes, param_types, unit_param
 from zerocore.model.ranks import Ranks
 from zerocore.model.state import Encoded, Unit
 from zerocore.model.units import ParamChoice, UnitPlanned
@@ -158,12 +158,8 @@ def encoded_params(extensions: Sequence[Extension], unit: UnitPlanned) -> list[U
         if (choice := several.get(each.fqn)) is not None:
             dtype = choice.tensor.dtype
             like = torch.empty(choice.tensor.shape, dtype=dtype, device="meta")
-            made.append(
-                UnitParam(
-                    each.fqn, like, main=dtype, reduce=dtype, grad=dtype, lacks_main=False,
-                    is_gathered=False, is_kept=False,
-                )
-            )  # fmt: skip
+            types = ParamTypes(dtype, dtype, dtype, dtype)
+            made.append(unit_param(each.fqn, like, types, is_gathered=False, is_kept=False))
     return made
 
 

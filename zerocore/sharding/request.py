@@ -50,34 +50,20 @@ from zerocore.sharding.extensions import check_options, split_several
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """The model to be sharded and how; the ranks agree on it.
+    """The model to be sharded and how; the ranks agree on it."""
 
-    Attributes:
-        model: not sharded yet.
-        config: options.
-        ranks: of data parallelism.
-        all_ranks: with those of tensor parallelism as more replicas, once they have agreed.
-        tensor_ranks: those of tensor parallelism; None without.
-        parts: parameters that not all of them share.
-        planned: its units.
-        device: where its parameters go.
-        init_fn: initialises one module that is on the meta device.
-        stall_seconds: how long ranks wait for each other, 0 for ever, None for as long as the
-            process group does.
-        name: the same on all ranks and no other model's, once they have agreed.
-    """
-
-    model: nn.Module
+    model: nn.Module  # not sharded yet
     config: ShardConfig
-    ranks: Ranks
-    parts: tuple[ModelPart, ...]
+    ranks: Ranks  # of data parallelism
+    parts: tuple[ModelPart, ...]  # parameters that not all of them share
     planned: list[UnitPlanned]
-    device: torch.device
-    init_fn: InitFn | None
+    device: torch.device  # where parameters go
+    init_fn: InitFn | None  # initialises one module that is on the meta device
+    # How long ranks wait for each other: 0 for ever, None for as long as the process group does.
     stall_seconds: float | None
-    tensor_ranks: ProcessGroup | None
-    all_ranks: Ranks
-    name: str = ""
+    tensor_ranks: ProcessGroup | None  # those of tensor parallelism; None without
+    all_ranks: Ranks  # with those of tensor parallelism as more replicas, once they have agreed
+    name: str = ""  # the same on all ranks and no other model's, once they have agreed
 
     @property
     def meshes(self) -> list[Ranks]:
@@ -252,8 +238,7 @@ def _facts(request: ShardRequest) -> list[object]:
         facts.append(f"unit '{unit.name}'")
         for choice in (*unit.params, *unit.several):
             larger = larger_tensor(choice, unit.mesh, request.parts)
-            uneven = unit.mesh > 0 and larger is not None
-            facts.append(_fact(choice, larger[1] if uneven and larger else None))
+            facts.append(_fact(choice, larger[1] if larger and unit.mesh > 0 else None))
     return facts
 
 

@@ -22,10 +22,14 @@ def show_dtensor(
         reduced: dimensions of the mesh over which the engine reduces gradients as they are.
         sums: gradients are summed over the mesh later, so that each rank may give a summand.
     """
+    return cast(Tensor, _Shown.apply(local, spec_as(spec, local.dtype), reduced, sums))
+
+
+def spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The spec of a DTensor of another dtype."""
     meta = cast(TensorMeta, spec.tensor_meta)
-    meta = TensorMeta(meta.shape, meta.stride, local.dtype)
-    spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
-    return cast(Tensor, _Shown.apply(local, spec, reduced, sums))
+    meta = TensorMeta(meta.shape, meta.stride, dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 class _Shown(torch.autograd.Function):

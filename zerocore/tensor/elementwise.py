@@ -31,10 +31,8 @@ def apply(func: Function, name: str, base: str, args: Args, kwargs: Kwargs) -> A
 
 def _apply_one(func: Function, name: str, args: Args, kwargs: Kwargs, is_copy: bool = False) -> Any:
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    source = _source(tensors)
-    fitted = tensors
-    if not is_copy:
-        fitted, _ = fit(tensors, is_in_place(name), kwargs.get("out"))
+    source = source_of(tensors)
+    fitted = tensors if is_copy else fit(tensors, is_in_place(name), kwargs.get("out"))
     replaced = {id(old): new for old, new in zip(tensors, fitted, strict=True)}
     result = func(
         *(replaced.get(id(value), value) for value in args),
@@ -46,7 +44,7 @@ def _apply_one(func: Function, name: str, args: Args, kwargs: Kwargs, is_copy: b
     return _wrapped(result, source)
 
 
-def _source(tensors: Iterable[Any]) -> Placed:
+def source_of(tensors: Iterable[Any]) -> Placed:
     """The one that gives results their place."""
     sources = [value for value in tensors if isinstance(value, Placed)]
     return next((value for value in sources if value.place.group is not None), sources[0])
@@ -104,14 +102,11 @@ def _fit_row(name: str, row: Sequence[Any]) -> list[Any]:
     tensors = [value for value in row if isinstance(value, Tensor)]
     if not any(isinstance(tensor, Placed) for tensor in tensors):
         return list(row)
-    fitted, _ = fit(tensors, is_in_place(name))
-    replaced = iter(fitted)
+    replaced = iter(fit(tensors, is_in_place(name)))
     return [next(replaced) if isinstance(value, Tensor) else value for value in row]
 
 
-def fit(
-    tensors: list[Tensor], in_place: bool, out: Tensor | None = None
-) -> tuple[list[Tensor], Place]:
+def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> list[Tensor]:
     """Plain local tensors for each of ``tensors``, or full ones if they change a full one.
 
     All shards must lie at one place. A plain tensor may have one element, the full shape (this
@@ -130,13 +125,12 @@ def fit(
     changed = out if out is not None else tensors[0] if in_place else None
     if changed is not None and not isinstance(changed, Placed):
         if _is_full(changed, place, local_shape):
-            gathered = [place.gather(local_of(t)) if isinstance(t, Placed) else t for t in tensors]
-            return gathered, place
+            return [place.gather(local_of(t)) if isinstance(t, Placed) else t for t in tensors]
         if changed.shape != local_shape:
             raise NotLocal(f"; what is changed has shape {tuple(changed.shape)}")
     # A plain tensor that is changed in place is not broadcast.
     kept = None if isinstance(changed, Placed) else changed
-    return [t if t is kept else _fit_one(t, place, local_shape) for t in tensors], place
+    return [t if t is kept else _fit_one(t, place, local_shape) for t in tensors]
 
 
 def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
@@ -179,7 +173,7 @@ def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
 
 def _view(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The same local elements, which are a part of another shape."""
-    source: Any = _source((*args, *kwargs.values()))
+    source: Any = source_of((*args, *kwargs.values()))
     if isinstance(source, PlacedParameter):
         raise NotLocal("")  # the full one, as its elements have a place in what it is put into
     before = outline_of(source)

@@ -380,6 +380,13 @@ LocalShard.result_type = LocalShard
 ShardedGrad.result_type = ShardedGrad
 
 
+def as_shard(local: Tensor, place: Place) -> LocalShard:
+    """A shard on the memory of ``local``, plain and 1-D."""
+    shard = local.as_subclass(LocalShard)
+    shard.place = place
+    return shard
+
+
 def rebuild_shard(
     data: Tensor,
     fqn: str,
@@ -388,6 +395,4 @@ def rebuild_shard(
     strides: tuple[int, ...] | None,
 ) -> LocalShard:
     """A shard from a file: it knows its place, but not the ranks that hold the rest."""
-    shard = data.as_subclass(LocalShard)
-    shard.place = Place(fqn, torch.Size(global_shape), shard_range, None, strides)
-    return shard
+    return as_shard(data, Place(fqn, torch.Size(global_shape), shard_range, None, strides))

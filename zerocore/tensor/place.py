@@ -35,20 +35,14 @@ def spread(
 
 @dataclass(frozen=True)
 class PartOf:
-    """A larger tensor, of which a parameter is a part along one dimension.
+    """A larger tensor, of which a parameter is a part along one dimension."""
 
-    Attributes:
-        group: the ranks that have its parts, each of them a parameter; see :class:`zerocore.Part`.
-            None in a shard that was loaded from a file.
-        shape: its shape.
-        dim: the dimension.
-        begin: where the parameter begins along it.
-    """
-
+    # The ranks that have its parts, each of them a parameter; see :class:`zerocore.Part`. None in
+    # a shard that was loaded from a file.
     group: dist.ProcessGroup | None
     shape: torch.Size
     dim: int
-    begin: int
+    begin: int  # where the parameter begins along it
 
     @property
     def origin(self) -> tuple[int, ...]:

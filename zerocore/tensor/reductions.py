@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerocore._C import check_not_capturing
 from zerocore.common.alarm import waiting
-from zerocore.tensor.elementwise import NotLocal, fit
+from zerocore.tensor.elementwise import NotLocal, fit, source_of
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.place import Place, Placed, local_of
 
@@ -118,9 +118,10 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
     if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args[:2]):
         return NotImplemented
     try:
-        (one, other), place = fit(list(args[:2]), False)
+        one, other = fit(list(args[:2]), False)
     except NotLocal:
         return NotImplemented
+    place = source_of(args[:2]).place
     place.check_whole()
     if base in ("equal", "allclose"):
         same = one.new_tensor(int(func(one, other, *args[2:], **kwargs)), dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerocore.tensor.parameter import LocalShard, ShardedParameter
+from zerocore.tensor.parameter import LocalShard, ShardedParameter, as_shard
 from zerocore.tensor.place import Place, Placed, local_of
 
 if TYPE_CHECKING:
@@ -97,12 +97,10 @@ def at_origin(tensor: Tensor) -> Tensor:
 def as_dtensor(local: Tensor, like: Any) -> DTensor:
     """A DTensor over ``local``, this rank's dense part, placed as ``like``, without a gradient."""
     from torch.distributed.tensor import DTensor  # late: takes a second
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    spec = like._spec
-    if local.dtype != like.dtype:
-        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    from zerocore.tensor.dtensors import spec_as
+
+    spec = like._spec if local.dtype == like.dtype else spec_as(like._spec, local.dtype)
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -181,9 +179,7 @@ def as_range(value: Tensor, param: Any) -> Any:
             f"parameter '{shard.fqn}' is a {type(local_part(value)).__name__}, which says itself "
             "what it consists of; save this model with torch.distributed.checkpoint"
         )
-    found = _rows_of(value, param).as_subclass(LocalShard)
-    found.place = place_of(param, shard)
-    return found
+    return as_shard(_rows_of(value, param), place_of(param, shard))
 
 
 def as_rows(value: Any, param: Any) -> Any:

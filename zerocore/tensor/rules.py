@@ -133,7 +133,7 @@ def _set_items(changed: Any, index: Any, value: Any) -> Any:
     is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
     if not isinstance(changed, Placed) and isinstance(value, Placed):
         pair: list[Any] = [changed[index], value]
-        changed[index] = fit(pair, True)[0][1]
+        changed[index] = fit(pair, True)[1]
     elif not isinstance(changed, Placed):
         return NotImplemented
     elif is_all and isinstance(value, Tensor):

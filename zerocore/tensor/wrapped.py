@@ -16,17 +16,11 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A class that is around one plain tensor, whose shape and dtype are its own.
+    """A class that is around one plain tensor, whose shape and dtype are its own."""
 
-    Attributes:
-        kind: the class.
-        name: its attribute that is the tensor.
-        context: whatever else it consists of.
-    """
-
-    kind: Any
-    name: str
-    context: Any
+    kind: Any  # the class
+    name: str  # its attribute that is the tensor
+    context: Any  # the rest that it consists of
 
     def around(self, plain: Tensor) -> Tensor:
         """Such a tensor around ``plain``, on the same memory, without a gradient."""

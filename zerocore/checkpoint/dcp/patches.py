@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
 from zerocore.hooks.collectives import begins_to_count, counts_issued
-from zerocore.hooks.optimizer_states import as_shard, is_of_shards, make_states
+from zerocore.hooks.optimizer_states import is_of_shards, make_states
+from zerocore.tensor.parameter import as_shard
 from zerocore.tensor.place import Placed, local_of
 
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
