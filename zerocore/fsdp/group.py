@@ -208,13 +208,9 @@ class Group:
         return any(param.registered() is not param.shard for param in self.params)
 
     def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf) -> None:
-        """Puts DTensors in the place of all parameters that belong to the group.
-
-        Those that ``placement_of`` puts on another mesh become a sibling's.
-
-        Raises:
-            ValueError, AssertionError, NotImplementedError: a parameter cannot be sharded, named.
-        """
+        """Puts DTensors in the place of all parameters that belong to the group; those that
+        ``placement_of`` puts on another mesh become a sibling's. Raises ValueError, AssertionError
+        or NotImplementedError for a parameter that cannot be sharded, by name."""
         owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         names: dict[nn.Parameter, str] = {}
         for name, module in _managed_modules(self.modules):
@@ -320,12 +316,9 @@ def _check_param(param: nn.Parameter, name: str) -> None:
 
 
 def note_extensions(group: Group) -> None:
-    """Notes which of the group's parameters are some, and asks them what is gathered.
-
-    Raises:
-        AssertionError: one lacks a function, or does not do as FSDP2's interface says.
-        NotImplementedError: one that is cut in another dimension than the first, or on the host.
-    """
+    """Notes which of the group's parameters are some, and asks them what is gathered. Raises
+    AssertionError if one does not do as FSDP2's interface says, NotImplementedError for one that is
+    cut in another dimension than the first, or on the host."""
     for param in group.params:
         shard: Any = param.shard
         param.extension = None

@@ -23,26 +23,26 @@ class DataMesh:
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
+    def spmd_names(self) -> tuple[str, ...]:
+        """All dimensions of ``spmd``."""
+        return () if self.spmd is None else cast("tuple[str, ...]", self.spmd.mesh_dim_names)
+
+    @property
     def others(self) -> DeviceMesh | None:
         """The dimensions of ``spmd`` that are not those of data parallelism."""
-        if self.spmd is None:
-            return None
-        others = tuple(name for name in _names_of(self.spmd) if name not in self.names)
-        return self.spmd[others] if others else None
+        others = tuple(name for name in self.spmd_names if name not in self.names)
+        return self.spmd[others] if self.spmd is not None and others else None
 
     @property
     def num_before(self) -> int:
         """How many of the others come before those of data parallelism."""
-        if self.spmd is None:
-            return 0
-        return min(_names_of(self.spmd).index(name) for name in self.names)
+        return next((i for i, name in enumerate(self.spmd_names) if name in self.names), 0)
 
     @property
     def is_in_order(self) -> bool:
         """Whether the dimensions follow each other in ``spmd``, replicas first."""
         begin = self.num_before
-        names = () if self.spmd is None else _names_of(self.spmd)
-        return names[begin : begin + len(self.names)] == self.names
+        return self.spmd_names[begin : begin + len(self.names)] == self.names
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
@@ -77,10 +77,6 @@ def data_mesh_of(info: Any) -> DataMesh:
         return DataMesh(_checked(info.mesh))
     names = (*dims.replicate_names, *dims.shard_names)
     return DataMesh(info.mesh, info.spmd_mesh, names)
-
-
-def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    return cast("tuple[str, ...]", mesh.mesh_dim_names)
 
 
 def _checked(mesh: DeviceMesh) -> DeviceMesh:

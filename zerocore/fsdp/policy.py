@@ -45,12 +45,8 @@ class MixedPrecisionPolicy(PolicyOfTorch):
 
 
 def types_of(param: RowParam, group: Group) -> ParamTypes:
-    """The dtypes of a parameter under its group's policy.
-
-    Raises:
-        ValueError: gathers cannot move it as the policy says.
-        NotImplementedError: its policy has a ``gather_dtype``, and it lies on the host.
-    """
+    """The dtypes of a parameter under its group's policy. Raises ValueError if gathers cannot move
+    it so, NotImplementedError for a ``gather_dtype`` of parameters on the host."""
     own, policy = param.shard.dtype, group.policy
     if not own.is_floating_point:
         return ParamTypes(own, own, own, own)
@@ -66,9 +62,8 @@ def types_of(param: RowParam, group: Group) -> ParamTypes:
             f"parameter '{param.fqn}': gather_dtype={gather} is not built for parameters on the "
             "host; leave it or offload_policy= out"
         )
-    owners = [owner for owner, _ in param.owners]
     mixed = MixedPrecision(gather_dtype=gather)
-    return gathered_types(types, mixed, param.fqn, len(param.rows.shape), owners)
+    return gathered_types(types, mixed, param.fqn, len(param.rows.shape), param.owners)
 
 
 def wire_dtype_of(policy: PolicyOfTorch) -> torch.dtype | None:

@@ -271,14 +271,9 @@ class Root(Tree):
 
 
 def root_of(group: Group, is_provisional: bool = False) -> Tree:
-    """The root that the group belongs to; itself, if no other was called before.
-
-    ``is_provisional``: another one may be called later.
-
-    Raises:
-        RuntimeError: a module below has been called as a root before, or it is one of several that
-            are gathered together.
-    """
+    """The root that the group belongs to; itself, if no other was called before. If it
+    ``is_provisional`` another one may be called later. Raises RuntimeError if a module below has
+    been called as a root before, or it is one of several that are gathered together."""
     if group.root is None:
         _make_root(group)
     root = group.root

@@ -29,12 +29,9 @@ _LOCAL_TYPE = "_local_type"  # set by spmd_types.assert_type
 def _annotation_of(
     param: nn.Parameter, name: str, data: DataMesh
 ) -> tuple[DTensorSpec | None, tuple[dist.ProcessGroup, ...]] | None:
-    """The annotation of spmd_types; None for a parameter that has none.
-
-    Returns:
-        Its spec as a DTensor on the dimensions that are not data parallelism's, None if there are
-        none, and the groups of those whose ranks hold the same values and have parts of the
-        gradient.
+    """The annotation of spmd_types: the spec as a DTensor on the dimensions that are not data
+    parallelism's, None if there are none, and the groups of those whose ranks hold the same values
+    and have parts of the gradient. None for a parameter without one.
 
     Raises:
         ValueError: a mesh without dp_mesh_dims, a dimension of the mesh without a type, a
@@ -144,12 +141,8 @@ def shard_rows(
 ) -> tuple[nn.Parameter, Rows]:
     """A parameter of the same values and the full shape, of which each rank holds its part.
 
-    Nothing is communicated: every rank takes its part of its own values.
-
-    Args:
-        name: of the parameter, for errors.
-        placement: the dimension to cut; the first by default.
-        device: of the part; a parameter on the meta device stays there.
+    Nothing is communicated: every rank takes its part of its own values, along the dimension of
+    ``placement``, by default the first. The part goes to ``device``, unless it is on meta.
 
     Raises:
         AssertionError: there is no such dimension.
@@ -228,14 +221,14 @@ def _check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ..
             "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
             f"{whole.mesh} for '{name}' and {data.spmd}"
         )
-    names = cast("tuple[str, ...]", data.spmd.mesh_dim_names)
-    for index, each in enumerate(names):
-        if each in data.names and not whole.placements[index].is_replicate():
+    reduced = tuple(index for index, each in enumerate(data.spmd_names) if each in data.names)
+    for index in reduced:
+        if not whole.placements[index].is_replicate():
             raise ValueError(
-                f"Expected Replicate() on DP dim '{each}' (index {index}) of parameter '{name}' "
-                f"but got {whole.placements[index]}"
+                f"Expected Replicate() on DP dim '{data.spmd_names[index]}' (index {index}) of "
+                f"parameter '{name}' but got {whole.placements[index]}"
             )
-    return tuple(index for index, each in enumerate(names) if each in data.names)
+    return reduced
 
 
 def _inner(whole: DTensorSpec, data: DataMesh, reduced: tuple[int, ...]) -> DTensorSpec | None:

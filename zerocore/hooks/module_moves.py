@@ -70,17 +70,14 @@ def _check(module: nn.Module, kept: dict[Any, str], move: _Move) -> None:
             continue
         tried.add(kind)
         result = move(torch.zeros(1, dtype=param.dtype, device=param.device))
-        if result.dtype != param.dtype or not _is_same(result.device, param.device):
+        # There is one CPU, whatever its index; tensors on other devices always have theirs.
+        moves = result.device != param.device and not (result.is_cpu and param.is_cpu)
+        if result.dtype != param.dtype or moves:
             raise TypeError(
                 f"cannot change a sharded {type(module).__name__}, parameter '{fqn}', from "
                 f"{param.dtype} on {param.device} to {result.dtype} on {result.device}; do it "
                 "before zerocore.shard"
             )
-
-
-def _is_same(first: torch.device, second: torch.device) -> bool:
-    # There is one CPU, whatever its index; tensors on other devices always have theirs.
-    return first == second or first.type == second.type == "cpu"
 
 
 @torch.no_grad()

@@ -104,5 +104,4 @@ def install(others: tuple[Patch, ...]) -> None:
     kinds: list[Any] = [ShardedParameter, ShardedGrad, LocalShard]
     for known in (torch_optimizers, _foreach_utils):
         known._foreach_supported_types.extend(kinds)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=state.mark_forked)
+    os.register_at_fork(after_in_child=state.mark_forked)

@@ -137,24 +137,16 @@ def shard_options(
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """Options of :func:`zerocore.shard`, which explains those that are not here.
-
-    Attributes:
-        by_rows: a shard is some rows of each parameter, a DTensor, as ``zerocore.fsdp`` has it.
-        has_wire_dtype: ``zerocore.fsdp`` has a policy with a ``wire_dtype``.
-
-    Raises:
-        ValueError: an option is out of range.
-        TypeError: an option has the wrong type.
-    """
+    """Options of :func:`zerocore.shard`, which explains them; raises ValueError for one that is out
+    of range, TypeError for one of the wrong type."""
 
     stage: int = 3
     communication: Communication = field(default_factory=Communication)
     sync_params: bool = True
     mixed_precision: MixedPrecision | None = None
     offload: Offload | None = None
-    by_rows: bool = False
-    has_wire_dtype: bool = False
+    by_rows: bool = False  # a shard is some rows of each parameter, a DTensor: zerocore.fsdp
+    has_wire_dtype: bool = False  # zerocore.fsdp has a policy with a ``wire_dtype``
 
     @property
     def sums_in_order(self) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerocore._C import Engine, UnitParam, move_window, window_on
+from zerocore.model.casting import as_bytes
 from zerocore.model.precision import BYTES, unit_param
 from zerocore.model.state import Encoded, ShardState, Unit
 from zerocore.tensor.rows import at_origin
@@ -142,7 +143,7 @@ def _outlines(kinds: list[tuple[torch.Size, torch.dtype]]) -> tuple[Tensor, ...]
 def _bytes(tensor: Tensor) -> Tensor:
     """The rows of a tensor as bytes, 2-D."""
     rows = tensor.shape[0] if tensor.dim() else 1
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = as_bytes(tensor)
     return flat.view(rows, flat.numel() // rows if rows else 1)
 
 

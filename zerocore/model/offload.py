@@ -93,10 +93,9 @@ class Offload:
     def _check_place(self, name: str, place: object) -> None:
         known = PLACES[:-1] if name == "gradients" else PLACES
         expected = " or ".join([", ".join(map(repr, known[:-1])), repr(known[-1])])
-        if not isinstance(place, str):
-            raise TypeError(f"offload: {name} must be {expected}, got {place!r}")
         if place not in known:
-            raise ValueError(f"offload: {name} must be {expected}, got {place!r}")
+            kind = ValueError if isinstance(place, str) else TypeError
+            raise kind(f"offload: {name} must be {expected}, got {place!r}")
 
 
 def place_of(offload: Offload | None, part: str) -> str:

@@ -153,12 +153,9 @@ class PartRanges:
 
 
 def find_parts(groups: Any, model_ranks: Ranks) -> tuple[ModelPart, ...]:
-    """The parts that ``groups=`` of :func:`zerocore.shard` names; communicates nothing.
-
-    Raises:
-        TypeError: no mapping of patterns to meshes.
-        ValueError: ranks that are not the model's, or that overlap.
-    """
+    """The parts that ``groups=`` of :func:`zerocore.shard` names; communicates nothing. Raises
+    TypeError if it maps no patterns to meshes, ValueError for ranks that are not the model's, or
+    that overlap."""
     if groups is None:
         return ()
     if not isinstance(groups, Mapping):

@@ -130,13 +130,13 @@ class MixedPrecision:
         """Whether the parameter of that name is not cast."""
         return any(_matches(name, fqn) for name in self.keep_fp32)
 
-    def encodes(self, fqn: str, dims: int, owners: Iterable[nn.Module]) -> bool:
+    def encodes(self, fqn: str, dims: int, owners: Iterable[tuple[nn.Module, str]]) -> bool:
         """Whether gathers move a parameter, of a module of ``owners``, in ``gather_dtype``."""
         if self.gather_dtype is None or self.keeps(fqn):
             return False
         if self.gather_exact is not None:
             return not any(_matches(name, fqn) for name in self.gather_exact)
-        return dims > 1 and not any(isinstance(owner, _EMBEDDINGS) for owner in owners)
+        return dims > 1 and not any(isinstance(owner, _EMBEDDINGS) for owner, _ in owners)
 
     def check_names(self, fqns: Sequence[str]) -> None:
         """Raises ValueError for a name that matches none of the parameters."""
@@ -197,7 +197,11 @@ def _matches(name: str, fqn: str) -> bool:
 
 
 def gathered_types(
-    types: ParamTypes, mixed: MixedPrecision, fqn: str, dims: int, owners: Iterable[nn.Module]
+    types: ParamTypes,
+    mixed: MixedPrecision,
+    fqn: str,
+    dims: int,
+    owners: Iterable[tuple[nn.Module, str]],
 ) -> ParamTypes:
     """The same with what gathers move; raises ValueError if they cannot."""
     if not types.model.is_floating_point or not mixed.encodes(fqn, dims, owners):

@@ -84,18 +84,10 @@ class Ranks:
 
 
 def find_ranks(group: Any, model: nn.Module) -> Ranks:
-    """The ranks that ``group`` stands for; under torchrun a group is made if there is none.
+    """The ranks of a process group, of a 1-D DeviceMesh, or of a 2-D one of replicas by shards.
 
-    Args:
-        group: a process group, a 1-D DeviceMesh, a 2-D one of replicas by shards, or None for the
-            default group.
-        model: what is to be sharded; its device decides the backend of a new group.
-
-    Returns:
-        One rank without torch.distributed.
-
-    Raises:
-        TypeError, ValueError: not a group, or a mesh of more than two dimensions.
+    None is the default group, which is made under torchrun if there is none, with a backend for the
+    device of ``model``; without torch.distributed it is one rank. Errors are as of `ranks_of`.
     """
     group = _default_group(model) if group is None else group
     return Ranks() if group is None else ranks_of(group, "group")
@@ -167,15 +159,9 @@ def group_of(group: Any, what: str) -> dist.ProcessGroup:
 def with_near(ranks: Ranks, regather: Any) -> Ranks:
     """The ranks with those of them that gather again from each other; communicates nothing.
 
-    Args:
-        ranks: of the model.
-        regather: a process group or 1-D DeviceMesh of some of the ranks that share the state, a
-            number of them that follow each other, or None for none.
-
-    Raises:
-        TypeError: neither a group nor a number.
-        ValueError: other ranks than those that share the state, or a number that does not divide
-            theirs.
+    ``regather`` is a process group or 1-D DeviceMesh of some of the ranks that share the state, a
+    number of them that follow each other, or None. Raises TypeError for anything else, ValueError
+    for other ranks, or a number that does not divide theirs.
     """
     if regather is None:
         return ranks
@@ -277,15 +263,9 @@ def _options_beside(backend: Any) -> Any:
 def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
     """The group over which all ranks of a model exchange small messages, on the CPU; collective.
 
-    Models of the same ranks share one. A rank is connected with the 2 log2 N others that it sends
-    messages to or hears, not with all N.
-
-    Returns:
-        A gloo group, or None for one rank and where the others are simulated.
-
-    Raises:
-        RuntimeError: this rank cannot connect; it says over which interface, and with which limit
-            of open files.
+    A group of gloo, which models of the same ranks share; None for one rank and where the others
+    are simulated. A rank is connected with the 2 log2 N others that it sends messages to or hears,
+    not with all N. Raises RuntimeError, with advice, if this rank cannot connect.
     """
     if not ranks.groups or any(is_simulated(group) for group in ranks.groups):
         return None

@@ -23,7 +23,7 @@ from zerocore.model.casting import cast_floats
 from zerocore.model.refusals import fsdp_mark
 
 _UNIT_CALL = "_zerocore_unit_call"
-# (what was raised, the state, units of the module that was called)
+# (what was raised, the state, units of the module that was called): what to raise instead, or None
 Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
 
 
@@ -61,26 +61,19 @@ def _value_of(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False, slots=True)
 class UnitCall:
-    """Goes around a module's call: enters its units, and begins the pass if it is the root.
+    """Goes around a module's call: enters its units, and begins the pass if it is the root."""
 
-    ``state`` is the ShardState that the module belongs to. ``explain`` is given what a call raised,
-    before its units are left, and returns what to raise instead, or None. ``looked_at`` are the
-    units of modules inside whose parameters the module looks at in evaluation, see `looked_at_by`.
-    Of the units in ``viewed`` modules see views, which belong to the graph of one call.
-    ``before_units`` is called while no unit is entered yet, on all ranks alike.
-    """
-
-    state: Any
+    state: Any  # the ShardState that the module belongs to
     engine: Engine
-    explain: Explain
+    explain: Explain  # is asked before the units are left
     units: tuple[int, ...]
     is_root: bool
     cast_inputs: torch.dtype | None = None
     cast_outputs: torch.dtype | None = None
     before_call: Callable[[], None] | None = None
-    looked_at: tuple[int, ...] = ()
-    viewed: tuple[int, ...] = ()
-    before_units: Callable[[], None] = lambda: None
+    looked_at: tuple[int, ...] = ()  # units whose parameters it sees in evaluation: `looked_at_by`
+    viewed: tuple[int, ...] = ()  # of these modules see views, which belong to one call's graph
+    before_units: Callable[[], None] = lambda: None  # while none is entered, on all ranks alike
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""

@@ -63,12 +63,7 @@ class ParamChoice:
         """Its dtypes with that of gathers; raises ValueError if they cannot move it so."""
         if mixed is None or self.gathers_itself:
             return types
-        owners = [owner for owner, _ in self.owners]
-        return gathered_types(types, mixed, self.fqns[0], self.tensor.dim(), owners)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
+        return gathered_types(types, mixed, self.fqns[0], self.tensor.dim(), self.owners)
 
 
 @dataclass(eq=False)
@@ -85,17 +80,15 @@ class UnitPlanned:
 
     @property
     def nbytes(self) -> int:
-        return sum(choice.nbytes for choice in self.params)
+        return sum(choice.tensor.nbytes for choice in self.params)
 
 
 def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[UnitPlanned]:
     """The units of ``model`` in order of registration.
 
-    Args:
-        model: any module.
-        units: classes, class or module names, or modules that each become a unit; None finds the
-            repeated blocks: lists of at least two children of one class, outermost lists first.
-            Blocks that follow each other are one unit while they have at most 1 MiB together.
+    ``units`` has classes, class or module names, or modules that each become a unit; None finds the
+    repeated blocks: lists of at least two children of one class, outermost lists first. Blocks that
+    follow each other are one unit while they have at most 1 MiB together.
 
     Raises:
         ValueError: nothing to shard, an entry that matches nothing, or units that overlap.

@@ -113,14 +113,9 @@ def make_engine(
     name: str,
     stall_seconds: float | None,
 ) -> Engine:
-    """The engine of one model, of whatever kind its shards are; collective.
-
-    Args:
-        ranks: all of the model.
-        meshes: those of data parallelism, and those of units on others.
-        name: the same on all ranks and no other model's.
-        stall_seconds: as of :class:`ShardRequest`.
-    """
+    """The engine of one model, of whatever kind its shards are; collective. ``ranks`` are all of
+    the model, ``meshes`` those of data parallelism and those of units on others; the other options
+    are as of :class:`ShardRequest`."""
     control = control_group(ranks)
     threads = None if config.offload is None else config.offload.threads
     options = EngineOptions(

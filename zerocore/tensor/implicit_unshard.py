@@ -44,7 +44,7 @@ class FullCopy(Tensor):
             result = func(*args, **(kwargs or {}))
             sources = [value for value in leaves(args) if isinstance(value, FullCopy)]
             return tree_map_only(
-                Tensor, lambda t: _mark(t) if _shares_memory(t, sources) else t, result
+                Tensor, lambda t: t.as_subclass(cls) if _shares_memory(t, sources) else t, result
             )
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -76,13 +76,15 @@ def call_with_full(
     entered: list[tuple[Any, int]] = []
     try:
         for (_, unit), param in sorted(units.items(), key=lambda item: item[0][1]):
-            engine = _engine(param)
-            if in_call(param):
-                engine.adopt(unit)
+            state = param.state_ref()
+            if state is None:
+                raise RuntimeError(f"parameter '{param.fqn}': its model does not exist any more")
+            if state.engine.in_call:
+                state.engine.adopt(unit)
             else:
-                param.state_ref().encode()
-                engine.enter(unit)
-                entered.append((engine, unit))
+                state.encode()
+                state.engine.enter(unit)
+                entered.append((state.engine, unit))
         full = tree_map_only(Placed, _with_full, (args, kwargs))
         fulls = _replaced((args, kwargs), full) if entered else []
         output = func(*full[0], **full[1])
@@ -120,12 +122,6 @@ def _check_unchanged(func: Function, fulls: list[tuple[Any, Tensor, int]]) -> No
             )
 
 
-def _engine(param: PlacedParameter) -> Any:
-    if (state := param.state_ref()) is None:
-        raise RuntimeError(f"parameter '{param.fqn}': its model does not exist any more")
-    return state.engine
-
-
 def _with_full(shard: Placed) -> Tensor:
     # A shard beside a parameter is wanted in full as well.
     if isinstance(shard, PlacedParameter):
@@ -142,16 +138,14 @@ def _without(fulls: list[Tensor], output: Any) -> Any:
     """The output with copies of what shares memory with full values."""
     if type(output).__name__ == "ndarray":
         return output.copy()
-    return tree_map_only(Tensor, lambda t: _copy(t) if _shares_memory(t, fulls) else t, output)
 
+    def copied(tensor: Tensor) -> Tensor:
+        if not _shares_memory(tensor, fulls):
+            return tensor
+        # Autograd itself refuses changes of views of what requires a gradient.
+        return tensor.clone() if tensor.requires_grad else tensor.clone().as_subclass(FullCopy)
 
-def _copy(tensor: Tensor) -> Tensor:
-    # Autograd itself refuses changes of views of what requires a gradient.
-    return tensor.clone() if tensor.requires_grad else _mark(tensor.clone())
-
-
-def _mark(tensor: Tensor) -> Tensor:
-    return tensor.as_subclass(FullCopy)
+    return tree_map_only(Tensor, copied, output)
 
 
 _FQN = "_zerocore_replaced"
