@@ -263,10 +263,8 @@ def set_group(module: nn.Module, group: Group) -> None:
 
 
 def groups_below(*modules: nn.Module) -> list[tuple[str, Group]]:
-    """The groups of the modules and of those in them, each once with its first name.
-
-    A sibling follows the group of the same call.
-    """
+    """The groups of the modules and of those in them, each once with its first name. A sibling
+    follows the group of the same call."""
     found: dict[Group, str] = {}
     for module in modules:
         for name, inner in module.named_modules():

@@ -48,10 +48,8 @@ class DataMesh:
 def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
     """``mesh``, or that of all ranks; with ``dims``, a DataParallelMeshDims, what they name in it.
 
-    Raises:
-        ValueError: a mesh that is neither 1-D nor a named 2-D one of replicas by shards, or
-            ``dims`` that name no dimension of it.
-        NotImplementedError: ``dims`` without dimensions to shard over.
+    Raises ValueError unless the mesh is 1-D or a named 2-D one of replicas by shards, or for
+    ``dims`` that name no dimension of it, NotImplementedError for ``dims`` without a shard one.
     """
     if mesh is None:
         mesh = _default_mesh()

@@ -8,14 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as PolicyOfTorch
 
 from zerocore.fsdp.group import Group, RowParam
-from zerocore.model.precision import (
-    MixedPrecision,
-    ParamTypes,
-    check_cast,
-    check_gather,
-    check_wire,
-    gathered_types,
-)
+from zerocore.model.precision import MixedPrecision, ParamTypes, check_wire, gathered_types
 
 
 @dataclass(frozen=True)
@@ -39,9 +32,7 @@ class MixedPrecisionPolicy(PolicyOfTorch):
         parent = getattr(super(), "__post_init__", None)
         if parent is not None:
             parent()
-        check_cast("wire_dtype", self.wire_dtype)
-        check_wire(self.wire_dtype, self.reduce_dtype)
-        check_gather(self.gather_dtype)
+        check_wire(self.wire_dtype, self.reduce_dtype, self.gather_dtype)
 
 
 def types_of(param: RowParam, group: Group) -> ParamTypes:

@@ -85,17 +85,11 @@ def _wrapped(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], A
 
 
 class ShardOptimizer(Optimizer):
-    """The base of zerocore's optimizers, which says what their steps do; others do none of it.
+    """The base of zerocore's optimizers, which says what their steps do; others do none of it."""
 
-    Attributes:
-        casts_model_weights: writes the weights that layers compute with, beside main weights.
-        updates_on_host: updates what is on the host there, from gradients that come by themselves.
-        moves_matrices: sends whole matrices to the ranks that own them.
-    """
-
-    casts_model_weights = False
-    updates_on_host = False
-    moves_matrices = False
+    casts_model_weights = False  # writes the weights that layers compute with, beside main weights
+    updates_on_host = False  # updates what is there, from gradients that come by themselves
+    moves_matrices = False  # sends whole matrices to the ranks that own them
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -102,10 +102,8 @@ def _refusal(fqn: str) -> ValueError:
 
 
 def watch_loads(model: nn.Module, state: ShardState) -> None:
-    """From now on what is loaded into sharded parameters is checked.
-
-    All ranks must load, and refuse what does not fit on one of them together.
-    """
+    """From now on what is loaded into sharded parameters is checked. All ranks must load, and
+    refuse what does not fit on one of them together."""
 
     @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

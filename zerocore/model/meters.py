@@ -29,24 +29,19 @@ class Count:
 
 @dataclass
 class Step:
-    """One step, from its first forward to the next step's, or to the last update.
-
-    Attributes: as of ``StepFigures`` in ``reporting``, on the host's clock, and
-        counts: collectives, by operation.
-        exchanged: all-to-alls of an optimizer of whole matrices, and the bytes that this rank sent.
-        records: trace of the engine, if this step was sampled.
-    """
+    """One step, from its first forward to the next step's, or to the last update, on the host's
+    clock; other attributes are as of ``StepFigures`` in ``reporting``."""
 
     number: int
     step_ns: int
     outside_ns: int
-    counts: Mapping[str, Count]
-    exchanged: Count
+    counts: Mapping[str, Count]  # collectives, by operation
+    exchanged: Count  # all-to-alls of an optimizer of whole matrices, and bytes that this rank sent
     pool_nbytes: int
     num_pool_allocations: int
     num_retries: int | None
     num_device_allocations: int | None
-    records: list[TraceRecord] | None = field(default=None, repr=False)
+    records: list[TraceRecord] | None = field(default=None, repr=False)  # if it was sampled
 
 
 def increase(before: int, after: int) -> int:

@@ -115,8 +115,7 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         for name in _DTYPES:
             check_cast(name, getattr(self, name))
-        check_wire(self.wire_dtype, self.reduce_dtype)
-        check_gather(self.gather_dtype)
+        check_wire(self.wire_dtype, self.reduce_dtype, self.gather_dtype)
         object.__setattr__(self, "keep_fp32", _names("keep_fp32", self.keep_fp32))
         if self.gather_exact is not None:
             object.__setattr__(self, "gather_exact", _names("gather_exact", self.gather_exact))
@@ -160,21 +159,19 @@ def check_cast(name: str, value: object) -> None:
         raise ValueError(f"{name} must be one of {CAST_DTYPES}, got {value}")
 
 
-def check_wire(wire: torch.dtype | None, reduce: torch.dtype | None) -> None:
-    """Raises ValueError if a policy has both dtypes."""
+def check_wire(wire: torch.dtype | None, reduce: torch.dtype | None, gather: object) -> None:
+    """Raises TypeError or ValueError for dtypes that a policy cannot have: both of the first two,
+    or a ``gather`` that is no dtype of :data:`GATHER_DTYPES`."""
+    check_cast("wire_dtype", wire)
     if wire is not None and reduce is not None:
         raise ValueError(
             f"wire_dtype={wire} with reduce_dtype={reduce}: gradients that travel in wire_dtype "
             "are summed in the dtype that they are kept in; leave reduce_dtype out"
         )
-
-
-def check_gather(dtype: object) -> None:
-    """Raises TypeError or ValueError unless it is a dtype of :data:`GATHER_DTYPES` or None."""
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"gather_dtype must be a torch.dtype, got {dtype!r}")
-    if dtype is not None and dtype not in GATHER_DTYPES:
-        raise ValueError(f"gather_dtype must be one of {GATHER_DTYPES}, got {dtype}")
+    if gather is not None and not isinstance(gather, torch.dtype):
+        raise TypeError(f"gather_dtype must be a torch.dtype, got {gather!r}")
+    if gather is not None and gather not in GATHER_DTYPES:
+        raise ValueError(f"gather_dtype must be one of {GATHER_DTYPES}, got {gather}")
 
 
 def _names(option: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -135,21 +135,17 @@ def ranks_of(group: Any, what: str) -> Ranks:
     if hasattr(group, "get_group") and group.ndim == 2:
         members = tuple(group.mesh.flatten().tolist())
         return Ranks(_unless_one(group.get_group(1)), _unless_one(group.get_group(0)), members)
-    if hasattr(group, "get_group") and group.ndim > 2:
-        raise ValueError(
-            f"{what}: expected a 1-D DeviceMesh, or a 2-D one of replicas by shards, got "
-            f"{group.ndim} dimensions"
-        )
-    group = group_of(group, what)
+    group = group_of(group, what, ", or a 2-D one of replicas by shards")
     return Ranks(_unless_one(group), None, tuple(dist.get_process_group_ranks(group)))
 
 
-def group_of(group: Any, what: str) -> dist.ProcessGroup:
+def group_of(group: Any, what: str, others: str = "") -> dist.ProcessGroup:
     """The process group of a 1-D DeviceMesh, or the one that was given; raises TypeError if it is
-    neither, ValueError for a mesh of several dimensions."""
+    neither, ValueError for a mesh of several dimensions; ``others`` are taken, too."""
     if hasattr(group, "get_group"):
         if group.ndim != 1:
-            raise ValueError(f"{what}: expected a 1-D DeviceMesh, got {group.ndim} dimensions")
+            expected = f"a 1-D DeviceMesh{others}"
+            raise ValueError(f"{what}: expected {expected}, got {group.ndim} dimensions")
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{what}: expected a ProcessGroup or DeviceMesh, got {type(group)}")

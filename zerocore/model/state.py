@@ -49,11 +49,7 @@ class Encoded(NamedTuple):
 
     spec: ParamSpec
     dtype: torch.dtype | None  # None: of what they make, which is not gathered
-
-    @property
-    def types(self) -> ParamTypes:
-        """Dtypes in the engine."""
-        return BYTES
+    types: ParamTypes = BYTES  # in the engine
 
 
 @dataclass(eq=False)

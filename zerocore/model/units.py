@@ -185,8 +185,7 @@ def _resolve(model: nn.Module, units: Sequence[UnitChoice]) -> list[tuple[str, n
                     f"units overlap: '{by_id[id(module)]}' is chosen twice; name each module once"
                 )
             blocks[id(module)] = (by_id[id(module)], module)
-    order = {id(module): i for i, module in enumerate(model.modules())}
-    return sorted(blocks.values(), key=lambda block: order[id(block[1])])
+    return [blocks[key] for key in by_id if key in blocks]
 
 
 def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[UnitPlanned]:

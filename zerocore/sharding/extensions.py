@@ -43,10 +43,8 @@ class _State:
 
 
 def split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[UnitPlanned]:
-    """The units with parameters that consist of several tensors apart from the others.
-
-    They are left alone, in no unit, where parameters are not sharded.
-    """
+    """The units with parameters that consist of several tensors apart from the others. They are
+    left alone, in no unit, where parameters are not sharded."""
     units = []
     for unit in planned:
         several = [choice for choice in unit.params if choice.consists_of_several]

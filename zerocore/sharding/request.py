@@ -84,13 +84,8 @@ def validate(
     memory_budget: str | int | None = None,
     groups: Any = None,
 ) -> ShardRequest:
-    """The request for sharding ``model``; arguments as of :func:`zerocore.shard`.
-
-    ``make_config`` is called here, as it may fail on one rank only.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: a mistake, on every rank.
-    """
+    """The request for sharding ``model``; arguments as of :func:`zerocore.shard`. A mistake is an
+    error on every rank, also of ``make_config``, which may fail on one rank only."""
     request: ShardRequest | None = None
     error: Exception | None = None
     try:

@@ -16,11 +16,9 @@ def show_dtensor(
 ) -> Tensor:
     """The DTensor over a local tensor, a view in autograd; made anew for each call.
 
-    Args:
-        local: this rank's part, as the engine gathers it.
-        spec: of the parameter; a DTensor of another dtype gets that of ``local``.
-        reduced: dimensions of the mesh over which the engine reduces gradients as they are.
-        sums: gradients are summed over the mesh later, so that each rank may give a summand.
+    ``local`` is this rank's part, as the engine gathers it; the DTensor has its dtype and the rest
+    of ``spec``. The engine reduces gradients as they are over dimensions ``reduced`` of the mesh;
+    with ``sums`` they are summed over it later, so that each rank may give a summand.
     """
     return cast(Tensor, _Shown.apply(local, spec_as(spec, local.dtype), reduced, sums))
 

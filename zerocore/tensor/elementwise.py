@@ -111,10 +111,7 @@ def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> lis
 
     All shards must lie at one place. A plain tensor may have one element, the full shape (this
     rank's part of it is taken) or the shape of the shard. If the first one is changed, is plain
-    and has the full shape, the shards are gathered: all ranks must call.
-
-    Raises:
-        NotLocal: they do not fit.
+    and has the full shape, the shards are gathered: all ranks must call. Raises NotLocal.
     """
     sources = [tensor for tensor in tensors if isinstance(tensor, Placed)]
     sources.sort(key=lambda source: source.place.group is None)  # who knows the ranks comes first
