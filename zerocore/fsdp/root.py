@@ -19,14 +19,7 @@ from zerocore._C import ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.collectives import set_collectives
-from zerocore.fsdp.group import (
-    Group,
-    RowParam,
-    Tree,
-    extensions_of,
-    group_of,
-    note_extensions,
-)
+from zerocore.fsdp.group import Group, RowParam, Tree, extensions_of, group_of, note_extensions
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
 from zerocore.model.config import Communication, ShardConfig

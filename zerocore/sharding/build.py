@@ -120,11 +120,7 @@ def make_engine(
     threads = None if config.offload is None else config.offload.threads
     options = EngineOptions(
         sharding=shard_options(
-            config.stage,
-            config.communication,
-            config.offload,
-            config.by_rows,
-            config.sums_in_order,
+            config.stage, config.communication, config.offload, config.by_rows, config.sums_in_order
         ),
         meshes=[
             GroupNames(
@@ -240,24 +236,22 @@ def _shard_param(
     choice: ParamChoice,
     wholes: Mapping[str, PartOf],
 ) -> Param:
-    engine, old = state.engine, choice.param
+    engine, old, fqn = state.engine, choice.param, choice.fqns[0]
     layout = engine.layout(unit.index)
     shared = layout.num_shards > 1
     is_gathered = layout.regions[layout.places[position].region].is_gathered
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
     ranks = state.meshes[unit.mesh]
     owned = layout.owned(position, ranks.shard_rank if shared else 0)
+    group = ranks.shard if shared else None
+    strides = None if full.is_contiguous() or not is_gathered else full.stride()
     place = Place(
-        choice.fqns[0],
-        choice.tensor.shape,
-        (owned.begin, owned.end),
-        ranks.shard if shared else None,
-        None if full.is_contiguous() or not is_gathered else full.stride(),
-        wholes.get(choice.fqns[0]),
+        fqn, choice.tensor.shape, (owned.begin, owned.end), group, strides, wholes.get(fqn)
     )
     data = engine.make_shard(unit.index, position)
-    shard = ShardedParameter.make(data, place, old.requires_grad, unit.index, ref(state), full)
-    shard.position, shard.spec = position, choice.spec
+    shard = Tensor._make_subclass(ShardedParameter, data, old.requires_grad)
+    shard.place, shard.state_ref, shard.full = place, ref(state), full
+    shard.unit, shard.position, shard.spec = unit.index, position, choice.spec
     shard.make_view = _view_of(choice, place)
     shard.model_weight = engine.make_model_shard(unit.index, position)
     shard.on_host = engine.is_updated_on_host(unit.index, position)
@@ -273,11 +267,11 @@ def _shard_param(
     for owner, name in choice.owners:
         owner._parameters[name] = shard
     shard.adopt(old)
-    mark_replaced(old, choice.fqns[0])
-    replace(old, choice.fqns[0])
-    mark_full(full, choice.fqns[0])
+    mark_replaced(old, fqn)
+    replace(old, fqn)
+    mark_full(full, fqn)
     for face in (shard, full):
-        keep_in_place(face, choice.fqns[0])
+        keep_in_place(face, fqn)
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, full, shard, spec, types_of(choice, state.config))
 

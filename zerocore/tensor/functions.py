@@ -103,7 +103,8 @@ _DUNDERS = {
     "__deepcopy__": "clone", "__setitem__": "__setitem__", "__bool__": "item", "__float__": "item",
     "__int__": "item", "__index__": "item", "__complex__": "item",
 }  # fmt: skip
-_BEHIND_OPERATORS = frozenset(_DUNDERS.values()) - {"item", "clone", "__setitem__"}
+# Functions that operators of Python call.
+BEHIND_OPERATORS = frozenset(_DUNDERS.values()) - {"item", "clone", "__setitem__"}
 _IN_PLACE = frozenset({f"__i{name}__" for name in _OPERATORS} | {"__setitem__"})
 
 
@@ -139,11 +140,6 @@ def is_in_place(name: str) -> bool:
     """Whether the function changes its first argument, by its name; an operator has a schema."""
     named = name.endswith("_") and not name.endswith("__") and "::" not in name
     return name in _IN_PLACE or named
-
-
-def has_operator(name: str) -> bool:
-    """Whether an operator of Python calls the function."""
-    return base_of(name) in _BEHIND_OPERATORS
 
 
 def is_foreach(name: str) -> bool:

@@ -181,23 +181,6 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
     on_disk: bool = False  # these bytes of the host's memory are a file's
     grad_device: torch.device  # where its gradient is
 
-    @staticmethod
-    def make(
-        data: Tensor,
-        place: Place,
-        requires_grad: bool,
-        unit: int,
-        state_ref: Callable[[], Any],
-        full: nn.Parameter,
-    ) -> ShardedParameter:
-        """Wraps ``data`` (1-D) without copying."""
-        param = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
-        param.place = place
-        param.unit = unit
-        param.state_ref = state_ref
-        param.full = full
-        return param
-
     def shown(self) -> Tensor:
         """The tensor of modules while the unit is gathered: the full parameter or a view of it, a
         DTensor or a tensor of its class."""

@@ -16,7 +16,7 @@ from typing_extensions import TypeIs  # torch needs it, too
 
 from zerocore.common.alarm import waiting
 from zerocore.tensor import pending_host_updates
-from zerocore.tensor.functions import has_operator, is_elementwise
+from zerocore.tensor.functions import BEHIND_OPERATORS, base_of, is_elementwise
 
 _LEAF = "_zerocore_leaf"  # on what modules see: the parameter that autograd knows
 
@@ -125,7 +125,9 @@ class Place:
 
     def like_full(self, local: Tensor) -> Tensor:
         """An empty plain tensor of the full shape, strides, and of the shard's dtype and device."""
-        return _empty(self.global_shape, self.strides, local.dtype, local.device)
+        outline = self.outline(local.dtype)
+        size, strides = outline.shape, outline.stride()
+        return torch.empty_strided(size, strides, dtype=local.dtype, device=local.device)
 
     def outline(self, dtype: torch.dtype) -> Tensor:
         """A tensor on the meta device of the full shape and strides; not to be changed."""
@@ -179,20 +181,11 @@ def _sum_bytes(flat: Tensor, group: dist.ProcessGroup, what: str) -> None:
             dist.all_reduce(flat.view(torch.uint8), group=group)
 
 
-def _empty(
-    shape: torch.Size,
-    strides: tuple[int, ...] | None,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Tensor:
-    if strides is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
 @lru_cache(maxsize=4096)  # programs ask for shapes often
 def _outline(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
-    return _empty(shape, strides, dtype, "meta")
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def as_view(view: Tensor, leaf: Tensor) -> Tensor:
@@ -316,7 +309,7 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     make "unsupported operand type(s)", and the advice would be lost.
     """
     reason = reason or _REASONS.get(name, "")
-    kind = RuntimeError if has_operator(name) else TypeError
+    kind = RuntimeError if base_of(name) in BEHIND_OPERATORS else TypeError
     raise kind(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
         f"({shard.place.text}){reason}. "
