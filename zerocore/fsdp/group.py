@@ -220,18 +220,20 @@ class Group:
                     names.setdefault(param, f"{name}.{key}" if name else key)
         for param in owners:
             _check_param(param, names[param])
-        made = []
-        for param, places in owners.items():
+        made = []  # none is replaced unless all can be
+        for param in owners:
             placement, data = placement_of(param)
-            name, attributes = names[param], _attributes_of(param)
-            shard, rows = shard_rows(param, name, data, placement, self.shard_device)
+            made.append(
+                (data, *shard_rows(param, names[param], data, placement, self.shard_device))
+            )
+        for (param, places), (data, shard, rows) in zip(owners.items(), made, strict=True):
+            attributes = _attributes_of(param)
             origin = param.__dict__.setdefault(_ORIGIN, object())
-            each = RowParam(places, shard, name, rows, origin, type(param), attributes)
-            made.append((each, data))
-        for each, data in made:  # none is replaced unless all can be
-            for owner, key in each.owners:
-                owner._parameters[key] = each.shard
-            self._over(data).params.append(each)
+            for owner, key in places:
+                owner._parameters[key] = shard
+            self._over(data).params.append(
+                RowParam(places, shard, names[param], rows, origin, type(param), attributes)
+            )
 
     def _over(self, data: DataMesh) -> Group:
         """The group of this call over a mesh; a new sibling if need be."""

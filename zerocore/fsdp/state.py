@@ -42,17 +42,17 @@ class FSDPState(_TorchState):
     def _is_root(self) -> bool | None:
         return None if self._root is None else self._root.group is self._group
 
-    def _groups(self) -> list[Group]:
+    def _groups_of_root(self) -> list[Group]:
         return [self._group] if self._root is None else [group for _, group in self._root.groups]
 
     @property
     def _state_ctx(self) -> Any:
-        calls = [group for group in self._groups() if group_of(group.modules[0]) is group]
+        calls = [group for group in self._groups_of_root() if group_of(group.modules[0]) is group]
         return SimpleNamespace(all_states=[read_state(group) for group in calls])
 
     @property
     def _comm_ctx(self) -> Any:
-        most = max(group.max_input_buffers for group in self._groups())
+        most = max(group.max_input_buffers for group in self._groups_of_root())
         return SimpleNamespace(reduce_scatter_max_input_buffers=most)
 
     @property
