@@ -60,6 +60,30 @@ def test_init_fn(stage: int, name: str) -> None:
     run_ranks(use_init_fn, 3, stage, name)
 
 
+class TwoNames(nn.Module):
+    """A parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(4, 4))
+        self.down = self.up
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up @ self.down.T
+
+
+def initialise_two_names() -> None:
+    calls: list[nn.Module] = []
+    with torch.device("meta"):
+        model = TwoNames()
+    model = zerocore.shard(model, device=torch.device("cpu"), init_fn=calls.append)
+    assert calls == [model] and model.up is model.down
+
+
+def test_a_parameter_of_two_names_is_initialised_once() -> None:
+    run_ranks(initialise_two_names, 2)
+
+
 def watch_full_parameters() -> None:
     case = case_named("plain")
     plain = case.build()

@@ -21,10 +21,10 @@ def full_values(
     params: list[ParamChoice], device: torch.device, init: InitFn | None
 ) -> list[Tensor]:
     """The full values of a unit's parameters, those on the meta device initialised now."""
-    modules: list[nn.Module] = []
+    modules: dict[nn.Module, None] = {}  # each once, in order
     for choice in params:
         if choice.param.is_meta:
-            modules += [owner for owner, _ in choice.owners if owner not in modules]
+            modules.update((owner, None) for owner, _ in choice.owners)
     for module in modules:
         _initialise(module, device, init, params)
     values = []
