@@ -65,6 +65,12 @@ void FullValues::gather() const {
     }
     wait_for_all(pending, streams_);
   }
+  // Units with encoded parameters have rows under `shard`, too.
+  const Layout& layout = unit_.layout();
+  for (const int region : layout.by_rows() ? bucket_.regions() : std::vector<int>()) {
+    const at::Tensor wire = bucket_.full(region).clone();
+    kernels::copy_pieces(bucket_.full(region), wire, row_pieces(layout, region));
+  }
 }
 
 std::vector<at::Tensor> FullValues::by_param() const {
