@@ -58,6 +58,7 @@ class Batch:
     device: torch.device
     host: HostUnit | None = None
     is_last: bool = False
+    brings_grads: bool = False  # to the device, as they are kept on the host
     positions: list[int] = field(default_factory=list)  # in the unit, on the host
     indices: list[int] = field(default_factory=list)  # among all parameters
     weights: list[Tensor] = field(default_factory=list)
@@ -76,6 +77,8 @@ class Batch:
         self.exp_avg_sqs.append(_plain(state["exp_avg_sq"]))
         self.steps.append(state["step"])
         self.positions.append(getattr(param, "position", -1))
+        if isinstance(param, ShardedParameter) and param.grad_device != self.device:
+            self.brings_grads = True
         if model_weight is None:
             return
         if weight.dtype == torch.float32 and model_weight.dtype in _HALF_TYPES:
@@ -88,16 +91,13 @@ class Batch:
         if self.host is not None:
             self._run_on_host(self.host, grads, factors.on_host)
             return
-        device, lr, lr_tensor = self.device, self.group["lr"], None
+        lr, lr_tensor = self.group["lr"], None
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             lr, lr_tensor = 0.0, _scalar_on(self.device, lr)
+        used = [grads[index] for index in self.indices]
         torch.ops.zerocore.adamw(
             self.weights,
-            # Copied to the device where gradients are kept on the host.
-            [
-                grad if (grad := grads[index]).device == device else grad.to(device)
-                for index in self.indices
-            ],
+            [grad.to(self.device) for grad in used] if self.brings_grads else used,
             self.exp_avgs,
             self.exp_avg_sqs,
             self.steps,
