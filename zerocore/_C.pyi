@@ -103,6 +103,9 @@ def take_memory(tensor: Tensor) -> None:
 def same_objects(first: dict[Any, Any], second: dict[Any, Any]) -> bool:
     """Whether two dicts, and the dicts in them, have the same objects in the same order."""
 
+def replace_in_modules(replaced: list[tuple[Any, Any]]) -> None:
+    """Puts the second of a pair in the place of the first, wherever a module has it."""
+
 def note_backward_call(roots: Any) -> None: ...
 def forget_backward_call() -> None: ...
 

@@ -1,10 +1,13 @@
-// Attributes of sharded parameters that loops over all parameters read and set.
+// Attributes of sharded parameters that loops over all parameters read and set; names in modules.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "runtime/bucket.h"
@@ -97,6 +100,30 @@ bool same_objects(const pybind11::dict& first, const pybind11::dict& second) {
   return true;
 }
 
+// In all modules: the second of a pair where a module has the first. What stays is not touched: to
+// count a reference to it would copy its memory in a forked process.
+void replace_in_modules(
+    const std::vector<std::pair<pybind11::object, pybind11::object>>& replaced) {
+  const pybind11::dict modules = pybind11::module_::import("sys").attr("modules");
+  Py_ssize_t at = 0;
+  PyObject *module_name = nullptr, *module = nullptr;
+  while (PyDict_Next(modules.ptr(), &at, &module_name, &module) != 0) {
+    if (PyModule_Check(module) == 0) {
+      continue;
+    }
+    PyObject* names = PyModule_GetDict(module);
+    Py_ssize_t place = 0;
+    PyObject *name = nullptr, *value = nullptr;
+    while (PyDict_Next(names, &place, &name, &value) != 0) {
+      const auto pair = std::ranges::find_if(
+          replaced, [&](const auto& each) { return each.first.ptr() == value; });
+      if (pair != replaced.end() && PyDict_SetItem(names, name, pair->second.ptr()) != 0) {
+        throw pybind11::error_already_set();
+      }
+    }
+  }
+}
+
 } // namespace
 
 void register_shards(pybind11::module_& module) {
@@ -108,6 +135,7 @@ void register_shards(pybind11::module_& module) {
     const auto nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     give_memory(tensor, allocate_memory(tensor.device(), nbytes));
   });
+  module.def("replace_in_modules", replace_in_modules, pybind11::arg("replaced"));
   module.def("same_objects", same_objects, pybind11::arg("first"), pybind11::arg("second"));
   module.def("show_grad", show_grad, pybind11::arg("param"), pybind11::arg("grad"));
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import cache
 from pkgutil import resolve_name
@@ -16,6 +15,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
 
+from zerocore._C import replace_in_modules
 from zerocore.common import alarm
 from zerocore.hooks import (
     backwards,
@@ -82,7 +82,7 @@ PATCHES = (
 def install(others: tuple[Patch, ...]) -> None:
     """Applies the patches, with ``others`` of packages that see this one, and registers the hooks
     that torch has; once in a process."""
-    functions: dict[int, tuple[Any, Any]] = {}  # by id: the old one, which must live, and the new
+    functions: list[tuple[Any, Any]] = []  # the old one and the new
     for patch in (*PATCHES, *others):
         owner = resolve_name(patch.owner)
         old = getattr(owner, patch.name, None)
@@ -91,11 +91,8 @@ def install(others: tuple[Patch, ...]) -> None:
         new = patch.wrap(old)
         setattr(owner, patch.name, new)
         if isinstance(owner, ModuleType):
-            functions[id(old)] = (old, new)
-    for module in [each for each in sys.modules.values() if isinstance(each, ModuleType)]:
-        for name, value in list(vars(module).items()):  # where it was imported from there
-            if id(value) in functions:
-                vars(module)[name] = functions[id(value)][1]
+            functions.append((old, new))
+    replace_in_modules(functions)  # where it was imported from there
     torch_modules.register_module_parameter_registration_hook(registration.check_param)
     torch_modules.register_module_module_registration_hook(registration.check_module)
     torch_optimizers.register_optimizer_step_pre_hook(optimizer_steps.before_step)
