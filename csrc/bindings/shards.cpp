@@ -100,8 +100,8 @@ bool same_objects(const pybind11::dict& first, const pybind11::dict& second) {
   return true;
 }
 
-// Puts the second of a pair in the place of the first in all modules. Other objects are not touched:
-// in a forked process a counted reference copies memory.
+// Puts the second of a pair in the place of the first in all modules. Other objects are not
+// touched: in a forked process a counted reference copies memory.
 void replace_in_modules(
     const std::vector<std::pair<pybind11::object, pybind11::object>>& replaced) {
   const pybind11::dict modules = pybind11::module_::import("sys").attr("modules");
