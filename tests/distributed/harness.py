@@ -11,11 +11,13 @@ import atexit
 import itertools
 import os
 import pickle
+import secrets
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import connection, get_context
@@ -223,7 +225,10 @@ def _warm_context() -> Any:
 
 
 def find_free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that nobody listens on, below those of Linux's connections: one of
+    these may be taken by a connection before a store listens there."""
+    while True:
+        port = secrets.choice(range(10_000, 32_000))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
