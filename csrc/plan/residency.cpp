@@ -17,8 +17,11 @@ Residency::Residency(const std::vector<UnitMesh>& meshes) {
   }
 }
 
-bool Residency::all_resident() const {
-  return std::ranges::all_of(units_, &UnitState::resident);
+bool Residency::all_stay() const {
+  return std::ranges::all_of(units_, [](const UnitState& unit) {
+    const bool is_kept = unit.uses.holds > 0 || unit.staying.after_forward;
+    return unit.resident && (!unit.releases || is_kept);
+  });
 }
 
 void Residency::unshard(UnitId unit, Actions& out) {

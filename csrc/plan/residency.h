@@ -76,7 +76,8 @@ class Residency {
   bool is_here(UnitId unit) const {
     return units_.at(unit).resident || units_.at(unit).late;
   }
-  bool all_resident() const;
+  // Whether forwards neither gather nor release any unit.
+  bool all_stay() const;
 
   void unshard(UnitId unit, Actions& out);
   // Where parameters are released, and nothing uses the unit.

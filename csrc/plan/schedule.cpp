@@ -16,14 +16,15 @@ void Schedule::close_loose_pass() {
   }
 }
 
-// Ranks go through a pass together where it has a backward or where units have to be gathered.
+// Ranks go through a pass together where it has a backward or where units come and go. A unit that
+// the forward before has left for its backward is one of these.
 void Schedule::begin_pass(bool grad, Actions& out) {
   close_loose_pass();
   open_ = passes_.open(grad).id;
   rooted_ = true;
   retained_ = -1;
   // A gather at the step may differ between ranks, which hear of that as they leave the pass.
-  follows_ = residency_.take_ahead() || grad || !residency_.all_resident();
+  follows_ = residency_.take_ahead() || grad || !residency_.all_stay();
   if (follows_) {
     order_.begin(grad);
     residency_.release_all_but(order_.upcoming(1 + prefetch_), out);

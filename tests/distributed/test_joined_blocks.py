@@ -211,13 +211,72 @@ def load_and_freeze(system: str, stage: int) -> dict[str, Tensor]:
     return full_state(model)
 
 
+class WithSide(nn.Module):
+    """One unit of three layers, one of which is called where its caller asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side, self.last = nn.Linear(8, 12), nn.Linear(12, 5), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor, side: bool = True) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden) + (self.side(hidden) if side else 0)
+
+
+def evaluate_before_the_backward(system: str, stage: int) -> dict[str, Tensor]:
+    """Each rank evaluates in its own way, also with a layer that others leave out."""
+    torch.manual_seed(0)
+    model = wrap(system, WithSide(), stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outputs = []
+    for step in range(4):
+        loss = model(batch(step)).square().mean()
+        with torch.no_grad():
+            outputs.append(model(batch(-step - 1), side=dist.get_rank() == step % 2))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state(model) | {"outputs": torch.stack(outputs)}
+
+
+def evaluate_between_micro_batches(system: str, stage: int) -> dict[str, Tensor]:
+    """Two forwards, an evaluation behind each, and one backward; a new model goes on."""
+    torch.manual_seed(0)
+    model = wrap(system, WithSide(), stage)
+    outputs = []
+    for step in range(4):
+        if step == 2:
+            plain = WithSide()
+            plain.load_state_dict(full_state(model))
+            model = wrap(system, plain, stage)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for part in batch(step).chunk(2):
+            losses.append(model(part).square().mean())
+            with torch.inference_mode():
+                outputs.append(model(part, side=dist.get_rank() != step % 2).clone())
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state(model) | {"outputs": torch.stack(outputs)}
+
+
 def compare(script: Callable[[str, int], dict[str, Tensor]], stage: int) -> None:
     expected = script("ddp", stage)
     for system in ("fsdp2", "zerocore"):
         torch.testing.assert_close(script(system, stage), expected)
 
 
-@pytest.mark.parametrize("script", [drop_and_evaluate, load_and_freeze])
+SCRIPTS = [
+    drop_and_evaluate,
+    load_and_freeze,
+    evaluate_before_the_backward,
+    evaluate_between_micro_batches,
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_train_as_with_ddp_and_fsdp2(
     script: Callable[[str, int], dict[str, Tensor]], stage: int
 ) -> None:
