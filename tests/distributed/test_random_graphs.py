@@ -81,6 +81,8 @@ def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
 
 
 def shard(seed: int, model: nn.Module, candidates: list[nn.Module], **options: Any) -> None:
+    if any(getattr(module, "code", None) is not None for module in model.modules()):
+        options.pop("regather", None)  # it refuses changes in place
     with joined(seed % 2 << 20):
         try:
             zerocore.shard(model, units=choose_units(seed, candidates), **options)

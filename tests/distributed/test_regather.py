@@ -169,6 +169,27 @@ class Clamped(Chain):
         return super().forward(x)
 
 
+def evaluate_first() -> None:
+    """As trainers do before the first epoch, in inference mode."""
+    found = []
+    for regather in (None, 2):
+        model, optimizer = make(regather=regather)
+        with torch.inference_mode():
+            losses = [model(batch(-1)).square().mean().item()]
+        for step in range(STEPS):
+            loss = model(batch(step)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+def test_an_evaluation_in_inference_mode_comes_first() -> None:
+    run_ranks(evaluate_first, 4)
+
+
 def refuse() -> None:
     world = dist.get_world_size()
     others = dist.new_group([0, 1])

@@ -2,6 +2,7 @@
 #include "engine/unit/gathers.h"
 
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <iterator>
@@ -275,6 +276,7 @@ void Gathers::keep() {
     const at::Tensor part = part_of(context_.mesh.near, region);
     at::Tensor& near = near_.at(region);
     if (!near.defined()) {
+      const c10::InferenceMode normal(false); // later steps write to it, too
       near = at::empty_like(part);
     }
     context_.streams->note_write(StreamRole::Compute, near, "keeps for near ranks", unit_.name());
