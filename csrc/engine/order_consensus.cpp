@@ -43,40 +43,21 @@ bool OrderConsensus::is_alone() const {
 }
 
 void OrderConsensus::ask_for(UnitId id) {
-  const int num_writes = units_[id]->num_writes();
   for (;;) {
-    say({id, num_writes, /*changed=*/true, /*skipped=*/true, std::nullopt});
-    const ControlChannel::Answer answer = wait();
-    TORCH_INTERNAL_ASSERT(answer.wanted, "ranks that need a unit get none");
-    const UnitId next = *answer.wanted;
-    if (next == id && answer.num_writes == num_writes) {
+    say({id, /*changed=*/true, /*skipped=*/true, std::nullopt});
+    const std::optional<UnitId> next = wait().wanted;
+    TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
+    if (*next == id) {
       return;
     }
-    serve(answer, schedule_.in_rooted_pass());
-    TORCH_CHECK(
-        units_[next]->num_writes() >= answer.num_writes,
-        "unit '",
-        units_[next]->name(),
-        "': another rank has changed its parameters in place in this forward and needs them again, "
-        "and this rank has not changed them yet. Let all ranks call the modules that change their "
-        "parameters in one order.");
+    serve(*next, schedule_.in_rooted_pass());
   }
 }
 
-// See Note [Writes in a forward].
-void OrderConsensus::serve(const ControlChannel::Answer& answer, bool in_pass) {
-  Unit& unit = *units_[*answer.wanted];
-  const bool is_past = answer.num_writes < unit.num_writes();
-  if (is_past) {
-    unit.exchange_past(answer.num_writes);
-    lifecycle_.order_gathers();
-  }
+void OrderConsensus::serve(UnitId id, bool in_pass) {
   lifecycle_.run([&](Actions& out) {
-    in_pass ? schedule_.serve(unit.id(), out) : schedule_.residency().serve(unit.id(), out);
+    in_pass ? schedule_.serve(id, out) : schedule_.residency().serve(id, out);
   });
-  if (is_past) {
-    unit.exchange_past(answer.num_writes);
-  }
 }
 
 // A unit that was released too early (see Note [Untracked backward]) is gathered once more, which
@@ -101,7 +82,7 @@ void OrderConsensus::serve_others() {
     if (!next) {
       return;
     }
-    lifecycle_.run([&](Actions& out) { schedule_.residency().serve(*next, out); });
+    serve(*next, /*in_pass=*/false);
   }
 }
 
@@ -116,9 +97,10 @@ void OrderConsensus::leave_pass() {
     finish_pass({}); // a call that this rank skips is skipped by all
     return;
   }
-  say({std::nullopt, 0, order.changed(), order.skipped(), failed_});
+  say({std::nullopt, order.changed(), order.skipped(), failed_});
   leaving_ = true;
-  if (order.changed() || order.skipped() || !c10::GradMode::is_enabled()) {
+  const bool has_much_to_say = order.changed() || order.skipped() || lifecycle_.keeps_writes();
+  if (has_much_to_say || !c10::GradMode::is_enabled()) {
     settle_pass();
   }
 }
@@ -141,8 +123,8 @@ void OrderConsensus::settle_pass() {
   }
   ControlChannel::Answer answer = wait();
   while (answer.wanted) {
-    serve(answer, /*in_pass=*/true);
-    say({std::nullopt, 0, true, true, failed_});
+    serve(*answer.wanted, /*in_pass=*/true);
+    say({std::nullopt, true, true, failed_});
     answer = wait();
   }
   failed_ = answer.failed;
@@ -156,7 +138,7 @@ void OrderConsensus::settle_pass() {
 }
 
 void OrderConsensus::finish_pass(const RankCalls& calls) {
-  lifecycle_.forget_past();
+  lifecycle_.finish_writes();
   failed_ ? schedule_.drop_pass() : schedule_.settle_pass(calls.lists, calls.own);
 }
 

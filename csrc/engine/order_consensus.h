@@ -76,8 +76,8 @@ class OrderConsensus {
   ControlChannel::Answer wait();
   // The pass that was left had these calls, none if it was as expected.
   void finish_pass(const RankCalls& calls);
-  // Gathers a unit that other ranks need, as it is behind the writes that they have made.
-  void serve(const ControlChannel::Answer& answer, bool in_pass);
+  // Gathers a unit that other ranks need.
+  void serve(UnitId unit, bool in_pass);
 
   const Units& units_;
   const UnitContext& context_;

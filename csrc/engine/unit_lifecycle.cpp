@@ -191,7 +191,7 @@ void UnitLifecycle::settle() {
   schedule_.abort(actions_);
   actions_.clear();
   late_.clear();
-  forget_past();
+  finish_writes();
   for (const auto& unit : units_) {
     unit->take_back(/*keeps=*/false);
     if (unit->context().mesh.shards_parameters) {
@@ -224,25 +224,36 @@ void UnitLifecycle::keep_writes(UnitId id) {
       "': its forward changes parameters in place, which does not go with regather=: near ranks "
       "keep parts of what they gathered. Shard the model without regather=.");
   unit.mark_written();
-  if (mesh.shards_parameters || !unit.main().empty()) {
-    if (context_.control != nullptr && mesh.shards_parameters && schedule_.in_rooted_pass()) {
-      unit.keep_past();
-    }
+  const bool are_others_there = context_.control != nullptr && schedule_.in_rooted_pass();
+  if (mesh.shards_parameters && are_others_there && schedule_.follows_order()) {
+    unit.keep_write();
+  } else if (mesh.shards_parameters || !unit.main().empty()) {
     write_back_now(id);
   }
 }
 
-void UnitLifecycle::forget_past() {
+bool UnitLifecycle::keeps_writes() const {
+  return std::ranges::any_of(units_, [](const auto& unit) { return unit->keeps_write(); });
+}
+
+void UnitLifecycle::finish_writes() {
   for (const auto& unit : units_) {
-    unit->forget_past();
+    if (unit->keeps_write()) {
+      wait_disk();
+      unit->finish_write();
+    }
   }
 }
 
 // A unit that an update has brought from the disk is written by hand only when it is back there.
-void UnitLifecycle::write_back_now(UnitId id) {
+void UnitLifecycle::wait_disk() const {
   if (context_.disk != nullptr) {
     offload_.wait_updates();
   }
+}
+
+void UnitLifecycle::write_back_now(UnitId id) {
+  wait_disk();
   units_[id]->write_back();
 }
 

@@ -80,8 +80,9 @@ class UnitLifecycle {
   }
   // A call of the unit ends that may have changed its parameters in place.
   void keep_writes(UnitId unit);
-  // All ranks have left the pass. See Note [Writes in a forward].
-  void forget_past();
+  // See Note [Writes in a forward]; the second where all ranks have left the pass.
+  bool keeps_writes() const;
+  void finish_writes();
   // Throws if a shard has left its place in memory.
   void check_homes(UnitId unit) const;
   // Nothing runs any more, whatever was under way.
@@ -103,6 +104,7 @@ class UnitLifecycle {
   void wait_for(UnitId unit);
   bool gathers_later() const;
   void gather_late(std::optional<UnitId> last = std::nullopt);
+  void wait_disk() const;
   void write_back_now(UnitId unit);
   std::vector<UnitId> in_forward_order(const std::vector<UnitId>& units) const;
 

@@ -20,10 +20,8 @@ namespace {
 const std::string kCalls = "the calls of a pass";
 const std::string kOptimizerFlags = "optimizer";
 const std::string kUsed = "the parameters that a backward used";
-// A message is the largest of what the ranks say: a unit so that the first one wins and then the
-// fewest writes to it, or 0.
+// A message is the largest of what the ranks say: a unit so that the first one wins, or 0.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
-constexpr int64_t kMostWrites = std::numeric_limits<int32_t>::max();
 constexpr size_t kMostKnown = 4096; // see Note [Static graphs]
 enum Field : uint8_t { Wanted, Changed, Skipped, Failed, MostGathered, LeastGathered, kNumFields };
 
@@ -112,8 +110,7 @@ void ControlChannel::begin_backward(const std::shared_ptr<void>& running) {
 
 void ControlChannel::say(const Answer& own) {
   std::vector<int64_t> fields(kNumFields);
-  fields[Wanted] =
-      own.wanted ? (kFirstUnit - *own.wanted) * kMostWrites + kMostWrites - 1 - own.num_writes : 0;
+  fields[Wanted] = own.wanted ? kFirstUnit - *own.wanted : 0;
   fields[Changed] = own.changed ? 1 : 0;
   fields[Skipped] = own.skipped ? 1 : 0;
   fields[Failed] = own.failed ? 1 + *own.failed : 0;
@@ -131,8 +128,7 @@ ControlChannel::Answer ControlChannel::wait() {
     answer.failed = static_cast<int>(fields[Failed] - 1);
   }
   if (fields[Wanted] != 0) {
-    answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted] / kMostWrites);
-    answer.num_writes = static_cast<int>(kMostWrites - 1 - fields[Wanted] % kMostWrites);
+    answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted]);
   }
   answer.gathers_differ = fields[MostGathered] != -fields[LeastGathered];
   return answer;

@@ -34,7 +34,6 @@ class ControlChannel {
  public:
   struct Answer {
     std::optional<UnitId> wanted; // the first unit in registration that any rank needs
-    int num_writes = 0; // the fewest by a rank that needs it, see Note [Writes in a forward]
     bool changed = false; // on any rank
     bool skipped = false; // any rank left out calls that others may have made
     std::optional<int> failed; // the last rank whose forward raised

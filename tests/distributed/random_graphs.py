@@ -41,7 +41,8 @@ class Leaf(nn.Module):
 class Node(nn.Module):
     """Calls its children as its plan says.
 
-    `clock` is the number of the forward, the rank, and whether the root moves what is frozen.
+    `clock` is the number of the forward, the rank, and whether the root moves what is frozen: at
+    its end or, early, behind a step that differs from rank to rank.
     """
 
     def __init__(self, children: list[nn.Module], rng: random.Random, clock: list[int]) -> None:
@@ -50,7 +51,7 @@ class Node(nn.Module):
         self.own = nn.Linear(WIDTH, WIDTH) if rng.random() < 0.4 else None
         self.clock = clock
         self.aux: Tensor | None = None
-        self.is_root = False
+        self.is_root = self.moves_early = False
         whats = ["call"] * 5 + [
             "twice",
             "sometimes",
@@ -70,10 +71,12 @@ class Node(nn.Module):
         if self.own is not None:
             x = x + torch.tanh(self.own(x))
         self.aux = None
-        for what, index in self.plan.steps:
+        steps = self.plan.steps
+        last = sum(self.clock[:2]) % len(steps) if self.moves_early else len(steps) - 1
+        for number, (what, index) in enumerate(steps):
             x = self.step(what, index, x)
-        if self.is_root and self.clock[2]:
-            move(self)
+            if self.is_root and self.clock[2] and number == last:
+                move(self)
         return x
 
     def step(self, what: str, index: int, x: Tensor) -> Tensor:
@@ -96,12 +99,17 @@ class Node(nn.Module):
         return x
 
 
+def codes_of(model: nn.Module) -> list[Tensor]:
+    """Frozen parameters that the root moves."""
+    leaves = [module for module in model.modules() if isinstance(module, Leaf)]
+    return [leaf.code for leaf in leaves if leaf.code is not None]
+
+
 @torch.no_grad()
 def move(model: nn.Module) -> None:
-    """Changes what is frozen in place, behind the calls that have used it."""
-    for module in model.modules():
-        if isinstance(module, Leaf) and module.code is not None:
-            module.code.mul_(0.9).add_(0.05)
+    """Changes what is frozen in place, behind the calls that have used it or between them."""
+    for code in codes_of(model):
+        code.mul_(0.9).add_(0.05)
 
 
 def read(part: nn.Module, x: Tensor) -> Tensor:
@@ -129,6 +137,7 @@ def build(seed: int) -> tuple[nn.Module, list[int], list[nn.Module]]:
         candidates.append(node)
     root = Node([nodes[-1], *leaves], rng, clock)
     root.is_root = True
+    root.moves_early = seed // 2 % 2 == 0
     if root.own is None:  # else a rank's loss may not go through the model at all
         root.own = nn.Linear(WIDTH, WIDTH)
     root.double()

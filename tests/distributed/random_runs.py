@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.random_graphs import WIDTH, build, total_loss
+from tests.distributed.random_graphs import WIDTH, build, codes_of, total_loss
 
 KINDS = ("train", "eval", "fail_forward", "fail_eval", "fail_one", "fail_backward")
 BETWEEN = ("eval", "inference", "reference")
@@ -75,12 +75,13 @@ def reference(seed: int, world_size: int) -> Result:
             continue
         losses = []
         for rank, numbers in enumerate(result.numbers):
-            clock[:] = [step, rank, rank == last]  # one move for all ranks' forwards
-            with mode(model, event):
+            clock[:] = [step, rank, True]
+            with mode(model, event), one_move(model, is_last=rank == last):
                 losses.append(total_loss(model, batch(seed, step, rank)))
             numbers.append(losses[-1].item())
         for rank, numbers in enumerate(result.numbers):
-            numbers += look_between(model, clock, event, batch(seed, step, rank), (rank, last))
+            with one_move(model, is_last=rank == last):
+                numbers += look_between(model, clock, event, batch(seed, step, rank), rank)
         for rank, loss in enumerate(losses):
             clock[1] = rank
             if event.kind == "train":
@@ -101,13 +102,13 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def look_between(
-    model: nn.Module, clock: list[int], event: Event, x: Tensor, ranks: tuple[int, int]
+    model: nn.Module, clock: list[int], event: Event, x: Tensor, rank: int
 ) -> list[float]:
-    """A forward without gradients before the backward of the event's; `ranks`: this, the last."""
+    """A forward without gradients before the backward of the event's."""
     if not event.between:
         return []
-    step, rank, moves = clock
-    clock[:] = [step + 50, ranks[0], ranks[0] == ranks[1]]
+    before = list(clock)
+    clock[:] = [clock[0] + 50, rank, True]
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = trained[event.place % 3 :: 2] if event.between == "reference" else []
     for p in frozen:
@@ -116,8 +117,19 @@ def look_between(
         loss = total_loss(model, x).item()
     for p in frozen:
         p.requires_grad_(True)
-    clock[:] = [step, rank, moves]
+    clock[:] = before
     return [loss]
+
+
+@contextmanager
+def one_move(model: nn.Module, is_last: bool) -> Iterator[None]:
+    """Of the forwards of all ranks the last one's moves stay: each rank moves its own copy."""
+    before = [code.clone() for code in codes_of(model)]
+    yield
+    if not is_last:
+        with torch.no_grad():
+            for code, old in zip(codes_of(model), before, strict=True):
+                code.copy_(old)
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def train(seed: int, stage: int, shape: str) -> Result:
             with mode(model, event):
                 loss = total_loss(model, batch(seed, step, rank))
             numbers.append(loss.item())
-            numbers += look_between(model, clock, event, batch(seed, step, rank), (rank, rank))
+            numbers += look_between(model, clock, event, batch(seed, step, rank), rank)
             if event.kind == "train":
                 loss.backward()
         if event.update:

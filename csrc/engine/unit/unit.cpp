@@ -112,28 +112,17 @@ void Unit::unshard(const std::shared_future<void>& after, bool reads) {
   // This rank may be in a call that the others have left: they gather the unit anew, it goes on.
   const bool in_use = shards_ && state() != UnitState::Sharded;
   wait_for_unshard();
-  const std::vector<at::Tensor> written = in_use ? copy_of_writes() : std::vector<at::Tensor>();
+  const bool is_written = in_use && versions_.is_written();
+  const at::Tensor own = is_written ? bucket_.bytes().clone() : written_full_;
   gathered_version_ = version();
   gathers_.begin(regions, gathered_version_, after, reads);
   mark_gathered();
-  if (in_use) {
+  if (in_use || own.defined()) {
     wait_for_unshard();
   }
-  for (size_t i = 0; i < written.size(); ++i) {
-    bucket_.full(bucket_.regions()[i]).copy_(written[i]);
+  if (own.defined()) { // others' parts may be from before; see Note [Writes in a forward]
+    bucket_.bytes().copy_(own);
   }
-}
-
-// A call that changes the full parameters in place goes on with them: other ranks' parts may be
-// from before that. See Note [Writes in a forward].
-std::vector<at::Tensor> Unit::copy_of_writes() const {
-  std::vector<at::Tensor> copies;
-  if (versions_.is_written() || num_writes() > 0) {
-    for (const int region : bucket_.regions()) {
-      copies.push_back(bucket_.full(region).clone());
-    }
-  }
-  return copies;
 }
 
 void Unit::note_use() const {

@@ -78,18 +78,15 @@ class Unit {
   std::vector<at::Tensor> full_values() const;
 
   // Note [Writes in a forward]
-  // A call may change frozen parameters in place, and ranks come to it at different times. A rank
-  // that asks for the unit reads it as it is behind the writes that the rank itself has made. Each
-  // rank therefore keeps its part from before each write until all have left the pass.
-  int num_writes() const {
-    return static_cast<int>(past_.size());
+  // A call may change parameters in place, and ranks come to it at different times. Each reads the
+  // unit as it is behind the writes that it has made itself: it keeps the full parameters and lays
+  // them over what it gathers later in the pass. Its part for the others changes when all have left
+  // the pass.
+  void keep_write();
+  bool keeps_write() const {
+    return written_full_.defined();
   }
-  void keep_past();
-  // Exchanges this rank's part with that before the given write; a second call sets it right again.
-  void exchange_past(int write);
-  void forget_past() {
-    past_.clear();
-  }
+  void finish_write();
 
   // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
   // have changed since. `after`, `reads`: see Gathers::begin.
@@ -166,7 +163,7 @@ class Unit {
   bool is_gathered(int region) const {
     return gathered_[region] == versions_.of_region(region);
   }
-  std::vector<at::Tensor> copy_of_writes() const;
+  void write_back(const Bucket& full);
 
   UnitId id_;
   std::string name_;
@@ -182,7 +179,7 @@ class Unit {
   std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;
   bool written_ = false; // by calls, since mark_fresh()
-  std::vector<std::vector<at::Tensor>> past_; // by write, then region
+  at::Tensor written_full_; // bytes, see Note [Writes in a forward]
   int64_t cast_version_ = -1;
 };
 

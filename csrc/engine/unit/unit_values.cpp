@@ -93,20 +93,17 @@ void Unit::cast_main() {
   mark_cast();
 }
 
-void Unit::keep_past() {
-  std::vector<at::Tensor>& parts = past_.emplace_back();
-  for (const int region : bucket_.regions()) {
-    parts.push_back(shards_->full(region).clone());
-  }
+void Unit::keep_write() {
+  const c10::InferenceMode normal(false);
+  written_full_ = bucket_.bytes().clone();
 }
 
-void Unit::exchange_past(int write) {
+void Unit::finish_write() {
   wait_for_unshard();
-  const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < bucket_.regions().size(); ++i) {
-    const at::Tensor& shard = shards_->full(bucket_.regions()[i]);
-    shard.copy_(std::exchange(past_.at(write).at(i), shard.clone()));
-  }
+  const c10::Device device = written_full_.device();
+  Bucket full(layout_, bucket_.regions(), context_.mesh.shard(), device, "unit '" + name_ + "'");
+  full.attach(written_full_.data_ptr());
+  write_back(full);
 }
 
 bool Unit::take_back(bool keeps) {
@@ -131,9 +128,15 @@ bool Unit::take_back(bool keeps) {
 
 void Unit::write_back() {
   note_use();
+  write_back(bucket_);
+}
+
+void Unit::write_back(const Bucket& full) {
+  const c10::InferenceMode normal(false);
+  const at::NoGradGuard no_grad;
   note_change();
-  for (const int region : bucket_.regions()) {
-    const at::Tensor own = own_part(*this, bucket_, region);
+  for (const int region : full.regions()) {
+    const at::Tensor own = own_part(*this, full, region);
     if (main_.has(region)) {
       main_.take_changes(region, own);
     }
@@ -141,6 +144,7 @@ void Unit::write_back() {
       shards_->full(region).copy_(own);
     }
   }
+  written_full_.reset();
 }
 
 } // namespace zerocore
