@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,11 @@ def by_night(*values: Any) -> list[Any]:
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
         for value in values
     ]
+
+
+def by_day(values: Iterable[Any], few: Sequence[Any]) -> list[Any]:
+    """The values, of which only `few` are tested by day."""
+    return [*by_night(*(each for each in values if each not in few)), *few]
 
 
 stage_3_by_day = pytest.mark.parametrize("stage", [*by_night(0, 1, 2), 3])

@@ -57,9 +57,8 @@ OF_COPIES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload"), [*by_night((0, STATES), (3, STATES)), (3, GRADIENTS)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("stage", "offload"), OF_COPIES)
 def test_a_missing_wait_of_offload_shows(stage: int, offload: zerocore.Offload) -> None:
     """With states on the host, where the thread that updates them waits for events itself."""
     options = {"stage": stage, "offload": offload}

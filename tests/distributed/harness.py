@@ -107,10 +107,14 @@ _numbers = itertools.count()
 
 
 def _take_ranks(number: int) -> list[_Rank]:
-    """Those that were used last, in the order of their ranks, and as many more as it takes."""
-    taken = [rank for rank in _idle[:number] if rank.process.is_alive()]
-    del _idle[:number]
-    return taken + _fresh_ranks(number - len(taken))
+    """Each has been this rank before or is new: DTensor's caches know places in meshes."""
+    taken = []
+    for rank in range(number):
+        own = next((each for each in _idle if each.rank == rank), None)
+        if own is not None:
+            _idle.remove(own)
+        taken.append(own if own is not None and own.process.is_alive() else _Rank())
+    return taken
 
 
 def _fresh_ranks(number: int) -> list[_Rank]:

@@ -93,7 +93,7 @@ def compare_with_hybrid(shape: tuple[int, int]) -> None:
         torch.testing.assert_close(*results, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.one_by_day
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(2, 4), (2, 2)], ids=["2x4", "2x2"])
 def test_training_is_that_of_hybrid_sharding(shape: tuple[int, int]) -> None:
     run_ranks(compare_with_hybrid, shape[0] * shape[1], shape, timeout=170)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
-from tests.by_night import by_night
+from tests.by_night import by_day, by_night
 from tests.distributed.chain import Chain, step
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
@@ -53,11 +53,10 @@ def train_stages(name: str, shape: tuple[int, int]) -> tuple[Trained | None, lis
 
 # Replicas of shards for each model, and the other meshes for one.
 BY_DAY = [*((name, SHAPES[0]) for name in CASES), ("plain", SHAPES[1]), ("tied", SHAPES[2])]
-REST = (each for each in product(CASES, SHAPES) if each not in BY_DAY)
 
 
 @pytest.mark.one_by_day
-@pytest.mark.parametrize(("name", "shape"), [*by_night(*REST), *BY_DAY])
+@pytest.mark.parametrize(("name", "shape"), by_day(product(CASES, SHAPES), BY_DAY))
 def test_training_equals_one_process(name: str, shape: tuple[int, int]) -> None:
     answers = run_ranks(train_stages, shape[0] * shape[1], name, shape, timeout=120)
     reference = answers[0][0]

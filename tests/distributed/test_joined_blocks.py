@@ -68,7 +68,7 @@ def train_joined(
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [*by_night(1, 2, 4), 3])
 def test_they_train_as_in_one_process(world_size: int) -> None:
     names = NAMES[world_size % 3 :: 3]
     answers = run_ranks(train_joined, world_size, names, [world_size % 3, 3], timeout=240)

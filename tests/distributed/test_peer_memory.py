@@ -96,6 +96,7 @@ def write_between(face: str, stops: bool) -> None:
         assert float(lows.min()) >= 100 * turn
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("face", ["shard", "fsdp"])
 def test_ranks_may_write_behind_each_bucket(face: str, stops: bool) -> None:

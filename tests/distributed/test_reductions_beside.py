@@ -130,9 +130,8 @@ def compare(train: Any) -> None:
 @pytest.mark.parametrize(
     ("train", "world_size"),
     [
-        *by_night((drop_blocks_and_resume, 2), (fail_in_a_backward, 4)),
+        *by_night((drop_blocks_and_resume, 2), (fail_in_a_backward, 4), (fail_in_a_backward, 2)),
         (drop_blocks_and_resume, 4),
-        (fail_in_a_backward, 2),
     ],
 )
 def test_beside(train: Any, world_size: int) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -193,6 +194,7 @@ def test_near_ranks_where_one_rank_skips_a_block() -> None:
     run_ranks(compare_near, 4, skip_a_block_on_one_rank, Skipping, 1, ours, None)
 
 
+@pytest.mark.nightly
 def test_near_ranks_before_and_after_a_resume(tmp_path: Path) -> None:
     systems = ("torch", "zerocore.shard", "zerocore")
     run_ranks(compare_near, 4, save_and_resume, Net, 2, systems, tmp_path)

@@ -220,6 +220,6 @@ def generate_elsewhere(folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_process_generates(tmp_path: Path) -> None:
     run_ranks(generate_elsewhere, 2, str(tmp_path), launch="torchrun", timeout=250)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerocore
-from tests.by_night import by_night
+from tests.by_night import by_day
 from tests.planning.measuring import measure
 from tests.zoo import CASES
 from tests.zoo_case import Case
@@ -159,12 +159,7 @@ def planned(stage: StagePlan) -> tuple[int, ...]:
     )
 
 
-BY_DAY = list(CASES)[::4]
-
-
-@pytest.mark.parametrize(
-    "name", [*by_night(*(each for each in CASES if each not in BY_DAY)), *BY_DAY]
-)
+@pytest.mark.parametrize("name", by_day(CASES, list(CASES)[::7]))
 def test_the_runtime_allocates_what_was_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     runs: dict[tuple[str, bool], Activations] = {}
@@ -191,12 +186,12 @@ def test_the_runtime_allocates_what_was_planned(name: str, monkeypatch: pytest.M
 
 
 NAMES = ("plain", "experts", "frozen", "empty_shards")
-MIXED = product(NAMES, (None, torch.float32), ("once", "sharded", "full"))
+MIXED = list(product(NAMES, (None, torch.float32), ("once", "sharded", "full")))
 
 
 @pytest.mark.parametrize(
-    ("name", "reduce_dtype", "accumulate"),  # by day any two of them meet
-    [each if (n + n // 6) % 2 else by_night(each)[0] for n, each in enumerate(MIXED)],
+    ("name", "reduce_dtype", "accumulate"),
+    by_day(MIXED, [each for n, each in enumerate(MIXED) if n % 5 == 0]),
 )
 def test_the_runtime_allocates_what_was_planned_in_mixed_precision(
     name: str, reduce_dtype: torch.dtype | None, accumulate: str

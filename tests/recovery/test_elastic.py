@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 import zerocore
-from tests.by_night import by_night
+from tests.by_night import by_day, by_night
 from tests.distributed.harness import find_free_port, run_ranks, run_to_end
 from tests.recovery import lives
 
@@ -82,9 +82,7 @@ SHRUNK = [
 FEW = [("backward", 1)]
 
 
-@pytest.mark.parametrize(
-    ("point", "victim"), [*FEW, *by_night(*(each for each in SHRUNK if each not in FEW))]
-)
+@pytest.mark.parametrize(("point", "victim"), by_day(SHRUNK, FEW))
 def test_those_that_live_go_on(port: int, point: str, victim: int, tmp_path: Path) -> None:
     """In their processes, with the losses of an undisturbed run."""
     whole = run_ranks(lives.undisturbed, 3, tmp_path, True)[0]
@@ -157,6 +155,7 @@ def raise_alone(port: int) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_too_few_are_left(port: int) -> None:
     """One rank raises an error of its own, and ends; the other one waits for another in vain."""
     errors = [

@@ -64,7 +64,7 @@ def run_program(text: str, name: str, folder: str) -> None:
 
 
 CASES = [
-    pytest.param(page, text, id=f"{page.stem}-{number}")
+    pytest.param(page, text, id=f"{page.stem}-{number}", marks=[pytest.mark.nightly] * (number % 2))
     for page in PAGES
     for number, text in enumerate(programs(page))
 ]

@@ -68,6 +68,7 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     assert ":class:" not in text
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium")
 def test_a_reader_finds_pages(address: str, tmp_path: Path) -> None:
     """Follows the navigation to its end, searches, and takes a picture."""
