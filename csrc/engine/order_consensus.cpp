@@ -132,8 +132,9 @@ void OrderConsensus::settle_pass() {
   if (answer.changed && !failed_) {
     calls = context_.control->gather(schedule_.order().calls());
     has_order_ = true;
+    calls_differ_ = calls.lists.size() > 1;
   }
-  ranks_differ_ = ranks_differ_ || (answer.skipped && !failed_);
+  ranks_differ_ = ranks_differ_ || ((answer.skipped || calls_differ_) && !failed_);
   finish_pass(calls);
 }
 

@@ -86,6 +86,7 @@ class OrderConsensus {
   bool leaving_ = false; // a pass that other ranks may still be in
   bool ranks_differ_ = false;
   bool has_order_ = false; // from a pass of all ranks
+  bool calls_differ_ = false; // as the ranks last compared them
   int64_t gathered_ = 0; // again, for the pass; see begin_pass()
   UnitId first_gathered_ = -1;
   std::optional<int> failed_;

@@ -221,8 +221,9 @@ void UnitLifecycle::keep_writes(UnitId id) {
       !mesh.gathers_near(),
       "unit '",
       unit.name(),
-      "': its forward changes parameters in place, which does not go with regather=: near ranks "
-      "keep parts of what they gathered. Shard the model without regather=.");
+      "': its forward changes parameters in place, which goes neither with regather= nor, at stage "
+      "3, with replicas_share='optimizer': near ranks keep parts of what they gathered. Shard the "
+      "model without.");
   unit.mark_written();
   const bool are_others_there = context_.control != nullptr && schedule_.in_rooted_pass();
   if (mesh.shards_parameters && are_others_there && schedule_.follows_order()) {

@@ -8,9 +8,20 @@ namespace zerocore {
 
 namespace {
 
-// Whether the call has a backward, and whether that reads parameters, as one number.
-uint8_t needs_of(const PassCall& call) {
-  return call.needs_backward ? (call.reads ? 2 : 1) : 0;
+// Whether another call of the unit was made before this one was left: its backward begins earlier
+// than that one's.
+bool is_nest(const PassCalls& calls, size_t number) {
+  const PassCall& call = calls[number];
+  const auto begin = calls.begin() + static_cast<std::ptrdiff_t>(number) + 1;
+  const auto end = std::max(begin, calls.begin() + call.last + 1);
+  return std::any_of(
+      begin, end, [&](const PassCall& each) { return each.made && each.unit == call.unit; });
+}
+
+// What a rank needs of the call in its backward, and when, as one number.
+uint8_t needs_of(const PassCalls& calls, size_t number) {
+  const PassCall& call = calls[number];
+  return call.needs_backward ? 1 + (call.reads ? 1 : 0) + (is_nest(calls, number) ? 2 : 0) : 0;
 }
 
 } // namespace
@@ -24,8 +35,8 @@ void CallOrder::take(std::vector<CallEvent> events) {
   events_ = std::move(events);
   expected_ = calls_of(events_);
   own_needs_.clear();
-  for (const PassCall& call : expected_) {
-    own_needs_.push_back(needs_of(call));
+  for (size_t call = 0; call < expected_.size(); ++call) {
+    own_needs_.push_back(needs_of(expected_, call));
   }
 }
 
@@ -75,7 +86,7 @@ void CallOrder::leave(int32_t number, bool needs_backward, bool reads) {
   call.reads = reads;
   if (static_cast<size_t>(number) < expected_.size()) {
     const bool longer = call.last > expected_[number].last;
-    changed_ = changed_ || longer || (grad_ && needs_of(call) != own_needs_[number]);
+    changed_ = changed_ || longer || (grad_ && needs_of(calls_, number) != own_needs_[number]);
   }
 }
 
@@ -89,7 +100,7 @@ std::vector<CallEvent> CallOrder::learn(const std::vector<PassCalls>& ranks, int
   take(events_of(next.calls));
   for (size_t i = 0; i < next.places.size(); ++i) {
     if (next.places[i] >= 0) {
-      own_needs_[next.places[i]] = needs_of(ranks[own][i]);
+      own_needs_[next.places[i]] = needs_of(ranks[own], i);
     }
   }
   learned_ = true;

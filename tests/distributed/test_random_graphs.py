@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.joined import joined
-from tests.distributed.random_graphs import build, choose_units, total_loss
+from tests.distributed.random_graphs import build, choose_units, codes_of, total_loss
 from tests.distributed.random_runs import (
     BETWEEN,
     KINDS,
@@ -62,6 +62,9 @@ def mesh_of(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
 
 
+NEAR = ("regather", "replicas_share")
+
+
 def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
     """How a model is sharded, by its seed."""
     rng = random.Random(seed + 3)
@@ -73,16 +76,28 @@ def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
         "fuse_wgrad": seed // 4 % 2 == 0,
         "accumulate": rng.choice([None, None, "full"]),
     }
+    more = rng.choice(["", "", "gather_at_step", "offload", "overlap_reductions", "retain_last"])
+    if more == "offload":
+        options[more] = zerocore.Offload(parameters="cpu" if stage == 3 else "device")
+    elif more and (stage == 3 or more == "overlap_reductions"):
+        options[more] = True
     if replicas:
         options["group"] = mesh_of(int(replicas), int(shards))
-    if stage == 3 and shards == "4":
+        if seed % 3 == 0 and stage > 0 and more != "offload":
+            options["replicas_share"] = "optimizer"
+    if (
+        stage == 3
+        and shards == "4"
+        and more in ("", "retain_last")
+        and "replicas_share" not in options
+    ):
         options["regather"] = rng.choice([None, 2])
     return {name: value for name, value in options.items() if value is not None}
 
 
 def shard(seed: int, model: nn.Module, candidates: list[nn.Module], **options: Any) -> None:
-    if any(getattr(module, "code", None) is not None for module in model.modules()):
-        options.pop("regather", None)  # it refuses changes in place
+    if codes_of(model):  # near ranks refuse changes in place
+        options = {key: value for key, value in options.items() if key not in NEAR}
     with joined(seed % 2 << 20):
         try:
             zerocore.shard(model, units=choose_units(seed, candidates), **options)

@@ -201,9 +201,11 @@ def refuse() -> None:
         zerocore.shard(Chain(), regather="node")
     with pytest.raises((ValueError, RuntimeError), match="regather"):
         zerocore.shard(Chain(), regather=others if dist.get_rank() < 2 else 4)
-    model = zerocore.shard(Clamped(), regather=2)
-    with pytest.raises(ValueError, match="its forward changes parameters in place"):
-        model(batch(0))
+    mesh = init_device_mesh("cpu", (2, 2))
+    for options in ({"regather": 2}, {"group": mesh, "replicas_share": "optimizer"}):
+        model = zerocore.shard(Clamped(), **options)
+        with pytest.raises(ValueError, match="its forward changes parameters in place"):
+            model(batch(0))
 
 
 def test_mistakes_are_errors_on_all_ranks() -> None:
