@@ -18,7 +18,7 @@ bool is_nest(const PassCalls& calls, size_t number) {
       begin, end, [&](const PassCall& each) { return each.made && each.unit == call.unit; });
 }
 
-// What a rank needs of the call in its backward, and when, as one number.
+// A number for the needs of a rank in the backward of a call: of none, parameters, at what time.
 uint8_t needs_of(const PassCalls& calls, size_t number) {
   const PassCall& call = calls[number];
   return call.needs_backward ? 1 + (call.reads ? 1 : 0) + (is_nest(calls, number) ? 2 : 0) : 0;
