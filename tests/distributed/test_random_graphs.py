@@ -165,6 +165,16 @@ def test_random_graphs_train_as_one_process(shape: str) -> None:
     run_ranks(compare, world_of(shape), seeds, shape, False, timeout=200)
 
 
+# Calls of a unit that nest on some ranks only, and a checkpoint whose backward begins with a loss
+# inside of it, as an evaluation in between has taken other ways.
+FOUND = [(72208, "4"), (73070, "3")]
+
+
+@pytest.mark.parametrize(("seed", "shape"), FOUND)
+def test_graphs_that_went_wrong_once(seed: int, shape: str) -> None:
+    run_ranks(compare, world_of(shape), range(seed, seed + 1), shape, True, timeout=200)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("shape", SHAPES)
 def test_more_random_graphs(shape: str) -> None:

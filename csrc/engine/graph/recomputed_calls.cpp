@@ -46,15 +46,17 @@ void RecomputedCalls::look_behind() {
   place_ = {};
   group_.clear();
   std::optional<CallHandle> next; // the first one whose backward has come
+  int64_t pass = -1; // of the calls before the node and around it
   for (auto made = calls_.rbegin(); made != calls_.rend(); ++made) {
     const RecordedCall& recorded = made->recorded;
     if (recorded.thread != node_.thread || recorded.call.pass < 0) {
       continue;
     }
-    if (recorded.last <= node_.number) {
-      break; // and so are those that were left before it
-    }
     if (recorded.first <= node_.number) {
+      pass = std::max(pass, recorded.call.pass);
+      if (recorded.last <= node_.number) {
+        break; // and so are those that were left before it
+      }
       continue; // the node is inside of the call
     }
     if (!made->has_graph && !made->found) {
@@ -66,16 +68,30 @@ void RecomputedCalls::look_behind() {
   if (next) {
     std::erase_if(group_, [&](const Made* made) { return !is_before(made->recorded.call, *next); });
     place_ = {next->pass, next->call};
+  } else if (group_.empty()) {
+    place_ = place_behind(pass);
   }
   std::sort(group_.begin(), group_.end(), [](const Made* a, const Made* b) {
     return is_before(a->recorded.call, b->recorded.call);
   });
   if (!group_.empty()) {
-    std::erase_if(group_, [pass = group_.front()->recorded.call.pass](const Made* made) {
-      return made->recorded.call.pass != pass;
+    std::erase_if(group_, [first = group_.front()->recorded.call.pass](const Made* made) {
+      return made->recorded.call.pass != first;
     });
     place_ = {group_.back()->recorded.call.pass, group_.back()->recorded.call.call + 1};
   }
+}
+
+// Behind all calls of the pass that began before the node.
+BackwardPlace RecomputedCalls::place_behind(int64_t pass) const {
+  BackwardPlace place{pass, 0};
+  for (const Made& made : calls_) {
+    const RecordedCall& recorded = made.recorded;
+    if (recorded.call.pass == pass && recorded.first <= node_.number) {
+      place.end = std::max(place.end, recorded.call.call + 1);
+    }
+  }
+  return place;
 }
 
 void RecomputedCalls::end_backward() {

@@ -43,6 +43,7 @@ class RecomputedCalls {
   };
 
   void look_behind();
+  BackwardPlace place_behind(int64_t pass) const;
 
   std::deque<Made> calls_; // in the order in which they were left
   GraphNode node_; // of the checkpoint that makes calls again
