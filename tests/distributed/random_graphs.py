@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ class Node(nn.Module):
         self.own = nn.Linear(WIDTH, WIDTH) if rng.random() < 0.4 else None
         self.clock = clock
         self.aux: Tensor | None = None
-        self.is_root = self.moves_early = False
+        self.moves = self.moves_early = False
         whats = ["call"] * 5 + [
             "twice",
             "sometimes",
@@ -75,7 +75,7 @@ class Node(nn.Module):
         last = sum(self.clock[:2]) % len(steps) if self.moves_early else len(steps) - 1
         for number, (what, index) in enumerate(steps):
             x = self.step(what, index, x)
-            if self.is_root and self.clock[2] and number == last:
+            if self.moves and self.clock[2] and number == last:
                 move(self)
         return x
 
@@ -85,8 +85,8 @@ class Node(nn.Module):
             "call": lambda: part(x),
             "twice": lambda: part(part(x)),
             "sometimes": lambda: part(x) if self.clock[0] % 2 else x,
-            "checkpoint": lambda: checkpoint(part, x, use_reentrant=False),
-            "reentrant": lambda: checkpoint(part, x, use_reentrant=True),
+            "checkpoint": lambda: checkpoint(self.by_this_clock(part), x, use_reentrant=False),
+            "reentrant": lambda: checkpoint(self.by_this_clock(part), x, use_reentrant=True),
             "read": lambda: x + read(part, x),
             "aux": lambda: self.keep(part, x),
             "detach": lambda: x + part(x.detach()).detach(),
@@ -94,9 +94,28 @@ class Node(nn.Module):
         }
         return steps[what]()
 
+    def by_this_clock(self, part: nn.Module) -> Callable[[Tensor], Tensor]:
+        """``part``, which goes the same ways in a backward that comes when time has gone on."""
+        now = list(self.clock)
+
+        def run(x: Tensor) -> Tensor:
+            later = list(self.clock)
+            self.clock[:] = now
+            try:
+                return cast(Tensor, part(x))
+            finally:
+                self.clock[:] = later
+
+        return run
+
     def keep(self, part: nn.Module, x: Tensor) -> Tensor:
         self.aux = part(x).square().mean()
         return x
+
+
+def has_joint_backwards(seed: int) -> bool:
+    """Whether some backwards go through several forwards."""
+    return seed % 5 == 1
 
 
 def codes_of(model: nn.Module) -> list[Tensor]:
@@ -136,7 +155,7 @@ def build(seed: int) -> tuple[nn.Module, list[int], list[nn.Module]]:
         nodes.append(node)
         candidates.append(node)
     root = Node([nodes[-1], *leaves], rng, clock)
-    root.is_root = True
+    root.moves = not has_joint_backwards(seed)  # a checkpoint would see what a later forward moved
     root.moves_early = seed // 2 % 2 == 0
     if root.own is None:  # else a rank's loss may not go through the model at all
         root.own = nn.Linear(WIDTH, WIDTH)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.random_graphs import WIDTH, build, codes_of, total_loss
+from tests.distributed.random_graphs import WIDTH, build, codes_of, has_joint_backwards, total_loss
 
 KINDS = ("train", "eval", "fail_forward", "fail_eval", "fail_one", "fail_backward")
 BETWEEN = ("eval", "inference", "reference")
@@ -31,6 +31,7 @@ class Event:
     between: str = ""  # what comes between the forward and its backward
     held: bool = False  # gradients are not reduced yet
     update: bool = False
+    waits: bool = False  # the backward is that of the next forward, too
 
 
 def events_of(seed: int) -> list[Event]:
@@ -43,7 +44,9 @@ def events_of(seed: int) -> list[Event]:
             last = number == count - 1
             held = not last and rng.random() < 0.6
             between = rng.choice(BETWEEN) if rng.random() < 0.5 else ""
-            events.append(Event("train", rng.randrange(1000), between, held, last))
+            place = rng.randrange(1000)
+            waits = has_joint_backwards(seed) and not last and place % 2 == 0
+            events.append(Event("train", place, between, held, last, waits))
             if rng.random() < 0.5:
                 events.append(Event(rng.choice(KINDS[1:]), rng.randrange(1000)))
     return events
@@ -69,9 +72,11 @@ def reference(seed: int, world_size: int) -> Result:
     optimizer = make_optimizer(model)
     result = Result([[] for _ in range(world_size)])
     last = world_size - 1
+    waiting: list[Any] = [0.0] * world_size
     for step, event in enumerate(events_of(seed)):
         if event.kind.startswith("fail"):
             optimizer.zero_grad()
+            waiting = [0.0] * world_size
             continue
         losses = []
         for rank, numbers in enumerate(result.numbers):
@@ -85,7 +90,7 @@ def reference(seed: int, world_size: int) -> Result:
         for rank, loss in enumerate(losses):
             clock[1] = rank
             if event.kind == "train":
-                (loss / world_size).backward()
+                waiting[rank] = backward_unless_it_waits(waiting[rank] + loss / world_size, event)
         if event.update:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             for numbers in result.numbers:
@@ -94,6 +99,14 @@ def reference(seed: int, world_size: int) -> Result:
             optimizer.zero_grad()
     result.state = dict(model.state_dict())
     return result
+
+
+def backward_unless_it_waits(loss: Tensor, event: Event) -> Any:
+    """Of a loss that does not wait; returns the one that waits."""
+    if event.waits:
+        return loss
+    loss.backward()
+    return 0.0
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -30,6 +30,7 @@ from tests.distributed.random_runs import (
     Event,
     Planned,
     Result,
+    backward_unless_it_waits,
     batch,
     events_of,
     failing_backward,
@@ -115,11 +116,13 @@ def train(seed: int, stage: int, shape: str) -> Result:
     optimizer = make_optimizer(model)
     rank = dist.get_rank()
     numbers: list[float] = []
+    waiting: Any = 0.0
     for step, event in enumerate(events_of(seed)):
         clock[:] = [step, rank, not event.kind.startswith("fail")]
         if event.kind.startswith("fail"):
             fail(model, clock, event, seed)
             optimizer.zero_grad()
+            waiting = 0.0
             continue
         with zerocore.no_sync(model) if event.held else nullcontext():
             with mode(model, event):
@@ -127,7 +130,7 @@ def train(seed: int, stage: int, shape: str) -> Result:
             numbers.append(loss.item())
             numbers += look_between(model, clock, event, batch(seed, step, rank), rank)
             if event.kind == "train":
-                loss.backward()
+                waiting = backward_unless_it_waits(waiting + loss, event)
         if event.update:
             numbers.append(zerocore.clip_grad_norm_(model, MAX_NORM).item())
             optimizer.step()
