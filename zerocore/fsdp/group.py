@@ -30,6 +30,7 @@ from zerocore.tensor.wrapped import PRE, gathers_itself
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
 _GROUP = "_zerocore_fsdp_group"
 _ORIGIN = "_zerocore_fsdp_origin"  # on a parameter that was replaced by rows: what it was
+_IS_ROWS = "_zerocore_fsdp_rows"  # on one that has replaced it
 
 
 @dataclass(eq=False)
@@ -229,6 +230,7 @@ class Group:
         for (param, places), (data, shard, rows) in zip(owners.items(), made, strict=True):
             attributes = _attributes_of(param)
             origin = param.__dict__.setdefault(_ORIGIN, object())
+            shard.__dict__[_IS_ROWS] = True
             for owner, key in places:
                 owner._parameters[key] = shard
             self._over(data).params.append(
@@ -303,6 +305,11 @@ def _attributes_of(param: nn.Parameter) -> dict[str, Any]:
 
 
 def _check_param(param: nn.Parameter, name: str) -> None:
+    if _IS_ROWS in vars(param):
+        raise ValueError(
+            f"fully_shard: parameter '{name}' is sharded by a call for another module, which has "
+            "its module, too. Shard both in one call: fully_shard([module_a, module_b])."
+        )
     if param.dim() == 0:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "
