@@ -88,7 +88,6 @@ def reference(seed: int, world_size: int) -> Result:
             with one_move(model, is_last=rank == last):
                 numbers += look_between(model, clock, event, batch(seed, step, rank), rank)
         for rank, loss in enumerate(losses):
-            clock[1] = rank
             if event.kind == "train":
                 waiting[rank] = backward_unless_it_waits(waiting[rank] + loss / world_size, event)
         if event.update:

@@ -121,7 +121,7 @@ WHOLE: dict[str, Case] = {  # all blocks run, at once or after runs that do not 
 CASES = REPEATED | WHOLE
 
 
-# By day each model in one way, in turn.
+# By day each other model, in one of the two ways.
 BY_DAY = [(name, bool(number % 4 == 1)) for number, name in enumerate(CASES) if number % 2]
 
 

@@ -87,7 +87,8 @@ BackwardPlace RecomputedCalls::place_behind(int64_t pass) const {
   BackwardPlace place{pass, 0};
   for (const Made& made : calls_) {
     const RecordedCall& recorded = made.recorded;
-    if (recorded.call.pass == pass && recorded.first <= node_.number) {
+    const bool is_of_pass = recorded.thread == node_.thread && recorded.call.pass == pass;
+    if (is_of_pass && recorded.first <= node_.number) {
       place.end = std::max(place.end, recorded.call.call + 1);
     }
   }
