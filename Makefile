@@ -2,7 +2,7 @@
 #
 #   make demo                      train a small GPT on all ranks of this machine
 #   make test                      run the tests of each change, one more at a time than cores; on
-#                                  two cores 7 minutes
+#                                  two cores 7 to 8 minutes
 #   make nightly                   run all: more stages, seeds and trainers than `make test`
 #   make docs                      build the documentation's site in build/site
 #   make test ARGS="tests/plan"    run some of them: ARGS go to pytest
