@@ -32,7 +32,7 @@ def run_on_ranks(
 ) -> list[Any]:
     """Calls `function(*args)` on `world_size` ranks and returns the results in rank order.
 
-    `backend` is gloo, nccl (a GPU for each rank) or emulated: one process that plays rank 0.
+    `backend` is gloo, nccl (ranks share GPUs where there are fewer) or emulated: one process that plays rank 0.
     `function` has to be importable (spawned processes look it up by name) and its result
     picklable. The output of ranks is dropped, except that a failure shows its end. Raises
     RuntimeError with the failed rank's traceback, TimeoutError after `timeout_s` seconds; either
@@ -106,7 +106,7 @@ def _rank_main(
         import_zerocore().emulate(world_size, EMULATED_PRESET)
     else:
         if backend == "nccl":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
             backend,
             rank=rank,
