@@ -9,6 +9,7 @@
 #include <ATen/ops/pow.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace zerocore {
@@ -22,8 +23,26 @@ bool is_plain(const Move& move) {
 
 // One row goes to every row of a matrix.
 bool repeats_a_row(const Move& move) {
-  return move.to.is_cpu() && move.to.dim() == 2 && move.to.is_contiguous() &&
-      move.from.stride(0) == 0 && move.from.stride(1) == 1 && move.to.dtype() == move.from.dtype();
+  return move.to.dim() == 2 && move.to.is_contiguous() && move.from.stride(0) == 0 &&
+      move.from.stride(1) == 1 && move.to.dtype() == move.from.dtype();
+}
+
+// Not by one copy_ of the expanded row: on a CPU that would use the cores that compute, on a GPU a
+// kernel that goes element by element. Copies of contiguous ranges are memcpys, and each doubles
+// the rows that are there.
+void repeat_row(const Move& move) {
+  const int64_t rows = move.to.size(0);
+  const size_t nbytes = move.to.nbytes() / rows;
+  for (int64_t row = 0; move.to.is_cpu() && row < rows; ++row) {
+    auto* to = static_cast<char*>(move.to.data_ptr()) + row * nbytes;
+    std::memcpy(to, move.from.const_data_ptr(), nbytes);
+  }
+  for (int64_t done = 0; !move.to.is_cpu() && done < rows;) {
+    const int64_t count = std::min(std::max<int64_t>(done, 1), rows - done);
+    const at::Tensor from = done == 0 ? move.from.narrow(0, 0, 1) : move.to.narrow(0, 0, count);
+    move.to.narrow(0, done, count).copy_(from, /*non_blocking=*/true);
+    done += count;
+  }
 }
 
 void copy(const Move& move) {
@@ -31,12 +50,8 @@ void copy(const Move& move) {
     if (move.to.data_ptr() != move.from.data_ptr()) {
       std::memcpy(move.to.data_ptr(), move.from.const_data_ptr(), move.to.nbytes());
     }
-  } else if (repeats_a_row(move)) { // not by copy_, which would use the cores that compute
-    const size_t nbytes = move.to.nbytes() / move.to.size(0);
-    for (int64_t row = 0; row < move.to.size(0); ++row) {
-      auto* to = static_cast<char*>(move.to.data_ptr()) + row * nbytes;
-      std::memcpy(to, move.from.const_data_ptr(), nbytes);
-    }
+  } else if (repeats_a_row(move)) {
+    repeat_row(move);
   } else {
     at::Tensor to = move.to;
     to.copy_(move.from, /*non_blocking=*/true);
