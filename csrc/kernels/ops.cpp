@@ -20,6 +20,11 @@ void run_copy(const at::Tensor& like, Pair pair, const SegmentList& list, double
   }
 }
 
+// An empty list of copies.
+SegmentList list_of(const Pair& pair) {
+  return SegmentList(pair.dst == Element::Byte ? kByteChunkNumel : kChunkNumel);
+}
+
 // Elements from the first one to behind the last one.
 int64_t extent(int64_t numel, const Runs& runs) {
   if (runs.numel == 0 || numel == 0) {
@@ -50,6 +55,21 @@ void check_blocks(const char* op, const at::Tensor& blocks, const at::Tensor& va
       " and values ",
       values.scalar_type(),
       ", expected uint8 and float32, float16 or bfloat16");
+}
+
+// A kernel reads and writes whole words, and a word that is not aligned ends a GPU's context.
+void check_aligned(const char* op, const char* name, const char* data, int64_t nbytes) {
+  const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) % nbytes);
+  TORCH_CHECK_VALUE(
+      past == 0,
+      op,
+      ": ",
+      name,
+      " begins ",
+      past,
+      " bytes behind a multiple of ",
+      nbytes,
+      " in memory, expected a multiple. Pass .clone().");
 }
 
 constexpr std::array kElements = {
@@ -166,7 +186,7 @@ void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector
   const auto [pair, step] = conversion("copy_pieces", to.scalar_type(), from.scalar_type(), true);
   const Memory target(to);
   const Source source(from);
-  SegmentList list;
+  SegmentList list = list_of(pair);
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
     const Runs& runs = piece.runs;
@@ -195,14 +215,18 @@ void encode(const at::Tensor& blocks, const at::Tensor& source, c10::ScalarType 
       " elements do not fill ",
       blocks.numel(),
       " bytes of blocks");
+  const Memory target(blocks);
+  const Source values(source);
+  check_aligned("encode", "blocks", target.data, kScaleNbytes);
+  check_aligned("encode", "values", values.data, 4 * values.itemsize);
   if (num_blocks > 0) {
     loops_of(blocks.device())
         .encode(
             {blocks.device(),
              source.scalar_type(),
              format_of("encode", format),
-             Memory(blocks).data,
-             Source(source).data,
+             target.data,
+             values.data,
              num_blocks});
   }
 }
@@ -216,6 +240,7 @@ void decode(
   check_member("decode", "blocks", 0, blocks, to, at::kByte);
   const Memory target(to);
   const Source source(blocks);
+  check_aligned("decode", "blocks", source.data, kScaleNbytes);
   SegmentList list;
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
@@ -286,7 +311,7 @@ void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offs
   const auto src_dtype = sources.empty() ? bucket.scalar_type() : sources[0].scalar_type();
   const auto [pair, step] = conversion("cast", bucket.scalar_type(), src_dtype, true);
   const Memory target(bucket);
-  SegmentList list;
+  SegmentList list = list_of(pair);
   for (size_t i = 0; i < sources.size(); ++i) {
     check_member("cast", "source", i, sources[i], bucket, src_dtype);
     check_range("cast", i, offsets[i], sources[i].numel(), bucket.numel());

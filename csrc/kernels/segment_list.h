@@ -17,11 +17,13 @@ namespace zerocore::kernels {
 template <typename Segment, unsigned kInlineSegments>
 class ChunkList {
  public:
+  explicit ChunkList(int64_t chunk_numel = kChunkNumel) : chunk_numel_(chunk_numel) {}
+
   // Sets the segment's first chunk. An empty segment has none; find_segment() passes over it.
   void push(Segment segment) {
     segment.first_chunk = num_chunks_;
     segments_.push_back(segment);
-    num_chunks_ += chunks_of(segment);
+    num_chunks_ += chunks_of(segment, chunk_numel_);
   }
 
   int size() const {
@@ -39,16 +41,22 @@ class ChunkList {
   int64_t num_chunks() const {
     return num_chunks_;
   }
+  int64_t chunk_numel() const {
+    return chunk_numel_;
+  }
 
  private:
   c10::SmallVector<Segment, kInlineSegments> segments_;
   int64_t num_chunks_ = 0;
+  int64_t chunk_numel_;
 };
 
 using AdamWList = ChunkList<AdamWSegment, 32>;
 
 class SegmentList : public ChunkList<Segment, 48> {
  public:
+  using ChunkList::ChunkList;
+
   // Destinations must not overlap. Nothing is done for an empty segment.
   void push(const Segment& segment) {
     if (segment.numel > 0) {

@@ -2,7 +2,7 @@
 //
 // Note [Chunks]
 // A kernel works on any number of tensors in one launch: every segment is cut into chunks of
-// kChunkNumel elements (the last one may be shorter), the chunks of all segments are numbered
+// kChunkNumel elements, kByteChunkNumel where these are bytes (the last one may be shorter), the chunks of all segments are numbered
 // through, and each CUDA block takes one chunk. The cut depends on sizes alone, so what is summed
 // chunk by chunk is summed in the same order on every call.
 //
@@ -20,6 +20,7 @@
 namespace zerocore::kernels {
 
 constexpr int64_t kChunkNumel = 8192;
+constexpr int64_t kByteChunkNumel = 4 * kChunkNumel; // bytes: as many as a chunk of floats has
 constexpr int64_t kVectorNbytes = 16; // the widest access of one thread
 
 // dst[i] = or += src[i], for numel elements. Without a source the destination is zeroed.
@@ -36,8 +37,8 @@ struct Segment {
   int64_t first_chunk = 0; // number of its first chunk in the list, which sets it
 };
 
-ZEROCORE_HOST_DEVICE int64_t num_chunks_of(int64_t numel) {
-  return (numel + kChunkNumel - 1) / kChunkNumel;
+ZEROCORE_HOST_DEVICE int64_t num_chunks_of(int64_t numel, int64_t chunk_numel = kChunkNumel) {
+  return (numel + chunk_numel - 1) / chunk_numel;
 }
 
 // The segment that holds `chunk`: the last one that starts at or before it. `first_chunk(i)` grows
@@ -58,9 +59,10 @@ ZEROCORE_HOST_DEVICE int find_segment(FirstChunk first_chunk, int num_segments, 
 }
 
 // The elements of chunk `index` of a segment.
-ZEROCORE_HOST_DEVICE Range chunk_span(int64_t numel, int64_t index) {
-  const int64_t begin = index * kChunkNumel;
-  return {begin, begin + kChunkNumel < numel ? begin + kChunkNumel : numel};
+ZEROCORE_HOST_DEVICE Range
+chunk_span(int64_t numel, int64_t index, int64_t chunk_numel = kChunkNumel) {
+  const int64_t begin = index * chunk_numel;
+  return {begin, begin + chunk_numel < numel ? begin + chunk_numel : numel};
 }
 
 // A segment's run and the elements in it of one chunk.
@@ -70,23 +72,25 @@ struct RunSpan {
 };
 
 // Chunk `index` of `numel` elements in runs of `run`.
-ZEROCORE_HOST_DEVICE RunSpan run_span(int64_t numel, int64_t run, int64_t index) {
-  const int64_t number = index / num_chunks_of(run);
+ZEROCORE_HOST_DEVICE RunSpan
+run_span(int64_t numel, int64_t run, int64_t index, int64_t chunk_numel = kChunkNumel) {
+  const int64_t of_run = num_chunks_of(run, chunk_numel);
+  const int64_t number = index / of_run;
   const int64_t left = numel - number * run;
-  return {number, chunk_span(left < run ? left : run, index % num_chunks_of(run))};
+  return {number, chunk_span(left < run ? left : run, index % of_run, chunk_numel)};
 }
 
 template <typename AnySegment>
-int64_t chunks_of(const AnySegment& segment) {
-  return num_chunks_of(segment.numel);
+int64_t chunks_of(const AnySegment& segment, int64_t chunk_numel) {
+  return num_chunks_of(segment.numel, chunk_numel);
 }
 
-inline int64_t chunks_of(const Segment& segment) {
+inline int64_t chunks_of(const Segment& segment, int64_t chunk_numel) {
   if (segment.run == 0) {
-    return num_chunks_of(segment.numel);
+    return num_chunks_of(segment.numel, chunk_numel);
   }
-  return segment.numel / segment.run * num_chunks_of(segment.run) +
-      num_chunks_of(segment.numel % segment.run);
+  return segment.numel / segment.run * num_chunks_of(segment.run, chunk_numel) +
+      num_chunks_of(segment.numel % segment.run, chunk_numel);
 }
 
 // Calls visit(segment of one run) for each of a segment's runs.
@@ -113,14 +117,21 @@ struct VectorSplit {
   int64_t num_vectors = 0;
 };
 
+// Elements of a group: those of the widest access in the wider type. With more of them a thread
+// would move several words of that type, and each access of a warp would leave gaps between them.
+ZEROCORE_HOST_DEVICE constexpr int lanes_of(int dst_itemsize, int src_itemsize) {
+  return static_cast<int>(kVectorNbytes) /
+      (dst_itemsize > src_itemsize ? dst_itemsize : src_itemsize);
+}
+
 // The split for addresses `dst` and `src`. No vectors where the two are never aligned together.
 ZEROCORE_HOST_DEVICE VectorSplit
 split_vectors(uintptr_t dst, int dst_itemsize, uintptr_t src, int src_itemsize, int64_t numel) {
-  const int narrow = dst_itemsize < src_itemsize ? dst_itemsize : src_itemsize;
-  const int64_t lanes = kVectorNbytes / narrow;
-  const int64_t past = static_cast<int64_t>(dst % kVectorNbytes);
-  const int64_t head = past == 0 ? 0 : (kVectorNbytes - past) / dst_itemsize;
-  const bool aligned = past % dst_itemsize == 0 && (src + head * src_itemsize) % kVectorNbytes == 0;
+  const int64_t lanes = lanes_of(dst_itemsize, src_itemsize);
+  const int64_t past = static_cast<int64_t>(dst % (lanes * dst_itemsize));
+  const int64_t head = past == 0 ? 0 : (lanes * dst_itemsize - past) / dst_itemsize;
+  const bool aligned =
+      past % dst_itemsize == 0 && (src + head * src_itemsize) % (lanes * src_itemsize) == 0;
   if (!aligned || numel <= head) {
     return {numel, 0};
   }

@@ -37,6 +37,12 @@ def test_cast(dst: torch.dtype, src: torch.dtype, count: int) -> None:
     check_cast("cuda", dst, src, count)
 
 
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_bytes(dtype: torch.dtype, count: int) -> None:
+    check_cast("cuda", dtype, dtype, count)
+
+
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 8])
 @pytest.mark.parametrize(("dst", "src"), CASTS)
 def test_accumulate(dst: torch.dtype, src: torch.dtype, num_chunks: int) -> None:

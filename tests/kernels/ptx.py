@@ -20,6 +20,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 ARCH = "sm_90"
 WIDE = 16  # bytes of the widest access
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.[a-zA-Z:_0-9]+?)*?(?:\.v(\d))?\.[busf](\d+)\b")
+_SECOND_WORD = re.compile(r"\bst\.global\.v\S+\s+\[%rd\d+\+16\]")
 _USAGE = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
     r".*?Used (\d+) registers",
@@ -31,12 +32,16 @@ _USAGE = re.compile(
 class Kernel:
     """One instance of a kernel: ``copy_kernel<float, float, 128>``.
 
-    ``loads`` and ``stores`` of global memory are counted by their bytes.
+    ``loads`` and ``stores`` of global memory are counted by their bytes. ``most_ahead`` is the
+    largest number of loads between two stores. ``second_words`` counts stores of the second word of
+    a group: the words of a warp's lanes then have gaps between them.
     """
 
     name: str
     loads: Counter[int]
     stores: Counter[int]
+    most_ahead: int
+    second_words: int
     registers: int
     spilled_nbytes: int
 
@@ -90,11 +95,14 @@ def read_kernels(ptx: Path, *options: str) -> list[Kernel]:
     for (mangled, body), name in zip(bodies.items(), names, strict=True):
         stored, loaded, registers = usage[mangled]
         accesses = {"ld": Counter[int](), "st": Counter[int]()}
+        ahead, most_ahead = 0, 0
         for operation, lanes, bits in _ACCESS.findall(body):
             accesses[operation][int(lanes or 1) * int(bits) // 8] += 1
-        kernels.append(
-            Kernel(_short(name), accesses["ld"], accesses["st"], registers, stored + loaded)
-        )
+            ahead = ahead + 1 if operation == "ld" else 0
+            most_ahead = max(most_ahead, ahead)
+        second_words = len(_SECOND_WORD.findall(body))
+        counts = accesses["ld"], accesses["st"], most_ahead, second_words
+        kernels.append(Kernel(_short(name), *counts, registers, stored + loaded))
     return kernels
 
 

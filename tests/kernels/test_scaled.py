@@ -110,3 +110,14 @@ def test_wrong_arguments() -> None:
         ops.encode(blocks, values[:-1], torch.int8)
     with pytest.raises(ValueError, match="decode"):
         ops.decode(values, blocks, torch.int8, 1)
+
+
+def test_addresses_that_a_gpu_refuses() -> None:
+    """Kernels move words of 4 bytes of blocks and of 4 values."""
+    blocks, values = torch.empty(BLOCK_NBYTES + 1, dtype=torch.uint8), torch.ones(BLOCK + 1)
+    with pytest.raises(ValueError, match="encode: blocks begins 1 bytes behind a multiple of 4"):
+        ops.encode(blocks[1:], values[:-1], torch.int8)
+    with pytest.raises(ValueError, match="encode: values begins 4 bytes behind a multiple of 16"):
+        ops.encode(blocks[:-1], values[1:], torch.int8)
+    with pytest.raises(ValueError, match="decode: blocks begins 1 bytes behind"):
+        ops.decode(values[:-1], blocks[1:], torch.int8, 0)

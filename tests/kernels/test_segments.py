@@ -51,16 +51,17 @@ def test_vectors_are_aligned_and_as_many_as_fit(
 ) -> None:
     split = _C_testing.kernel_vector_split(dst, dst_itemsize, src, src_itemsize, numel)
     head, num_vectors = split.head, split.num_vectors
-    lanes = 16 // min(dst_itemsize, src_itemsize)
+    lanes = 16 // max(dst_itemsize, src_itemsize)
+    dst_nbytes, src_nbytes = lanes * dst_itemsize, lanes * src_itemsize
     assert 0 <= head <= numel
     assert head + num_vectors * lanes <= numel
     if num_vectors == 0:
         possible = any(
-            (dst + i * dst_itemsize) % 16 == 0 and (src + i * src_itemsize) % 16 == 0
-            for i in range(16 // dst_itemsize)
+            (dst + i * dst_itemsize) % dst_nbytes == 0 and (src + i * src_itemsize) % src_nbytes == 0
+            for i in range(lanes)
         )
-        assert not possible or numel < 16 + lanes
+        assert not possible or numel < 2 * lanes
         return
-    assert (dst + head * dst_itemsize) % 16 == 0
-    assert (src + head * src_itemsize) % 16 == 0
+    assert (dst + head * dst_itemsize) % dst_nbytes == 0
+    assert (src + head * src_itemsize) % src_nbytes == 0
     assert numel - head - num_vectors * lanes < lanes

@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<Weight, Grad, Model>))
     const AdamWScalars scalars,
     const BiasCorrection* corrections) {
   using A = AccumulateType<Weight>;
-  constexpr int lanes = static_cast<int>(kVectorNbytes / sizeof(Weight));
+  constexpr int lanes = kLanes<Weight, Grad>;
   if (scalars.found_inf != nullptr && *scalars.found_inf != 0) {
     return;
   }

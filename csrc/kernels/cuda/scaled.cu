@@ -16,6 +16,7 @@ namespace zerocore::kernels::cuda {
 namespace {
 
 constexpr int kWordLanes = 4; // numbers in a word
+constexpr int kWords = 8; // that a thread loads before it stores the first of them
 static_assert(kWarp * kWordLanes == kScaledNumel);
 
 __device__ __forceinline__ uint32_t largest_of_warp(uint32_t value) {
@@ -61,6 +62,41 @@ __device__ __forceinline__ float scale_at(const uint8_t* blocks, int64_t element
   return *reinterpret_cast<const float*>(block + kScaledNumel);
 }
 
+// Decodes a thread's words from `begin` on, kThreads apart; `first` is the element of word 0.
+template <ScaledFormat format, typename Dst>
+__device__ __forceinline__ void decode_words(
+    Dst* dst,
+    const uint8_t* blocks,
+    int64_t first,
+    int begin,
+    int num_words) {
+  using Word = Vector<uint8_t, kWordLanes>;
+  using Values = Vector<Dst, kWordLanes>;
+  Word words[kWords];
+  float scales[kWords];
+#pragma unroll
+  for (int u = 0; u < kWords; ++u) {
+    const int word = begin + u * kThreads;
+    if (word < num_words) {
+      const int64_t element = first + word * kWordLanes;
+      words[u] = *reinterpret_cast<const Word*>(blocks + scaled_place(element));
+      scales[u] = scale_at(blocks, element);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kWords; ++u) {
+    const int word = begin + u * kThreads;
+    if (word < num_words) {
+      Values values;
+#pragma unroll
+      for (int i = 0; i < kWordLanes; ++i) {
+        values.lane[i] = scaled<Dst>(of_number<format>(words[u].lane[i]), scales[u]);
+      }
+      reinterpret_cast<Values*>(dst)[word] = values;
+    }
+  }
+}
+
 template <ScaledFormat format, typename Dst, typename Table>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const __grid_constant__ Table table, const uint8_t* blocks) {
@@ -70,21 +106,11 @@ __global__ void __launch_bounds__(kThreads)
       past / kScaledNbytes * kScaledNumel + past % kScaledNbytes + work.span.begin;
   auto* dst = static_cast<Dst*>(work.dst) + work.span.begin;
   const int numel = static_cast<int>(work.span.end - work.span.begin);
-  using Wide = Vector<Dst, kWordLanes>;
-  const bool aligned =
-      first % kWordLanes == 0 && reinterpret_cast<uintptr_t>(dst) % alignof(Wide) == 0;
+  const bool aligned = first % kWordLanes == 0 &&
+      reinterpret_cast<uintptr_t>(dst) % alignof(Vector<Dst, kWordLanes>) == 0;
   const int num_words = aligned ? numel / kWordLanes : 0;
-  for (int word = static_cast<int>(threadIdx.x); word < num_words; word += kThreads) {
-    const int64_t element = first + word * kWordLanes;
-    const float scale = scale_at(blocks, element);
-    const auto numbers =
-        *reinterpret_cast<const Vector<uint8_t, kWordLanes>*>(blocks + scaled_place(element));
-    Wide values;
-#pragma unroll
-    for (int i = 0; i < kWordLanes; ++i) {
-      values.lane[i] = scaled<Dst>(of_number<format>(numbers.lane[i]), scale);
-    }
-    reinterpret_cast<Wide*>(dst)[word] = values;
+  for (int word = static_cast<int>(threadIdx.x); word < num_words; word += kThreads * kWords) {
+    decode_words<format>(dst, blocks, first, word, num_words);
   }
   for (int i = num_words * kWordLanes + static_cast<int>(threadIdx.x); i < numel; i += kThreads) {
     const uint8_t number = blocks[scaled_place(first + i)];

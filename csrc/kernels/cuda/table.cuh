@@ -38,15 +38,17 @@ struct BlockChunk {
 };
 
 template <int capacity>
-__device__ BlockChunk block_chunk(const ChunkTable<capacity>& table) {
+__device__ BlockChunk
+block_chunk(const ChunkTable<capacity>& table, int64_t chunk_numel = kChunkNumel) {
   const auto first_chunk = [&](int i) { return static_cast<int64_t>(table.first_chunk[i]); };
   const int64_t chunk = blockIdx.x;
   const int i = find_segment(first_chunk, table.num_segments, chunk);
-  return {i, chunk_span(table.numel[i], chunk - first_chunk(i))};
+  return {i, chunk_span(table.numel[i], chunk - first_chunk(i), chunk_numel)};
 }
 
 template <int capacity>
 struct SegmentTable : ChunkTable<capacity> {
+  int64_t chunk_numel;
   void* dst[capacity];
   const void* src[capacity];
   uint32_t add[capacity / 32]; // one bit a segment
@@ -88,7 +90,7 @@ struct BlockWork {
 
 template <int capacity>
 __device__ BlockWork block_work(const SegmentTable<capacity>& table) {
-  const auto [i, span] = block_chunk(table);
+  const auto [i, span] = block_chunk(table, table.chunk_numel);
   return {table.dst[i], table.src[i], span, (table.add[i / 32] >> (i % 32) & 1) != 0};
 }
 
@@ -97,7 +99,8 @@ __device__ BlockWork block_work(const RunTable<capacity>& table) {
   const auto first_chunk = [&](int i) { return static_cast<int64_t>(table.first_chunk[i]); };
   const int64_t chunk = blockIdx.x;
   const int i = find_segment(first_chunk, table.num_segments, chunk);
-  const auto [run, span] = run_span(table.numel[i], table.run[i], chunk - first_chunk(i));
+  const auto [run, span] =
+      run_span(table.numel[i], table.run[i], chunk - first_chunk(i), table.chunk_numel);
   const auto* src = static_cast<const char*>(table.src[i]);
   return {
       static_cast<char*>(table.dst[i]) + run * table.dst_step[i],
@@ -114,7 +117,7 @@ int fill_table(Table& table, const List& list, int begin) {
   int i = begin;
   for (; i < end; ++i) {
     const auto& segment = list[i];
-    const int64_t past = segment.first_chunk - first + chunks_of(segment);
+    const int64_t past = segment.first_chunk - first + chunks_of(segment, list.chunk_numel());
     TORCH_CHECK_VALUE(i > begin || past <= kMaxChunks, "a tensor is too large for one launch");
     if (past > kMaxChunks) {
       break;
@@ -125,6 +128,9 @@ int fill_table(Table& table, const List& list, int begin) {
     table.set(row, segment);
   }
   table.num_segments = i - begin;
+  if constexpr (requires { table.chunk_numel; }) {
+    table.chunk_numel = list.chunk_numel();
+  }
   return i;
 }
 

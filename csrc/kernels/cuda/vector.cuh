@@ -15,15 +15,14 @@ constexpr int kInFlightNbytes = 64; // that a thread loads before it stores the 
 // As an element function: the value as it is, without unpacking vectors.
 struct Keep {};
 
-// `lanes` neighbouring elements, read and written as one or two 16-byte words.
+// `lanes` neighbouring elements, read and written as one word.
 template <typename T, int lanes>
 struct alignas(sizeof(T) * lanes < kVectorNbytes ? sizeof(T) * lanes : kVectorNbytes) Vector {
   T lane[lanes];
 };
 
-// Elements of a group: as many as fill a vector of the narrower type.
 template <typename Dst, typename Src>
-constexpr int kLanes = kVectorNbytes / (sizeof(Dst) < sizeof(Src) ? sizeof(Dst) : sizeof(Src));
+constexpr int kLanes = lanes_of(sizeof(Dst), sizeof(Src)); // elements of a group
 
 template <typename Dst, typename Src, int lanes, typename F>
 __device__ __forceinline__ Vector<Dst, lanes> map_lanes(
@@ -40,8 +39,7 @@ __device__ __forceinline__ Vector<Dst, lanes> map_lanes(
 // Groups a thread loads before it stores the first. Single elements are few, or so badly aligned
 // that their number matters more than their bytes.
 template <int group_nbytes, int lanes>
-constexpr int kUnroll =
-    lanes == 1 || group_nbytes * 4 <= kInFlightNbytes ? 4 : kInFlightNbytes / group_nbytes;
+constexpr int kUnroll = lanes == 1 ? 4 : kInFlightNbytes / group_nbytes;
 
 // dst[i] = f(dst[i], src[i]) for count groups of `lanes` elements, by all threads of the block.
 // Reads dst only if `reads_dst`.
