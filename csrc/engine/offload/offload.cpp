@@ -300,11 +300,9 @@ void Offload::wait_updates() {
   end_step();
   wait(last_update_);
   wait_arrivals();
+  order_compute();
   check();
   check_disk();
-  if (!states_.empty()) {
-    context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
-  }
 }
 
 void Offload::synchronize() {
@@ -317,8 +315,18 @@ void Offload::synchronize() {
       Streams::synchronize(unit->gathers().loaded());
     }
   }
+  order_compute();
   check();
   check_disk();
+}
+
+// The worker has given copies to their streams, which may not have made them yet: what the device
+// does next, and whoever frees the memory, comes behind them.
+void Offload::order_compute() const {
+  if (context_.host != nullptr) {
+    context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
+    context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
+  }
 }
 
 // A failed transfer is lost: its error is raised before anyone reads the memory.

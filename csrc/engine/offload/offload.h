@@ -134,6 +134,7 @@ class Offload {
   void give_back(UnitId unit);
   void wait_arrival(UnitId unit);
   void wait_arrivals();
+  void order_compute() const;
   void check_disk() const;
 
   const Units& units_;
