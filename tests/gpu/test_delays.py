@@ -25,7 +25,7 @@ def train_delayed(
         losses = train(model, micro_batches=variant.micro_batches)
         if seed is not None:
             assert delays.num_delays > 3
-        shards = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+        shards = {name: p.local().cpu().clone() for name, p in model.named_parameters()}
         return losses, shards
 
 
