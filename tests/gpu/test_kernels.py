@@ -18,6 +18,7 @@ from tests.kernels.cases import (
 from zerocore._C import HAS_CUDA_KERNELS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+BLOCK, BLOCK_NBYTES = 128, 132
 
 
 def test_the_build_has_cuda_kernels() -> None:
@@ -47,6 +48,28 @@ def test_accumulate(dst: torch.dtype, src: torch.dtype, num_chunks: int) -> None
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float64])
 def test_sum_of_squares(dtype: torch.dtype, count: int) -> None:
     check_sum_of_squares("cuda", dtype, count)
+
+
+@pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("num_blocks", [1, 3, 1000])
+def test_scaled_blocks(num_blocks: int, dtype: torch.dtype, form: torch.dtype) -> None:
+    """The bits of the CPU's loops, which tests/kernels/test_scaled.py compares with torch."""
+    count = num_blocks * BLOCK
+    values = (torch.randn(count) * torch.logspace(-3, 3, count)).to(dtype)
+    values[::7] = 0.0
+    expected = torch.empty(num_blocks * BLOCK_NBYTES, dtype=torch.uint8)
+    found = torch.full_like(expected, 77).cuda()
+    ops.encode(expected, values, form)
+    ops.encode(found, values.cuda(), form)
+    assert torch.equal(found.cpu(), expected)
+    for first in (0, 1, 4, 5, 127):
+        for start in (0, 1):  # of the output, in elements behind an aligned address
+            out = torch.full((start + count - first,), 7.0, dtype=dtype, device="cuda")[start:]
+            back = torch.empty(count - first, dtype=dtype)
+            ops.decode(back, expected, form, first)
+            ops.decode(out, found, form, first)
+            assert torch.equal(out.cpu(), back), (first, start)
 
 
 @pytest.mark.parametrize(("count", "launches"), [(1, 1), (150, 1), (1000, 1), (2000, 2)])
