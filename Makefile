@@ -17,7 +17,8 @@ PY := $(VENV)/bin/python
 CXX ?= g++
 # The tests of a file stay together, because they share what the first of them measures. Files begin
 # in the order of collection, which has the slow ones first.
-ALL_TESTS := -n logical --dist loadfile --no-loadscope-reorder
+# Without a GPU, tests/gpu is rehearsed on the CPU.
+ALL_TESTS := -n logical --dist loadfile --no-loadscope-reorder --rehearse
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 TEST_CXX_FILES = $(shell find tests -name '*.h' -o -name '*.cpp')
 

@@ -45,6 +45,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run only the last set of parameters of each test, as a rule stage 3",
     )
+    parser.addoption(
+        "--rehearse",
+        action="store_true",
+        help="where there is no GPU, run tests/gpu on the CPU as far as it goes",
+    )
+
+
+def has_gpu() -> bool:
+    """All stages of tests/gpu run there."""
+    import torch  # behind pytest_configure
+
+    return bool(torch.cuda.is_available())
 
 
 @pytest.hookimpl(wrapper=True)  # --one-each chooses among those that -m has left
@@ -52,7 +64,8 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
     """Puts files with a slow test first: the last ones then end together."""
-    for item in left_out(item for item in items if "gpu" not in item.path.parts):
+    rehearses = config.getoption("--rehearse") and not has_gpu()
+    for item in left_out(item for item in items if rehearses or "gpu" not in item.path.parts):
         item.add_marker("nightly")
     yield
     slow = {item.path for item in items if item.get_closest_marker("slow")}

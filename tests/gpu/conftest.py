@@ -1,7 +1,7 @@
 """The device that the tests of this folder run on; without one they skip.
 
-`pytest tests/gpu --rehearse` runs on the CPU what does not depend on CUDA itself: it shows that the
-tests are right, nothing about a GPU.
+`pytest tests/gpu --rehearse` runs on the CPU what does not depend on CUDA itself. It shows that the
+tests are right, nothing about a GPU. tests/conftest.py has the option.
 """
 
 from __future__ import annotations
@@ -15,10 +15,6 @@ import torch
 import torch.distributed as dist
 
 from zerocore._C import HAS_CUDA_KERNELS
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rehearse", action="store_true", help="tests/gpu on the CPU, where possible")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,6 +41,8 @@ def test_numerics(emulation: zerocore.Emulation, async_op: bool) -> None:
 def test_wait_orders_only_the_stream(emulation: zerocore.Emulation) -> None:
     emulation.link = link("inf", 0.5)
     tensor = torch.ones(4, device="cuda")
+    tensor + 1  # loads the kernel: a first launch may wait for all that runs
+    torch.cuda.synchronize()
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
     after = tensor + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu.profiled import names_of_work
 from tests.kernels.cases import (
     CASTS,
     COUNTS,
@@ -18,6 +19,7 @@ from tests.kernels.cases import (
 from zerocore._C import HAS_CUDA_KERNELS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+BLOCK, BLOCK_NBYTES = 128, 132
 
 
 def test_the_build_has_cuda_kernels() -> None:
@@ -55,16 +57,44 @@ def test_sum_of_squares(dtype: torch.dtype, count: int) -> None:
     check_sum_of_squares("cuda", dtype, count)
 
 
+@pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("num_blocks", [1, 3, 1000])
+def test_scaled_blocks(num_blocks: int, dtype: torch.dtype, form: torch.dtype) -> None:
+    """The bits of the CPU's loops, which tests/kernels/test_scaled.py compares with torch."""
+    count = num_blocks * BLOCK
+    values = (torch.randn(count) * torch.logspace(-3, 3, count)).to(dtype)
+    values[::7] = 0.0
+    expected = torch.empty(num_blocks * BLOCK_NBYTES, dtype=torch.uint8)
+    found = torch.full_like(expected, 77).cuda()
+    ops.encode(expected, values, form)
+    ops.encode(found, values.cuda(), form)
+    assert torch.equal(found.cpu(), expected)
+    for first in (0, 1, 4, 5, 127):
+        for start in (0, 1):  # of the output, in elements behind an aligned address
+            out = torch.full((start + count - first,), 7.0, dtype=dtype, device="cuda")[start:]
+            back = torch.empty(count - first, dtype=dtype)
+            ops.decode(back, expected, form, first)
+            ops.decode(out, found, form, first)
+            assert torch.equal(out.cpu(), back), (first, start)
+
+
+def test_a_wrong_address_leaves_the_device_usable() -> None:
+    values = torch.ones(BLOCK + 1, device="cuda")
+    blocks = torch.empty(BLOCK_NBYTES, dtype=torch.uint8, device="cuda")
+    with pytest.raises(ValueError, match="encode: values begins 4 bytes behind a multiple of 16"):
+        ops.encode(blocks, values[1:], torch.int8)
+    ops.encode(blocks, values[:-1], torch.int8)
+    assert blocks[0].item() == 127
+
+
 @pytest.mark.parametrize(("count", "launches"), [(1, 1), (150, 1), (1000, 1), (2000, 2)])
 def test_one_launch_for_a_thousand_tensors(count: int, launches: int) -> None:
     grads = [torch.ones(32, device="cuda") for _ in range(count)]
     bucket = torch.empty(32 * count, device="cuda")
     offsets = [32 * i for i in range(count)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        ops.pack(bucket, grads, offsets, [32] * count, scale=0.5)
-        torch.cuda.synchronize()
-    kernels = [event for event in profile.events() if event.device_type.name == "CUDA"]
-    assert [("copy_kernel" in event.name) for event in kernels] == [True] * launches
+    work = names_of_work(lambda: ops.pack(bucket, grads, offsets, [32] * count, scale=0.5))
+    assert ["copy_kernel" in name for name in work] == [True] * launches, work
     assert torch.equal(bucket, torch.full_like(bucket, 0.5))
 
 

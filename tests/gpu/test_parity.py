@@ -73,10 +73,11 @@ def test_without_a_group(device: torch.device, stage: int) -> None:
 
 
 def test_a_real_group_of_one_rank(device: torch.device, stage: int) -> None:
-    """It communicates nothing; test_ranks.py calls the backend's collectives."""
+    """There is nothing to share: no collective is made, and training is that of one process."""
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl"
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     plain = Stack(VARIANTS[0]).to(device)
     expected = train(plain)

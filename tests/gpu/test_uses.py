@@ -1,8 +1,9 @@
-"""Twenty steps with offload, with Muon and with `zerocore.fsdp`: what one process computes."""
+"""Offload, Muon, `zerocore.fsdp`, checkpoints, parked states, narrow wires and refused captures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zerocore
 import zerocore.fsdp
-from tests.gpu.training import VARIANTS, Branches, Stack, peers, run_step, shard
+from tests.gpu.checks import (
+    assert_same_bits,
+    bits,
+    check_background_save,
+    check_wire,
+    make_sharded,
+)
+from tests.gpu.training import VARIANTS, WIDTH, Branches, Stack, peers, run_step, shard
+from zerocore import MixedPrecision
 
-STEPS = 20  # the second and the eighteenth are traced
+STEPS = 20  # of test_offload, test_muon and test_fsdp; the second and the eighteenth are traced
 PLAIN = VARIANTS[0]
 
 
@@ -73,3 +82,67 @@ def test_fsdp(device: torch.device) -> None:
     for unit in units:
         zerocore.fsdp.fully_shard(unit, mesh=mesh)
     check_close(losses_of(model, torchs), expected)
+
+
+def test_a_background_save(device: torch.device, stage: int, tmp_path: Path) -> None:
+    check_background_save(device, tmp_path, stage)
+
+
+@pytest.mark.parametrize("offload", [None, zerocore.Offload(states="cpu")], ids=["device", "cpu"])
+def test_parked(device: torch.device, stage: int, offload: zerocore.Offload | None) -> None:
+    """The bits are those of a run without it, though a step was under way when it began."""
+    found = []
+    for parks in (False, True):
+        with peers():
+            model, optimizer = make_sharded(device, stage=stage, offload=offload)
+            for step in range(4):
+                run_step(model, optimizer, step)
+                if parks:
+                    park(model, optimizer, device)
+            found.append(bits(model, optimizer))
+    assert_same_bits(*found)
+
+
+def park(model: Stack, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """On a GPU, at least the memory of its parameters is free inside the block."""
+    if device.type == "cpu":
+        with zerocore.parked(model, optimizer):
+            return
+    shards = [param.local() for param in model.parameters()]
+    nbytes = sum(each.nbytes for each in shards if each.is_cuda)
+    del shards
+    held = torch.cuda.memory_allocated(device)
+    with zerocore.parked(model, optimizer):
+        assert torch.cuda.memory_allocated(device) <= held - nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_narrow_gathers(device: torch.device, dtype: torch.dtype) -> None:
+    check_wire(device, 3, MixedPrecision(torch.bfloat16, gather_dtype=dtype))
+
+
+def test_narrow_reductions(device: torch.device, stage: int) -> None:
+    check_wire(device, stage, MixedPrecision(wire_dtype=torch.bfloat16))
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_refused_capture(cuda: torch.device, stage: int) -> None:
+    """The model goes on afterwards, with the bits of one that was never captured."""
+    found = []
+    for captures in (False, True):
+        with peers():
+            model, optimizer = make_sharded(cuda, stage=stage)
+            for step in range(3):
+                run_step(model, optimizer, step)
+                if captures:
+                    capture(model)
+            found.append(bits(model, optimizer))
+    assert_same_bits(*found)
+
+
+def capture(model: Stack) -> None:
+    inputs = torch.ones(8, WIDTH, dtype=torch.float64, device="cuda")
+    torch.cuda.synchronize()
+    error = pytest.raises(RuntimeError, match="in the capture of a CUDA graph")
+    with error, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(inputs)
