@@ -45,7 +45,6 @@ TESTS: dict[str, str] = {
     "events": "test_events.py -k '1] or clock or twice'",
     "link": "test_emulated_link.py",
     "delays": "test_delays.py -k 'stage3-1 or missing'",
-    "ranks": "test_ranks.py -k gloo",
 }
 
 

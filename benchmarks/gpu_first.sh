@@ -7,8 +7,8 @@
 #   extension  the carried build (scripts/build_for_gpu.sh) if it fits the sources, else a new one
 #   checks     gpu_checks.py: all checks at once, each a process with a limit. The script ends with
 #              status 3 where the machine, the kernels or the numbers are wrong: time is left to mend
-#   ranks      several NCCL ranks on the one GPU, with nothing beside them; needs a recent NCCL in
-#              .nccl/libnccl.so.2.xz. No other part calls NCCL's collectives
+#   ranks      several ranks on the one GPU, over gloo and NCCL, with nothing beside them. NCCL needs
+#              a recent library in .nccl/libnccl.so.2.xz; no other part calls its collectives
 #   tests      all of tests/gpu in ten processes; memcheck and racecheck beside them
 #   figures    the benchmarks, one after the other, alone on the GPU
 #
@@ -107,9 +107,9 @@ ranks=("$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0
 if ((has_gpu)) && xz -dc .nccl/libnccl.so.2.xz >"$nccl" 2>/dev/null; then
   several=(env "LD_PRELOAD=$nccl" NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_DEBUG=WARN)
   ranks=("${several[@]}" "${ranks[@]}")
-  part nccl_tests 60 env "ZEROCORE_NCCL=$nccl" "$python" -m pytest -q -x -p no:cacheprovider -W default \
-    --timeout=55 --timeout-method=thread tests/gpu/test_ranks.py -k nccl
 fi
+part rank_tests 100 env "ZEROCORE_NCCL=$nccl" "$python" -m pytest -q -p no:cacheprovider -W default \
+  --timeout=90 --timeout-method=thread --rehearse tests/gpu/test_ranks.py
 part multi_rank 75 "${ranks[@]}" benchmarks/multi_rank.py --no-binds
 if ((has_gpu)); then
   part multi_rank_bound 60 "${ranks[@]}" benchmarks/multi_rank.py --binds

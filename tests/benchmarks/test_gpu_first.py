@@ -74,7 +74,7 @@ def names(out: Path) -> list[str]:
 def test_the_most_valuable_first(machine: dict[str, str], tmp_path: Path) -> None:
     done = run(machine, tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [part for part in parts(tmp_path / "out") if part not in ("nccl_tests", "memcheck")]
+    found = [part for part in parts(tmp_path / "out") if part not in ("rank_tests", "memcheck")]
     assert found[:2] == ["extension", "checks"]
     order = ["multi_rank", "tests", "kernels_rate", "step_one", "overlap", "memory"]
     assert [part for part in found if part in order] == order

@@ -121,6 +121,8 @@ class Stack(nn.Module):
         units = (Branches(variant.mixed, variant.frozen, variant.dtype) for _ in range(NUM_UNITS))
         self.units = nn.ModuleList(units)
         self.variant = variant
+        # Tells the device that computes; parameters may lie on the host.
+        self.register_buffer("place", torch.empty(0), persistent=False)
         self.checkpoint = variant.checkpoint
         self.pause: Pause = no_pause
 
@@ -174,7 +176,7 @@ def run_step(
     model: Stack, optimizer: torch.optim.Optimizer, seed: int, micro_batches: int = 1
 ) -> list[Tensor]:
     """One step; returns the losses without waiting for the device."""
-    device = next(model.parameters()).device
+    device = model.place.device
     losses = []
     for index in range(micro_batches):
         # Made on the device: a copy from the host's pageable memory would wait for it.

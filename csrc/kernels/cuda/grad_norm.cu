@@ -1,7 +1,7 @@
 // Sums squares on a GPU and counts values that are not finite.
 //
-// Blocks write one partial sum each and one block adds those up in a fixed order: no atomics, so
-// the same numbers give the same bits.
+// Blocks write one partial sum each and one block adds those up in a fixed order: no atomics, and no
+// order that depends on addresses, so the same numbers give the same bits.
 #include "kernels/grad_norm.h"
 
 #include <c10/cuda/CUDAGuard.h>
@@ -58,10 +58,23 @@ struct ThreadSum {
   }
 };
 
-// Adds `count` groups of `lanes` elements to the threads' shares.
-template <int lanes, typename T>
+template <bool aligned, int lanes, typename T>
+__device__ __forceinline__ Vector<T, lanes> load_group(const T* src) {
+  if constexpr (aligned) {
+    return *reinterpret_cast<const Vector<T, lanes>*>(src);
+  }
+  Vector<T, lanes> group;
+#pragma unroll
+  for (int lane = 0; lane < lanes; ++lane) {
+    group.lane[lane] = src[lane];
+  }
+  return group;
+}
+
+// Adds `count` groups of `lanes` elements to the threads' shares. A thread gets the same elements
+// at each alignment.
+template <bool aligned, int lanes, typename T>
 __device__ __forceinline__ void add_groups(ThreadSum<T>& share, const T* src, int count) {
-  const auto* in = reinterpret_cast<const Vector<T, lanes>*>(src);
   constexpr int unroll = kUnroll<sizeof(T) * lanes, lanes>;
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x); first < count; first += kThreads * unroll) {
@@ -69,7 +82,7 @@ __device__ __forceinline__ void add_groups(ThreadSum<T>& share, const T* src, in
 #pragma unroll
     for (int u = 0; u < unroll; ++u) {
       if (first + u * kThreads < count) {
-        values[u] = in[first + u * kThreads];
+        values[u] = load_group<aligned, lanes>(src + (first + u * kThreads) * lanes);
       }
     }
 #pragma unroll
@@ -90,16 +103,15 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int lanes = kLanes<T, T>;
   const BlockWork work = block_work(table);
   const T* src = static_cast<const T*>(work.src) + work.span.begin;
-  const auto address = reinterpret_cast<uintptr_t>(src);
-  const int64_t numel = work.span.end - work.span.begin;
-  const VectorSplit split = split_vectors(address, sizeof(T), address, sizeof(T), numel);
-  const int head = static_cast<int>(split.head);
-  const int body = static_cast<int>(split.num_vectors);
-  const int past = head + body * lanes;
+  const int numel = static_cast<int>(work.span.end - work.span.begin);
+  const int groups = numel / lanes;
   ThreadSum<T> share;
-  add_groups<1>(share, src, head);
-  add_groups<lanes>(share, src + head, body);
-  add_groups<1>(share, src + past, static_cast<int>(numel) - past);
+  if (reinterpret_cast<uintptr_t>(src) % kVectorNbytes == 0) {
+    add_groups<true, lanes>(share, src, groups);
+  } else {
+    add_groups<false, lanes>(share, src, groups);
+  }
+  add_groups<true, 1>(share, src + groups * lanes, numel - groups * lanes);
   const SquareSum sum = sum_of_block<kThreads>(
       {static_cast<double>(share.sum), static_cast<double>(share.num_nonfinite)});
   if (threadIdx.x == 0) {
