@@ -17,7 +17,8 @@ CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidde
 # has threads; the OpenMP library is the one that torch has loaded, so none is linked.
 CXX_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fopenmp"]
 HOST_FLAGS = "-fvisibility=hidden,-Wall,-Wextra"  # of the compiler behind nvcc
-NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", HOST_FLAGS]
+# -fmad=false: a GPU rounds as the CPU does, which has -ffp-contract=off. Kernels wait for memory.
+NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-Xcompiler", HOST_FLAGS]
 # GCC looks for memory to free at 128 MiB and at each doubling from then on, which is a tenth of
 # the time of a unit that reads torch's headers; from 512 MiB on it looks once or twice.
 MEMORY_FLAGS = ["--param", "ggc-min-heapsize=524288"]

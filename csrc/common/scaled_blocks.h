@@ -8,8 +8,7 @@
 namespace zerocore {
 
 constexpr int64_t kScaledNumel = 128;
-constexpr int64_t kScaleNbytes = 4;
-constexpr int64_t kScaledNbytes = kScaledNumel + kScaleNbytes;
+constexpr int64_t kScaledNbytes = kScaledNumel + 4;
 // A multiple of blocks that ends on a multiple of 16 bytes.
 constexpr int64_t kAlignedScaledNumel = 4 * kScaledNumel;
 

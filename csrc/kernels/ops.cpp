@@ -20,8 +20,8 @@ void run_copy(const at::Tensor& like, Pair pair, const SegmentList& list, double
   }
 }
 
-// An empty list of copies.
-SegmentList list_of(const Pair& pair) {
+// See Note [Chunks].
+SegmentList list_for(Pair pair) {
   return SegmentList(pair.dst == Element::Byte ? kByteChunkNumel : kChunkNumel);
 }
 
@@ -44,6 +44,24 @@ ScaledFormat format_of(const char* op, c10::ScalarType format) {
   return format == at::kChar ? ScaledFormat::Int8 : ScaledFormat::Float8;
 }
 
+// Where a GPU reads words: one that is misaligned would end the process's use of the device.
+void check_aligned(const char* op, const char* name, const at::Tensor& tensor, int64_t nbytes) {
+  const auto past = reinterpret_cast<uintptr_t>(Source(tensor).data) % nbytes;
+  TORCH_CHECK_VALUE(
+      past == 0,
+      op,
+      ": ",
+      name,
+      " starts at an address that is ",
+      past,
+      " modulo ",
+      nbytes,
+      ", expected a multiple of ",
+      nbytes,
+      " bytes. Start the view there, or pass a tensor that is no view.");
+}
+
+// Blocks hold a float each.
 void check_blocks(const char* op, const at::Tensor& blocks, const at::Tensor& values) {
   check_flat(op, "blocks", blocks);
   check_flat(op, "values", values);
@@ -55,21 +73,7 @@ void check_blocks(const char* op, const at::Tensor& blocks, const at::Tensor& va
       " and values ",
       values.scalar_type(),
       ", expected uint8 and float32, float16 or bfloat16");
-}
-
-// A kernel reads and writes whole words, and a word that is not aligned ends a GPU's context.
-void check_aligned(const char* op, const char* name, const char* data, int64_t nbytes) {
-  const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) % nbytes);
-  TORCH_CHECK_VALUE(
-      past == 0,
-      op,
-      ": ",
-      name,
-      " begins ",
-      past,
-      " bytes behind a multiple of ",
-      nbytes,
-      " in memory, expected a multiple. Pass .clone().");
+  check_aligned(op, "blocks", blocks, sizeof(float));
 }
 
 constexpr std::array kElements = {
@@ -186,7 +190,7 @@ void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector
   const auto [pair, step] = conversion("copy_pieces", to.scalar_type(), from.scalar_type(), true);
   const Memory target(to);
   const Source source(from);
-  SegmentList list = list_of(pair);
+  SegmentList list = list_for(pair);
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
     const Runs& runs = piece.runs;
@@ -207,6 +211,7 @@ void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector
 void encode(const at::Tensor& blocks, const at::Tensor& source, c10::ScalarType format) {
   check_blocks("encode", blocks, source);
   check_member("encode", "source", 0, source, blocks, source.scalar_type());
+  check_aligned("encode", "source", source, kVectorNbytes);
   const int64_t num_blocks = source.numel() / kScaledNumel;
   TORCH_CHECK_VALUE(
       source.numel() % kScaledNumel == 0 && blocks.numel() == scaled_nbytes(source.numel()),
@@ -215,18 +220,14 @@ void encode(const at::Tensor& blocks, const at::Tensor& source, c10::ScalarType 
       " elements do not fill ",
       blocks.numel(),
       " bytes of blocks");
-  const Memory target(blocks);
-  const Source values(source);
-  check_aligned("encode", "blocks", target.data, kScaleNbytes);
-  check_aligned("encode", "values", values.data, 4 * values.itemsize);
   if (num_blocks > 0) {
     loops_of(blocks.device())
         .encode(
             {blocks.device(),
              source.scalar_type(),
              format_of("encode", format),
-             target.data,
-             values.data,
+             Memory(blocks).data,
+             Source(source).data,
              num_blocks});
   }
 }
@@ -240,7 +241,6 @@ void decode(
   check_member("decode", "blocks", 0, blocks, to, at::kByte);
   const Memory target(to);
   const Source source(blocks);
-  check_aligned("decode", "blocks", source.data, kScaleNbytes);
   SegmentList list;
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& piece = pieces[i];
@@ -311,7 +311,7 @@ void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offs
   const auto src_dtype = sources.empty() ? bucket.scalar_type() : sources[0].scalar_type();
   const auto [pair, step] = conversion("cast", bucket.scalar_type(), src_dtype, true);
   const Memory target(bucket);
-  SegmentList list = list_of(pair);
+  SegmentList list = list_for(pair);
   for (size_t i = 0; i < sources.size(); ++i) {
     check_member("cast", "source", i, sources[i], bucket, src_dtype);
     check_range("cast", i, offsets[i], sources[i].numel(), bucket.numel());

@@ -47,8 +47,8 @@ class ChunkList {
 
  private:
   c10::SmallVector<Segment, kInlineSegments> segments_;
-  int64_t num_chunks_ = 0;
   int64_t chunk_numel_;
+  int64_t num_chunks_ = 0;
 };
 
 using AdamWList = ChunkList<AdamWSegment, 32>;

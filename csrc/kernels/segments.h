@@ -2,9 +2,10 @@
 //
 // Note [Chunks]
 // A kernel works on any number of tensors in one launch: every segment is cut into chunks of
-// kChunkNumel elements, kByteChunkNumel where these are bytes (the last one may be shorter), the chunks of all segments are numbered
+// kChunkNumel elements (the last one may be shorter), the chunks of all segments are numbered
 // through, and each CUDA block takes one chunk. The cut depends on sizes alone, so what is summed
-// chunk by chunk is summed in the same order on every call.
+// chunk by chunk is summed in the same order on every call. Copies of single bytes use chunks of
+// kByteChunkNumel: a block moves as many bytes of them as of floats.
 //
 // Note [Rows]
 // A parameter's elements follow each other on one side of a copy, and lie apart, some for each
@@ -20,7 +21,7 @@
 namespace zerocore::kernels {
 
 constexpr int64_t kChunkNumel = 8192;
-constexpr int64_t kByteChunkNumel = 4 * kChunkNumel; // bytes: as many as a chunk of floats has
+constexpr int64_t kByteChunkNumel = kChunkNumel * static_cast<int64_t>(sizeof(float));
 constexpr int64_t kVectorNbytes = 16; // the widest access of one thread
 
 // dst[i] = or += src[i], for numel elements. Without a source the destination is zeroed.
@@ -74,10 +75,10 @@ struct RunSpan {
 // Chunk `index` of `numel` elements in runs of `run`.
 ZEROCORE_HOST_DEVICE RunSpan
 run_span(int64_t numel, int64_t run, int64_t index, int64_t chunk_numel = kChunkNumel) {
-  const int64_t of_run = num_chunks_of(run, chunk_numel);
-  const int64_t number = index / of_run;
+  const int64_t run_chunks = num_chunks_of(run, chunk_numel);
+  const int64_t number = index / run_chunks;
   const int64_t left = numel - number * run;
-  return {number, chunk_span(left < run ? left : run, index % of_run, chunk_numel)};
+  return {number, chunk_span(left < run ? left : run, index % run_chunks, chunk_numel)};
 }
 
 template <typename AnySegment>
@@ -110,26 +111,27 @@ void for_each_run(const Segment& segment, Visit visit) {
   }
 }
 
+// Elements of a group: as many of the wider type as fill one access. With 16 bytes of the narrower
+// type instead, the wider type needs two accesses, and each of a warp's would touch half of every
+// 32-byte sector.
+ZEROCORE_HOST_DEVICE constexpr int lanes_of(int itemsize, int other_itemsize) {
+  return static_cast<int>(kVectorNbytes) / (itemsize > other_itemsize ? itemsize : other_itemsize);
+}
+
 // How a run of elements is cut for wide accesses: `head` single elements until the destination is
-// aligned, `num_vectors` groups of `lanes` elements, the rest single again.
+// aligned, `num_vectors` groups of lanes_of() elements, the rest single again.
 struct VectorSplit {
   int64_t head = 0;
   int64_t num_vectors = 0;
 };
 
-// Elements of a group: those of the widest access in the wider type. With more of them a thread
-// would move several words of that type, and each access of a warp would leave gaps between them.
-ZEROCORE_HOST_DEVICE constexpr int lanes_of(int dst_itemsize, int src_itemsize) {
-  return static_cast<int>(kVectorNbytes) /
-      (dst_itemsize > src_itemsize ? dst_itemsize : src_itemsize);
-}
-
 // The split for addresses `dst` and `src`. No vectors where the two are never aligned together.
 ZEROCORE_HOST_DEVICE VectorSplit
 split_vectors(uintptr_t dst, int dst_itemsize, uintptr_t src, int src_itemsize, int64_t numel) {
   const int64_t lanes = lanes_of(dst_itemsize, src_itemsize);
-  const int64_t past = static_cast<int64_t>(dst % (lanes * dst_itemsize));
-  const int64_t head = past == 0 ? 0 : (lanes * dst_itemsize - past) / dst_itemsize;
+  const int64_t group = lanes * dst_itemsize;
+  const int64_t past = static_cast<int64_t>(dst % group);
+  const int64_t head = past == 0 ? 0 : (group - past) / dst_itemsize;
   const bool aligned =
       past % dst_itemsize == 0 && (src + head * src_itemsize) % (lanes * src_itemsize) == 0;
   if (!aligned || numel <= head) {

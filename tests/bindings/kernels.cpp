@@ -25,8 +25,8 @@ struct SegmentChunk {
 };
 
 // Every chunk of segments with these sizes, in order. Sources and destinations are never touched.
-std::vector<SegmentChunk> chunks(const std::vector<int64_t>& numels) {
-  SegmentList list;
+std::vector<SegmentChunk> chunks(const std::vector<int64_t>& numels, int64_t chunk_numel) {
+  SegmentList list(chunk_numel);
   for (const int64_t numel : numels) {
     list.push({.numel = numel});
   }
@@ -34,19 +34,20 @@ std::vector<SegmentChunk> chunks(const std::vector<int64_t>& numels) {
   for (int64_t chunk = 0; chunk < list.num_chunks(); ++chunk) {
     const auto first_chunk = [&](int i) { return list[i].first_chunk; };
     const int index = kernels::find_segment(first_chunk, list.size(), chunk);
-    const auto span = kernels::chunk_span(list[index].numel, chunk - list[index].first_chunk);
+    const auto span =
+        kernels::chunk_span(list[index].numel, chunk - list[index].first_chunk, list.chunk_numel());
     result.push_back({index, {span.begin, span.end}});
   }
   return result;
 }
 
 // The same of one segment in runs; each chunk's segment is the number of its run.
-std::vector<SegmentChunk> run_chunks(int64_t numel, int64_t run) {
-  SegmentList list;
+std::vector<SegmentChunk> run_chunks(int64_t numel, int64_t run, int64_t chunk_numel) {
+  SegmentList list(chunk_numel);
   list.push({.numel = numel, .run = run});
   std::vector<SegmentChunk> result;
   for (int64_t chunk = 0; chunk < list.num_chunks(); ++chunk) {
-    const auto [number, span] = kernels::run_span(numel, run, chunk);
+    const auto [number, span] = kernels::run_span(numel, run, chunk, chunk_numel);
     result.push_back({static_cast<int>(number), {span.begin, span.end}});
   }
   return result;
@@ -84,8 +85,9 @@ void register_kernels(py::module_& module) {
   py::class_<SegmentChunk>(module, "SegmentChunk")
       .def_readonly("segment", &SegmentChunk::segment)
       .def_readonly("elements", &SegmentChunk::elements);
-  module.def("kernel_chunks", &chunks, py::arg("numels"));
-  module.def("kernel_run_chunks", &run_chunks, py::arg("numel"), py::arg("run"));
+  module.def("kernel_chunks", &chunks, py::arg("numels"), py::arg("chunk_numel"));
+  module.def(
+      "kernel_run_chunks", &run_chunks, py::arg("numel"), py::arg("run"), py::arg("chunk_numel"));
   module.def("wire_runs", &wire_runs, py::arg("layout"), py::arg("region"));
   py::class_<kernels::VectorSplit>(module, "VectorSplit")
       .def_readonly("head", &kernels::VectorSplit::head)

@@ -82,7 +82,7 @@ def test_scaled_blocks(num_blocks: int, dtype: torch.dtype, form: torch.dtype) -
 def test_a_wrong_address_leaves_the_device_usable() -> None:
     values = torch.ones(BLOCK + 1, device="cuda")
     blocks = torch.empty(BLOCK_NBYTES, dtype=torch.uint8, device="cuda")
-    with pytest.raises(ValueError, match="encode: values begins 4 bytes behind a multiple of 16"):
+    with pytest.raises(ValueError, match="encode: source starts at an address that is 4 modulo 16"):
         ops.encode(blocks, values[1:], torch.int8)
     ops.encode(blocks, values[:-1], torch.int8)
     assert blocks[0].item() == 127

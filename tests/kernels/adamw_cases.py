@@ -106,7 +106,9 @@ def check_adamw(
             torchs.step_of_torch(**options)
         # Of model weights an ulp is much: they are compared with the weights.
         for found, expected in zip(own.all()[:-1], torchs.all()[:-1], strict=True):
-            torch.testing.assert_close(found, expected, rtol=tolerance(weight), atol=1e-6)
+            rtol = tolerance(weight)
+            # Moments that were near 1 may nearly cancel: their last bits count, too.
+            torch.testing.assert_close(found, expected, rtol=rtol, atol=max(1e-6, rtol / 8))
         for found, value in zip(own.model_weights, own.weights, strict=False):
             assert model is not None and torch.equal(found, value.to(model))
 

@@ -32,6 +32,20 @@ pytestmark = [
 WHAT = ("copies", "sums", "norms", "scaled", "adamw")
 COUNT = "first + u * kThreads < count"
 FAULTS = {
+    "lanes are chosen by the weights": (
+        "adamw",
+        "sectors",
+        Fault("adamw.cu", "lanes = kLanes<Weight, Grad>", "lanes = kVectorNbytes / sizeof(Weight)"),
+    ),
+    "neighbouring words are stored by turns": (
+        "copy",
+        "sectors",
+        Fault(
+            "vector.cuh",
+            "out[first + u * kThreads]",
+            "out[(first + u * kThreads) ^ (threadIdx.x % 2)]",
+        ),
+    ),
     "a loop is one too long": (
         "copy",
         "copies",
@@ -96,6 +110,11 @@ def test_kernels_do_what_plain_loops_do(sanitized: Path, what: str) -> None:
     done = run(sanitized, what)
     assert done.returncode == 0, done.stderr[-4000:]
     assert int(done.stdout.split(" checks")[0]) > 100
+
+
+def test_warps_access_whole_sectors(plain: Path) -> None:
+    done = run(plain, "sectors")
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("name", FAULTS)

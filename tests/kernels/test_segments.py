@@ -13,11 +13,14 @@ _sizes = st.one_of(
 )
 
 
-@given(st.lists(_sizes, max_size=60))
+_chunk_numels = st.sampled_from([CHUNK_NUMEL, 4 * CHUNK_NUMEL])  # of single bytes, too
+
+
+@given(st.lists(_sizes, max_size=60), _chunk_numels)
 @settings(deadline=None)
-def test_chunks_cover_each_segment_in_order(numels: list[int]) -> None:
-    chunks = _C_testing.kernel_chunks(numels)
-    assert all(0 < c.elements.end - c.elements.begin <= CHUNK_NUMEL for c in chunks)
+def test_chunks_cover_each_segment_in_order(numels: list[int], chunk_numel: int) -> None:
+    chunks = _C_testing.kernel_chunks(numels, chunk_numel)
+    assert all(0 < c.elements.end - c.elements.begin <= chunk_numel for c in chunks)
     full = [numel for numel in numels if numel > 0]
     covered = [0] * len(full)
     for chunk in chunks:
@@ -27,12 +30,12 @@ def test_chunks_cover_each_segment_in_order(numels: list[int]) -> None:
     assert covered == full
 
 
-@given(st.integers(1, 60_000), st.integers(1, 20_000))
+@given(st.integers(1, 60_000), st.integers(1, 50_000), _chunk_numels)
 @settings(deadline=None, max_examples=200)
-def test_chunks_cover_each_run_in_order(numel: int, run: int) -> None:
+def test_chunks_cover_each_run_in_order(numel: int, run: int, chunk_numel: int) -> None:
     covered = 0
-    for chunk in _C_testing.kernel_run_chunks(numel, run):
-        assert 0 < chunk.elements.end - chunk.elements.begin <= CHUNK_NUMEL
+    for chunk in _C_testing.kernel_run_chunks(numel, run, chunk_numel):
+        assert 0 < chunk.elements.end - chunk.elements.begin <= chunk_numel
         assert chunk.segment * run + chunk.elements.begin == covered
         assert chunk.elements.end <= run
         covered = chunk.segment * run + chunk.elements.end
@@ -52,16 +55,16 @@ def test_vectors_are_aligned_and_as_many_as_fit(
     split = _C_testing.kernel_vector_split(dst, dst_itemsize, src, src_itemsize, numel)
     head, num_vectors = split.head, split.num_vectors
     lanes = 16 // max(dst_itemsize, src_itemsize)
-    dst_nbytes, src_nbytes = lanes * dst_itemsize, lanes * src_itemsize
+    dst_group, src_group = lanes * dst_itemsize, lanes * src_itemsize
     assert 0 <= head <= numel
     assert head + num_vectors * lanes <= numel
     if num_vectors == 0:
         possible = any(
-            (dst + i * dst_itemsize) % dst_nbytes == 0 and (src + i * src_itemsize) % src_nbytes == 0
+            (dst + i * dst_itemsize) % dst_group == 0 and (src + i * src_itemsize) % src_group == 0
             for i in range(lanes)
         )
         assert not possible or numel < 2 * lanes
         return
-    assert (dst + head * dst_itemsize) % dst_nbytes == 0
-    assert (src + head * src_itemsize) % src_nbytes == 0
+    assert (dst + head * dst_itemsize) % dst_group == 0
+    assert (src + head * src_itemsize) % src_group == 0
     assert numel - head - num_vectors * lanes < lanes

@@ -23,8 +23,7 @@ void for_each_chunk(const List& list, int64_t chunks_per_task, const Run& run) {
   at::parallel_for(0, list.num_chunks(), chunks_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int index = find_segment(first_chunk, list.size(), chunk);
-      const int64_t place = chunk - list[index].first_chunk;
-      run(chunk, index, chunk_span(list[index].numel, place, list.chunk_numel()));
+      run(chunk, index, chunk_span(list[index].numel, chunk - list[index].first_chunk));
     }
   });
 }

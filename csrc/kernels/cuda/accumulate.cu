@@ -20,67 +20,90 @@ struct AccumulateArgs {
   bool add;
 };
 
-// The sum of `lanes` neighbouring elements over all chunks, group `index` of each.
-template <typename A, int lanes, typename In>
-__device__ __forceinline__ Vector<A, lanes> sum_group(
+// Groups of a thread: of two chunks, the least number, they are kInFlightNbytes.
+template <typename In, int lanes>
+constexpr int kGroups = lanes == 1 ? 1 : kInFlightNbytes / (2 * sizeof(Vector<In, lanes>));
+
+// Adds groups `first`, `first + kThreads` ... of every chunk to the sums, in the order of chunks.
+template <int groups, int lanes, typename A, typename In>
+__device__ __forceinline__ void sum_groups(
+    A (&sums)[groups][lanes],
     const In* chunks,
-    int64_t index,
-    int64_t numel,
-    int64_t num_chunks) {
-  Vector<A, lanes> sums = {};
-#pragma unroll 4 // as many loads in flight
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-    const auto* in = reinterpret_cast<const Vector<In, lanes>*>(chunks + chunk * numel);
-    const Vector<In, lanes> values = in[index];
+    const AccumulateArgs<A>& args,
+    int64_t first,
+    int64_t count) {
+#pragma unroll(groups == 1 ? 4 : 2) // loads of as many chunks are in flight
+  for (int64_t chunk = 0; chunk < args.num_chunks; ++chunk) {
+    const auto* in = reinterpret_cast<const Vector<In, lanes>*>(chunks + chunk * args.numel);
+    Vector<In, lanes> values[groups] = {};
 #pragma unroll
-    for (int lane = 0; lane < lanes; ++lane) {
-      sums.lane[lane] += static_cast<A>(values.lane[lane]);
+    for (int u = 0; u < groups; ++u) {
+      if (first + u * kThreads < count) {
+        values[u] = in[first + u * kThreads];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < groups; ++u) {
+#pragma unroll
+      for (int lane = 0; lane < lanes; ++lane) {
+        sums[u][lane] += static_cast<A>(values[u].lane[lane]);
+      }
     }
   }
-  return sums;
 }
 
-// One thread sums one group of `lanes` elements; all addresses are multiples of the group's size.
+// Each thread sums kGroups groups of `lanes` elements, kThreads groups apart. All addresses are
+// multiples of the group's size.
 template <typename Out, typename In, int lanes>
 __global__ void __launch_bounds__(kThreads)
     accumulate_kernel(const AccumulateArgs<AccumulateType<Out>> args) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= args.numel / lanes) {
-    return;
-  }
-  auto* out = static_cast<Vector<Out, lanes>*>(args.out) + index;
-  const auto sums = sum_group<AccumulateType<Out>, lanes>(
-      static_cast<const In*>(args.chunks), index, args.numel, args.num_chunks);
-  Vector<Out, lanes> result;
-  if (args.add) {
-    result = *out;
-  }
+  constexpr int groups = kGroups<In, lanes>;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * groups + threadIdx.x;
+  const int64_t count = args.numel / lanes;
+  AccumulateType<Out> sums[groups][lanes] = {};
+  sum_groups(sums, static_cast<const In*>(args.chunks), args, first, count);
+  auto* out = static_cast<Vector<Out, lanes>*>(args.out);
 #pragma unroll
-  for (int lane = 0; lane < lanes; ++lane) {
-    result.lane[lane] = args.add ? scaled_sum(result.lane[lane], sums.lane[lane], args.factor)
-                                 : scaled<Out>(sums.lane[lane], args.factor);
+  for (int u = 0; u < groups; ++u) {
+    const int64_t index = first + u * kThreads;
+    if (index < count) {
+      Vector<Out, lanes> result;
+      if (args.add) {
+        result = out[index];
+      }
+#pragma unroll
+      for (int lane = 0; lane < lanes; ++lane) {
+        result.lane[lane] = args.add ? scaled_sum(result.lane[lane], sums[u][lane], args.factor)
+                                     : scaled<Out>(sums[u][lane], args.factor);
+      }
+      out[index] = result;
+    }
   }
-  *out = result;
+}
+
+template <typename Out, typename In, int lanes>
+void launch_groups(const AccumulateCall& call) {
+  using A = AccumulateType<Out>;
+  constexpr int64_t per_block = int64_t{kThreads} * kGroups<In, lanes>;
+  const int64_t num_blocks = (call.numel / lanes + per_block - 1) / per_block;
+  TORCH_CHECK_VALUE(num_blocks <= kMaxChunks, "accumulate: out is too large for one launch");
+  const auto stream = c10::cuda::getCurrentCUDAStream(call.device.index());
+  const AccumulateArgs<A> args{
+      call.out, call.chunks, call.numel, call.num_chunks, static_cast<A>(call.scale), call.add};
+  accumulate_kernel<Out, In, lanes><<<num_blocks, kThreads, 0, stream>>>(args);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 template <typename Out, typename In>
 void launch_accumulate(const AccumulateCall& call) {
-  using A = AccumulateType<Out>;
   constexpr int lanes = kLanes<Out, In>;
-  const auto stream = c10::cuda::getCurrentCUDAStream(call.device.index());
-  const AccumulateArgs<A> args{
-      call.out, call.chunks, call.numel, call.num_chunks, static_cast<A>(call.scale), call.add};
-  const auto address =
-      reinterpret_cast<uintptr_t>(call.out) | reinterpret_cast<uintptr_t>(call.chunks);
-  const bool wide = address % kVectorNbytes == 0 && call.numel % lanes == 0;
-  const int64_t num_blocks = (call.numel / (wide ? lanes : 1) + kThreads - 1) / kThreads;
-  TORCH_CHECK_VALUE(num_blocks <= kMaxChunks, "accumulate: out is too large for one launch");
-  if (wide) {
-    accumulate_kernel<Out, In, lanes><<<num_blocks, kThreads, 0, stream>>>(args);
+  const bool aligned = reinterpret_cast<uintptr_t>(call.out) % sizeof(Vector<Out, lanes>) == 0 &&
+      reinterpret_cast<uintptr_t>(call.chunks) % sizeof(Vector<In, lanes>) == 0;
+  if (aligned && call.numel % lanes == 0) {
+    launch_groups<Out, In, lanes>(call);
   } else {
-    accumulate_kernel<Out, In, 1><<<num_blocks, kThreads, 0, stream>>>(args);
+    launch_groups<Out, In, 1>(call);
   }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 } // namespace

@@ -78,8 +78,9 @@ __device__ __forceinline__ bool is_aligned(const T* data) {
 // As split_vectors(), for addresses that must all be aligned together.
 template <int lanes, typename Weight, typename Grad, typename Model>
 __device__ __forceinline__ VectorSplit split_run(const Run<Weight, Grad, Model>& run) {
-  const auto past = static_cast<int>(reinterpret_cast<uintptr_t>(run.weight) % kVectorNbytes);
-  const int head = past == 0 ? 0 : (static_cast<int>(kVectorNbytes) - past) / sizeof(Weight);
+  constexpr int group = static_cast<int>(sizeof(Weight)) * lanes;
+  const auto past = static_cast<int>(reinterpret_cast<uintptr_t>(run.weight) % group);
+  const int head = past == 0 ? 0 : (group - past) / static_cast<int>(sizeof(Weight));
   bool aligned = is_aligned<Weight, lanes>(run.weight + head) &&
       is_aligned<Grad, lanes>(run.grad + head) && is_aligned<Weight, lanes>(run.exp_avg + head) &&
       is_aligned<Weight, lanes>(run.exp_avg_sq + head);
@@ -93,7 +94,7 @@ __device__ __forceinline__ VectorSplit split_run(const Run<Weight, Grad, Model>&
 }
 
 // Updates `count` groups of `lanes` elements from element `begin` on, by all threads of the block.
-// The four loads of a group are in flight together, 16 bytes each.
+// The four loads of a group are in flight together, up to 16 bytes each.
 template <int lanes, typename Weight, typename Grad, typename Model>
 __device__ __forceinline__ void update_groups(
     const Run<Weight, Grad, Model>& run,
@@ -163,11 +164,11 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<Weight, Grad, Model>))
     const AdamWScalars scalars,
     const BiasCorrection* corrections) {
   using A = AccumulateType<Weight>;
-  constexpr int lanes = kLanes<Weight, Grad>;
+  constexpr int lanes = kLanes<Weight, Grad>; // model weights are no wider
   if (scalars.found_inf != nullptr && *scalars.found_inf != 0) {
     return;
   }
-  const auto [index, span] = block_chunk(table);
+  const auto [index, span] = block_chunk(table, kChunkNumel);
   __shared__ AdamWFactors<A> shared;
   if (threadIdx.x == 0) {
     shared = adamw_factors<A>(options, scalars, corrections[index]);

@@ -1,10 +1,13 @@
 // Numbers of one byte with a scale for each block, on a GPU.
 //
-// A warp makes one block of numbers, four by each lane. Every access is aligned to what it moves:
-// blocks of 132 bytes follow each other, so words of four bytes are the widest.
+// A warp encodes a block at a time, four numbers by each lane. Every access is aligned to its size:
+// blocks of 132 bytes follow each other, so accesses of them have four bytes at most. A thread
+// therefore loads several before it stores.
 #include "kernels/scaled.h"
 
 #include <c10/cuda/CUDAGuard.h>
+
+#include <type_traits>
 
 #include "kernels/cuda/loops.h"
 #include "kernels/cuda/table.cuh"
@@ -16,7 +19,8 @@ namespace zerocore::kernels::cuda {
 namespace {
 
 constexpr int kWordLanes = 4; // numbers in a word
-constexpr int kWords = 8; // that a thread loads before it stores the first of them
+constexpr int kBlocksPerWarp = 4;
+constexpr int kWordsInFlight = 8; // of one thread: a whole chunk by one block of threads
 static_assert(kWarp * kWordLanes == kScaledNumel);
 
 __device__ __forceinline__ uint32_t largest_of_warp(uint32_t value) {
@@ -28,16 +32,12 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t value) {
   return value;
 }
 
+// Writes one block by all lanes of a warp, four numbers each.
 template <ScaledFormat format, typename Src>
-__global__ void __launch_bounds__(kThreads)
-    encode_kernel(uint8_t* blocks, const Src* src, int64_t num_blocks) {
-  const int64_t index = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
-  if (index >= num_blocks) { // for a whole warp alike
-    return;
-  }
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const auto* in = reinterpret_cast<const Vector<Src, kWordLanes>*>(src + index * kScaledNumel);
-  const Vector<Src, kWordLanes> values = in[lane];
+__device__ __forceinline__ void encode_block(
+    uint8_t* block,
+    const Vector<Src, kWordLanes>& values,
+    int lane) {
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kWordLanes; ++i) {
@@ -50,49 +50,76 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kWordLanes; ++i) {
     numbers.lane[i] = to_number<format>(static_cast<float>(values.lane[i]) * scale.inverse);
   }
-  uint8_t* block = blocks + index * kScaledNbytes;
   reinterpret_cast<Vector<uint8_t, kWordLanes>*>(block)[lane] = numbers;
   if (lane == 0) {
     *reinterpret_cast<float*>(block + kScaledNumel) = scale.scale;
   }
 }
 
-__device__ __forceinline__ float scale_at(const uint8_t* blocks, int64_t element) {
-  const uint8_t* block = blocks + element / kScaledNumel * kScaledNbytes;
-  return *reinterpret_cast<const float*>(block + kScaledNumel);
-}
-
-// Decodes a thread's words from `begin` on, kThreads apart; `first` is the element of word 0.
-template <ScaledFormat format, typename Dst>
-__device__ __forceinline__ void decode_words(
-    Dst* dst,
-    const uint8_t* blocks,
-    int64_t first,
-    int begin,
-    int num_words) {
-  using Word = Vector<uint8_t, kWordLanes>;
-  using Values = Vector<Dst, kWordLanes>;
-  Word words[kWords];
-  float scales[kWords];
+// Each warp encodes kBlocksPerWarp blocks, whose loads are in flight together.
+template <ScaledFormat format, typename Src>
+__global__ void __launch_bounds__(kThreads)
+    encode_kernel(uint8_t* __restrict__ blocks, const Src* __restrict__ src, int64_t num_blocks) {
+  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+  const int64_t first = warp * kBlocksPerWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const auto* in = reinterpret_cast<const Vector<Src, kWordLanes>*>(src) + first * kWarp + lane;
+  Vector<Src, kWordLanes> values[kBlocksPerWarp] = {};
 #pragma unroll
-  for (int u = 0; u < kWords; ++u) {
-    const int word = begin + u * kThreads;
-    if (word < num_words) {
-      const int64_t element = first + word * kWordLanes;
-      words[u] = *reinterpret_cast<const Word*>(blocks + scaled_place(element));
-      scales[u] = scale_at(blocks, element);
+  for (int u = 0; u < kBlocksPerWarp; ++u) {
+    if (first + u < num_blocks) {
+      values[u] = in[u * kWarp];
     }
   }
 #pragma unroll
-  for (int u = 0; u < kWords; ++u) {
-    const int word = begin + u * kThreads;
-    if (word < num_words) {
-      Values values;
+  for (int u = 0; u < kBlocksPerWarp; ++u) {
+    if (first + u < num_blocks) { // the same for all lanes of a warp
+      encode_block<format>(blocks + (first + u) * kScaledNbytes, values[u], lane);
+    }
+  }
+}
+
+// Decodes `count` groups of `lanes` numbers, by all threads of the block. `begin` is the first
+// number's index within `blocks`.
+template <ScaledFormat format, int lanes, typename Dst>
+__device__ __forceinline__ void decode_groups(
+    Dst* __restrict__ dst,
+    const uint8_t* __restrict__ blocks,
+    int begin,
+    int count) {
+  // An integer: bytes of a struct would be unpacked, and waited for, between the loads.
+  using Numbers = std::conditional_t<lanes == 1, uint8_t, uint32_t>;
+  static_assert(sizeof(Numbers) == lanes);
+  constexpr int kStep = kThreads * lanes; // from a thread's group to its next one: whole blocks
+  static_assert(kStep % kScaledNumel == 0);
+  constexpr int kStepNbytes = kStep / kScaledNumel * kScaledNbytes;
+  auto* out = reinterpret_cast<Vector<Dst, lanes>*>(dst);
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x); first < count;
+       first += kThreads * kWordsInFlight) {
+    const int number = begin + first * lanes;
+    const uint8_t* block = blocks + number / kScaledNumel * kScaledNbytes;
+    const uint8_t* from = block + number % kScaledNumel;
+    Numbers numbers[kWordsInFlight];
+    float scales[kWordsInFlight];
 #pragma unroll
-      for (int i = 0; i < kWordLanes; ++i) {
-        values.lane[i] = scaled<Dst>(of_number<format>(words[u].lane[i]), scales[u]);
+    for (int u = 0; u < kWordsInFlight; ++u) {
+      if (first + u * kThreads < count) {
+        numbers[u] = *reinterpret_cast<const Numbers*>(from + u * kStepNbytes);
+        scales[u] = *reinterpret_cast<const float*>(block + kScaledNumel + u * kStepNbytes);
       }
-      reinterpret_cast<Values*>(dst)[word] = values;
+    }
+#pragma unroll
+    for (int u = 0; u < kWordsInFlight; ++u) {
+      if (first + u * kThreads < count) {
+        Vector<Dst, lanes> values;
+#pragma unroll
+        for (int i = 0; i < lanes; ++i) {
+          const auto number = static_cast<uint8_t>(numbers[u] >> (8 * i));
+          values.lane[i] = scaled<Dst>(of_number<format>(number), scales[u]);
+        }
+        out[first + u * kThreads] = values;
+      }
     }
   }
 }
@@ -104,18 +131,16 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t past = static_cast<const uint8_t*>(work.src) - blocks;
   const int64_t first =
       past / kScaledNbytes * kScaledNumel + past % kScaledNbytes + work.span.begin;
+  const uint8_t* near = blocks + first / kScaledNumel * kScaledNbytes;
+  const auto begin = static_cast<int>(first % kScaledNumel);
   auto* dst = static_cast<Dst*>(work.dst) + work.span.begin;
   const int numel = static_cast<int>(work.span.end - work.span.begin);
-  const bool aligned = first % kWordLanes == 0 &&
+  const bool aligned = begin % kWordLanes == 0 &&
       reinterpret_cast<uintptr_t>(dst) % alignof(Vector<Dst, kWordLanes>) == 0;
   const int num_words = aligned ? numel / kWordLanes : 0;
-  for (int word = static_cast<int>(threadIdx.x); word < num_words; word += kThreads * kWords) {
-    decode_words<format>(dst, blocks, first, word, num_words);
-  }
-  for (int i = num_words * kWordLanes + static_cast<int>(threadIdx.x); i < numel; i += kThreads) {
-    const uint8_t number = blocks[scaled_place(first + i)];
-    dst[i] = scaled<Dst>(of_number<format>(number), scale_at(blocks, first + i));
-  }
+  const int past_words = num_words * kWordLanes;
+  decode_groups<format, kWordLanes>(dst, near, begin, num_words);
+  decode_groups<format, 1>(dst + past_words, near, begin + past_words, numel - past_words);
 }
 
 } // namespace
@@ -123,7 +148,8 @@ __global__ void __launch_bounds__(kThreads)
 void encode(const EncodeCall& call) {
   const c10::cuda::CUDAGuard guard(call.device);
   const auto stream = c10::cuda::getCurrentCUDAStream(call.device.index());
-  const int64_t num_blocks = (call.num_blocks * kWarp + kThreads - 1) / kThreads;
+  constexpr int64_t per_block = kThreads / kWarp * kBlocksPerWarp;
+  const int64_t num_blocks = (call.num_blocks + per_block - 1) / per_block;
   TORCH_CHECK_VALUE(num_blocks <= kMaxChunks, "encode: a tensor is too large for one launch");
   visit_scaled(call.element, call.format, [&]<typename Src, ScaledFormat format>() {
     auto* blocks = static_cast<uint8_t*>(call.blocks);

@@ -26,6 +26,7 @@ struct ChunkTable {
   static constexpr int kCapacity = capacity;
 
   int num_segments;
+  int chunk_numel;
   // First and by itself: every block searches it, so it should lie in few cache lines.
   int32_t first_chunk[capacity];
   int64_t numel[capacity];
@@ -38,8 +39,7 @@ struct BlockChunk {
 };
 
 template <int capacity>
-__device__ BlockChunk
-block_chunk(const ChunkTable<capacity>& table, int64_t chunk_numel = kChunkNumel) {
+__device__ BlockChunk block_chunk(const ChunkTable<capacity>& table, int64_t chunk_numel) {
   const auto first_chunk = [&](int i) { return static_cast<int64_t>(table.first_chunk[i]); };
   const int64_t chunk = blockIdx.x;
   const int i = find_segment(first_chunk, table.num_segments, chunk);
@@ -48,7 +48,6 @@ block_chunk(const ChunkTable<capacity>& table, int64_t chunk_numel = kChunkNumel
 
 template <int capacity>
 struct SegmentTable : ChunkTable<capacity> {
-  int64_t chunk_numel;
   void* dst[capacity];
   const void* src[capacity];
   uint32_t add[capacity / 32]; // one bit a segment
@@ -128,9 +127,7 @@ int fill_table(Table& table, const List& list, int begin) {
     table.set(row, segment);
   }
   table.num_segments = i - begin;
-  if constexpr (requires { table.chunk_numel; }) {
-    table.chunk_numel = list.chunk_numel();
-  }
+  table.chunk_numel = static_cast<int>(list.chunk_numel());
   return i;
 }
 

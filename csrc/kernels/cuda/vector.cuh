@@ -15,14 +15,15 @@ constexpr int kInFlightNbytes = 64; // that a thread loads before it stores the 
 // As an element function: the value as it is, without unpacking vectors.
 struct Keep {};
 
-// `lanes` neighbouring elements, read and written as one word.
+// `lanes` neighbouring elements, read and written by one access.
 template <typename T, int lanes>
-struct alignas(sizeof(T) * lanes < kVectorNbytes ? sizeof(T) * lanes : kVectorNbytes) Vector {
+struct alignas(sizeof(T) * lanes) Vector {
+  static_assert(sizeof(T) * lanes <= kVectorNbytes);
   T lane[lanes];
 };
 
 template <typename Dst, typename Src>
-constexpr int kLanes = lanes_of(sizeof(Dst), sizeof(Src)); // elements of a group
+constexpr int kLanes = lanes_of(sizeof(Dst), sizeof(Src));
 
 template <typename Dst, typename Src, int lanes, typename F>
 __device__ __forceinline__ Vector<Dst, lanes> map_lanes(
@@ -39,7 +40,7 @@ __device__ __forceinline__ Vector<Dst, lanes> map_lanes(
 // Groups a thread loads before it stores the first. Single elements are few, or so badly aligned
 // that their number matters more than their bytes.
 template <int group_nbytes, int lanes>
-constexpr int kUnroll = lanes == 1 ? 4 : kInFlightNbytes / group_nbytes;
+constexpr int kUnroll = lanes == 1 ? 4 : (kInFlightNbytes + group_nbytes - 1) / group_nbytes;
 
 // dst[i] = f(dst[i], src[i]) for count groups of `lanes` elements, by all threads of the block.
 // Reads dst only if `reads_dst`.

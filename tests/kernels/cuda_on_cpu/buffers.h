@@ -141,5 +141,6 @@ void check_sums();
 void check_norms();
 void check_scaled();
 void check_adamw();
+void check_sectors();
 
 } // namespace checks

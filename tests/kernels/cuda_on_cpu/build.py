@@ -23,6 +23,13 @@ COMPILER = "g++"
 LIBRARIES = Path(torch.__file__).parent / "lib"  # where a program finds torch's when it runs
 SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 PLAIN = ("-O0",)
+# Kernels in PLAIN programs call a function of accesses.cpp at each access.
+TRACED = (
+    "-fsanitize=kernel-address",
+    "--param=asan-instrumentation-with-call-threshold=0",
+    "--param=asan-stack=0",
+    "--param=asan-globals=0",
+)
 SOURCES = {".h", ".cuh", ".cu"}
 
 
@@ -85,6 +92,7 @@ def _sources_and_tools() -> str:
 def _compile(source: Path, folder: Path, flags: tuple[str, ...]) -> Path:
     target = folder / f"{source.name}.o"
     if source.suffix == ".cu":
+        flags += TRACED if flags == PLAIN else ()
         rewritten = folder / f"{source.name}.cpp"
         rewritten.write_text('#include "cuda_on_cpu.h"\n' + rewrite(source.read_text()))
         source = rewritten

@@ -1,6 +1,6 @@
 // Runs the CUDA kernels on the CPU and compares them with plain loops.
 //
-// Usage: checks copies|sums|norms|scaled|adamw
+// Usage: checks copies|sums|norms|scaled|adamw|sectors
 #include <cstdio>
 #include <string>
 
@@ -30,8 +30,10 @@ int main(int argc, char** argv) {
       checks::check_scaled();
     } else if (what == "adamw") {
       checks::check_adamw();
+    } else if (what == "sectors") {
+      checks::check_sectors();
     } else {
-      std::fprintf(stderr, "usage: checks copies|sums|norms|scaled|adamw\n");
+      std::fprintf(stderr, "usage: checks copies|sums|norms|scaled|adamw|sectors\n");
       return 2;
     }
   }

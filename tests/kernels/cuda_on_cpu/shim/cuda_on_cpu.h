@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <type_traits>
@@ -44,6 +45,16 @@ Counts counts();
 // Runs `kernel` once for every thread of every block. Ends the process where a GPU would refuse
 // the launch, or where threads of a block wait at different barriers.
 void launch(int64_t num_blocks, int64_t num_threads, const std::function<void()>& kernel);
+
+// Starts to count accesses within these bytes, by kernels that are compiled with build.TRACED.
+void watch(const void* begin, size_t nbytes);
+// Bytes that threads accessed, and those of all sectors of which each instruction of a warp
+// accessed some: more where it left out parts of sectors.
+struct Traffic {
+  long nbytes = 0;
+  long sector_nbytes = 0;
+};
+Traffic watched();
 
 // Functions that threads call.
 void wait_for_block();
