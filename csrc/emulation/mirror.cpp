@@ -22,8 +22,21 @@ bool is_plain(const Move& move) {
 
 // One row goes to every row of a matrix.
 bool repeats_a_row(const Move& move) {
-  return move.to.is_cpu() && move.to.dim() == 2 && move.to.is_contiguous() &&
-      move.from.stride(0) == 0 && move.from.stride(1) == 1 && move.to.dtype() == move.from.dtype();
+  return move.to.dim() == 2 && move.to.is_contiguous() && move.from.stride(0) == 0 &&
+      move.from.stride(1) == 1;
+}
+
+void copy_to_each_row(const Move& move) {
+  const size_t nbytes = move.to.nbytes() / move.to.size(0);
+  const at::Tensor from = move.from.select(0, 0);
+  for (int64_t row = 0; row < move.to.size(0); ++row) {
+    if (move.to.is_cpu()) { // not by copy_, which would use the cores that compute
+      auto* to = static_cast<char*>(move.to.data_ptr()) + row * nbytes;
+      std::memcpy(to, from.const_data_ptr(), nbytes);
+    } else {
+      move.to.select(0, row).copy_(from, /*non_blocking=*/true);
+    }
+  }
 }
 
 void copy(const Move& move) {
@@ -31,12 +44,10 @@ void copy(const Move& move) {
     if (move.to.data_ptr() != move.from.data_ptr()) {
       std::memcpy(move.to.data_ptr(), move.from.const_data_ptr(), move.to.nbytes());
     }
-  } else if (repeats_a_row(move)) { // not by copy_, which would use the cores that compute
-    const size_t nbytes = move.to.nbytes() / move.to.size(0);
-    for (int64_t row = 0; row < move.to.size(0); ++row) {
-      auto* to = static_cast<char*>(move.to.data_ptr()) + row * nbytes;
-      std::memcpy(to, move.from.const_data_ptr(), nbytes);
-    }
+  } else if (repeats_a_row(move)) {
+    // CUDA copies contiguous memory by cudaMemcpyAsync. It copies an expanded tensor by a kernel
+    // that reads single elements and takes all SMs from the compute.
+    copy_to_each_row(move);
   } else {
     at::Tensor to = move.to;
     to.copy_(move.from, /*non_blocking=*/true);
