@@ -163,7 +163,7 @@ def main(
     with Results("checkpoint", save) as results:
         try:
             ranks = run_on_ranks(measure, WORLD_SIZE, (cell,), LIMIT_S)
-            raw = {"cell": {**asdict(cell), "folder": ""}, "elsewhere": elsewhere}
+            raw: dict[str, Any] = {"cell": {**asdict(cell), "folder": ""}, "elsewhere": elsewhere}
             raw["ranks"] = [asdict(figures) for figures in ranks]
             tables = [rates_table(cell, ranks[0]), background_table(cell, ranks)]
             results.write(tables, raw)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -102,7 +102,7 @@ def main(
     found: dict[str, list[Found]] = {}
     peaks: dict[str, tuple[float, float]] = {}
     nbytes = 10**9
-    raw = {"ranks": ranks, "width": width, "depth": depth, "max_mib": max_mib}
+    raw: dict[str, Any] = {"ranks": ranks, "width": width, "depth": depth, "max_mib": max_mib}
     title = f"{depth} blocks of width {width}, {ranks} ranks, gloo, buckets of {max_mib} MiB"
     with Results("export", save) as results:
         for dtype in ("fp32", "bf16"):

@@ -51,6 +51,7 @@ class Results:
         self._is_main, self._save = is_main, save and is_main
         self._stem = folder / f"{now:%Y-%m-%d}_{hardware or hardware_slug()}_{theme}"
         self._raw: dict[str, Any] = {}
+        self._interrupted = False
         self._record = {
             "theme": theme,
             "command": command_line(),
@@ -62,7 +63,7 @@ class Results:
 
     def __enter__(self) -> Results:
         # Shells start background jobs with SIGINT ignored.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -83,6 +84,8 @@ class Results:
         """Replaces the tables and the raw figures by these."""
         self.tables, self._raw = list(tables), deepcopy(raw)
         self._write_files(complete=False)
+        if self._interrupted:
+            raise KeyboardInterrupt
 
     def file(self, end: str) -> Path:
         """The path of another file of this run, such as a picture."""
@@ -90,6 +93,11 @@ class Results:
         if path not in self.paths:
             self.paths.append(path)
         return path
+
+    def _interrupt(self, *_: object) -> None:
+        # Python drops an exception in a destructor or around a fork: `write` raises it again.
+        self._interrupted = True
+        raise KeyboardInterrupt
 
     def _write_files(self, complete: bool) -> None:
         if not self._save:
