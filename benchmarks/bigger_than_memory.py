@@ -6,7 +6,6 @@ Usage: python benchmarks/bigger_than_memory.py --folder /a/folder/on/the/disk
 from __future__ import annotations
 
 import math
-import os
 import resource
 import tempfile
 import time
@@ -20,8 +19,8 @@ import typer
 from matplotlib.figure import Figure
 
 import zerocore
-from bench.lib.results import RESULTS_FOLDER, write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import Results
+from bench.lib.tables import Table
 from bench.memory.sampler import CpuMemory, Sampler
 from bench.offload.disk import MIB, Disk
 from bench.offload.training import gpt, loss_of
@@ -165,22 +164,19 @@ def main(
     save: Annotated[bool, typer.Option(help="Write dated files into results/.")] = True,
 ) -> None:
     """Trains under the limit, and prints what it took."""
-    console, load = make_console(), os.getloadavg()[0]
     num_blocks = math.ceil((millions * 10**6 - 2 * VOCABULARY * WIDTH) / BLOCK_NUMEL)
     run = Run(int(limit_gb * 1e9))
     resource.setrlimit(resource.RLIMIT_DATA, (run.limit_nbytes, run.limit_nbytes))
-    with tempfile.TemporaryDirectory(dir=folder or None) as place:
+    with (
+        Results("bigger_than_memory", save) as results,
+        tempfile.TemporaryDirectory(dir=folder or None) as place,
+    ):
         train(Path(place), run, num_blocks, tokens, steps)
         measure_raw(Path(place), run)
-    table = make_table(run)
-    table.notes.append(f"Load of the machine at the start: {load:.1f}.")
-    table.show(console)
-    if save:
-        raw = {"load_at_start": load, **vars(run), "moved": [vars(each) for each in run.moved]}
-        paths = write_results("bigger_than_memory", raw, table.markdown())
-        paths.append(RESULTS_FOLDER / f"{paths[0].stem}.png")
-        draw(run, paths[-1])
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+        moved = [vars(each) for each in run.moved]
+        results.write([make_table(run)], {**vars(run), "moved": moved})
+        if save:
+            draw(run, results.file(".png"))
 
 
 if __name__ == "__main__":

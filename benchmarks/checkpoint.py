@@ -5,13 +5,12 @@ Usage: python benchmarks/checkpoint.py
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import track
@@ -28,9 +27,9 @@ from bench.checkpoint.cell import (
 from bench.checkpoint.planning import plan_seconds
 from bench.checkpoint.raw_disk import WAYS, WAYS_INTO_NEW
 from bench.lib.ranks import run_on_ranks
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import is_installed
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 from bench.lib.timing import fastest, ratio
 
 WORLD_SIZE = 2
@@ -157,33 +156,25 @@ def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Prints how fast checkpoints are, and what training sees of them."""
-    console, load = make_console(), os.getloadavg()[0]
     place = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=folder))
     cell = CheckpointCell(str(place), blocks, rounds)
-    try:
-        ranks = run_on_ranks(measure, WORLD_SIZE, (cell,), LIMIT_S)
-        cases = [(n, verify) for n in (1, 3) for verify in (False, True)]
-        elsewhere = {
-            f"{n} rank{'s' if n > 1 else ''}{', verify' if verify else ''}": run_on_ranks(
-                load_elsewhere, n, (cell, verify), LIMIT_S
-            )
-            for n, verify in track(cases, "other ranks", console=console, transient=True)
-        }
-    finally:
-        shutil.rmtree(place)
-    planning = plan_seconds(1024)
-    tables = [rates_table(cell, ranks[0]), background_table(cell, ranks)]
-    tables += [bytes_table(cell, elsewhere), planning_table(planning)]
-    tables[-1].notes.append(
-        f"Load of the machine at the start: {load:.1f}, at the end: {os.getloadavg()[0]:.1f}."
-    )
-    for table in tables:
-        table.show(console)
-    if save:
-        raw = {"load_at_start": load, "cell": {**asdict(cell), "folder": ""}, "planning": planning}
-        raw |= {"ranks": [asdict(figures) for figures in ranks], "elsewhere": elsewhere}
-        paths = write_results("checkpoint", raw, "\n".join(t.markdown() for t in tables))
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    cases = [(n, verify) for n in (1, 3) for verify in (False, True)]
+    elsewhere: dict[str, Any] = {}
+    with Results("checkpoint", save) as results:
+        try:
+            ranks = run_on_ranks(measure, WORLD_SIZE, (cell,), LIMIT_S)
+            raw: dict[str, Any] = {"cell": {**asdict(cell), "folder": ""}, "elsewhere": elsewhere}
+            raw["ranks"] = [asdict(figures) for figures in ranks]
+            tables = [rates_table(cell, ranks[0]), background_table(cell, ranks)]
+            results.write(tables, raw)
+            for n, verify in track(cases, "other ranks", transient=True):
+                label = f"{n} rank{'s' if n > 1 else ''}{', verify' if verify else ''}"
+                elsewhere[label] = run_on_ranks(load_elsewhere, n, (cell, verify), LIMIT_S)
+        finally:
+            shutil.rmtree(place)
+        planning = plan_seconds(1024)
+        tables += [bytes_table(cell, elsewhere), planning_table(planning)]
+        results.write(tables, {**raw, "planning": planning})
 
 
 if __name__ == "__main__":

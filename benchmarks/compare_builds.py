@@ -19,8 +19,8 @@ from typing import Annotated
 import typer
 from rich.progress import track
 
-from bench.lib.results import write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import Results
+from bench.lib.tables import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = {
@@ -119,23 +119,19 @@ def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = False,
 ) -> None:
     """Prints the ratio of this build's times to those of OTHER."""
-    load = os.getloadavg()[0]
     table = Table("This build beside another", ["case", "this us", "other us", "ratio", "fastest"])
+    table.notes = list(NOTES)
     raw = {}
-    for name, case in CASES.items():
-        if only in name:
-            own, others = raw[name] = take_turns(other, case, turns)
-            ratios = [a / b for a, b in zip(own, others, strict=True)]
-            low, middle, high = quantiles(ratios, n=4)
-            cells = [f"{median(own):.0f}", f"{median(others):.0f}"]
-            spread = f"{middle:.3f} ({low:.3f} - {high:.3f})"
-            table.add(name, *cells, spread, f"{min(own) / min(others):.3f}")
-    table.notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
-    console = make_console()
-    table.show(console)
-    if save:
-        paths = write_results("compare_builds", {"us": raw}, table.markdown())
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    with Results("compare_builds", save) as results:
+        for name, case in CASES.items():
+            if only in name:
+                own, others = raw[name] = take_turns(other, case, turns)
+                ratios = [a / b for a, b in zip(own, others, strict=True)]
+                low, middle, high = quantiles(ratios, n=4)
+                cells = [f"{median(own):.0f}", f"{median(others):.0f}"]
+                spread = f"{middle:.3f} ({low:.3f} - {high:.3f})"
+                table.add(name, *cells, spread, f"{min(own) / min(others):.3f}")
+                results.write([table], {"us": raw})
 
 
 if __name__ == "__main__":

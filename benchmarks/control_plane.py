@@ -16,16 +16,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
 
 from bench.lib.forked import TIMEOUT, run_forked
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import import_zerocore
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 MOST_IN_FULL_MESH = 64  # ranks of the all-reduce
@@ -138,22 +138,16 @@ def main(
     """Prints what a round takes, by the number of ranks."""
     import_zerocore()
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
     sizes = [2**power for power in range(1, largest.bit_length())]
-    results = {size: run(size, max(10, 2 * rounds // size)) for size in sizes}
-    table = table_of(results)
-    table.notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
-    console = make_console()
-    table.show(console)
-    if save:
-        of = {
-            size: {name: [asdict(each) for each in found] for name, found in systems.items()}
-            for size, systems in results.items()
-        }
-        paths = write_results(
-            "control_plane", {"load_at_start": load, "ranks": of}, table.markdown()
-        )
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    found: dict[int, dict[str, list[Figures]]] = {}
+    raw: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    with Results("control_plane", save) as results:
+        for size in sizes:
+            found[size] = run(size, max(10, 2 * rounds // size))
+            raw[size] = {name: [asdict(e) for e in each] for name, each in found[size].items()}
+            table = table_of(found)
+            table.notes = list(NOTES)
+            results.write([table], {"ranks": raw})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,8 @@ from bench.export.run import (
 )
 from bench.lib.nodes import nodes_class, run_on_nodes
 from bench.lib.ranks import run_on_ranks
-from bench.lib.results import write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import Results
+from bench.lib.tables import Table
 from bench.network.report import bits_per_second
 
 TIMEOUT_S = 400.0
@@ -98,34 +98,32 @@ def main(
     """Prints what an export and parking take."""
     if context.invoked_subcommand is not None:
         return
-    load = os.getloadavg()[0]
     sizes = (width, depth)
-    results, peaks = {}, {}
-    for dtype in ("fp32", "bf16"):
-        own = (*sizes, dtype, max_mib * MIB)
-        results[dtype] = run_on_ranks(export_on_this_rank, ranks, (*own, rounds), TIMEOUT_S)
-        peaks[dtype] = run_on_ranks(planned_peak, ranks, own, TIMEOUT_S)[0]
+    found: dict[str, list[Found]] = {}
+    peaks: dict[str, tuple[float, float]] = {}
     nbytes = 10**9
-    parking = run_on_ranks(park_on_this_rank, 1, (nbytes, rounds), TIMEOUT_S)[0]
+    raw: dict[str, Any] = {"ranks": ranks, "width": width, "depth": depth, "max_mib": max_mib}
     title = f"{depth} blocks of width {width}, {ranks} ranks, gloo, buckets of {max_mib} MiB"
-    table = export_table(results, title)
+    with Results("export", save) as results:
+        for dtype in ("fp32", "bf16"):
+            own = (*sizes, dtype, max_mib * MIB)
+            found[dtype] = run_on_ranks(export_on_this_rank, ranks, (*own, rounds), TIMEOUT_S)
+            peaks[dtype] = run_on_ranks(planned_peak, ranks, own, TIMEOUT_S)[0]
+            raw |= {"exports": found, "peaks_mib": peaks}
+            tables = [export_table(found, title)]
+            tables[0].notes = [*NOTES, peaks_note(peaks)]
+            results.write(tables, raw)
+        parking = run_on_ranks(park_on_this_rank, 1, (nbytes, rounds), TIMEOUT_S)[0]
+        results.write([*tables, park_table(parking, nbytes)], {**raw, "parking_ms": parking})
+
+
+def peaks_note(peaks: dict[str, tuple[float, float]]) -> str:
+    """What the plan says of the memory."""
     planned = ", ".join(f"{dtype}: {a:.3f} MiB and {b:.3f}" for dtype, (a, b) in peaks.items())
-    table.notes = [
-        *NOTES,
+    return (
         f"Peak of {SHARD.label} by the plan, and of the pool in the run: {planned}. "
-        f"{FULLY_SHARD.label} holds a unit twice where ranks cannot read each other's memory.",
-        f"Load of the machine when the run began: {load:.1f}.",
-    ]
-    console = make_console()
-    tables = [table, park_table(parking, nbytes)]
-    for each in tables:
-        each.show(console)
-    if save:
-        raw = {"ranks": ranks, "load_at_start": load, "exports": results, "parking_ms": parking}
-        raw |= {"peaks_mib": peaks, "width": width, "depth": depth, "max_mib": max_mib}
-        text = "\n\n".join(each.markdown() for each in tables)
-        paths = write_results("export", raw, text)
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+        f"{FULLY_SHARD.label} holds a unit twice where ranks cannot read each other's memory."
+    )
 
 
 @app.command(hidden=True)
@@ -152,22 +150,21 @@ def on_nodes(
     """Times exports of ranks in network namespaces, beside the wire's own time."""
     if (make_nodes := nodes_class()) is None:
         return
-    results = {}
-    with make_nodes(nodes, rate) as network:
-        for number, dtype in enumerate(("fp32", "bf16")):
+    numel = depth * sum(param.numel() for param in Block(width).parameters())
+    wires: dict[str, float] = {}
+    found: dict[str, list[Found]] = {}
+    title = f"{nodes} nodes, {rate}: {depth} blocks of width {width}"
+    with Results(f"export_{rate}") as results, make_nodes(nodes, rate) as network:
+        for number, (dtype, nbytes) in enumerate((("fp32", 4), ("bf16", 2))):
             own = [str(each) for each in (width, depth, dtype, max_mib * MIB, rounds)]
             arguments = [__file__, "rank", *own]
-            results[dtype] = [run_on_nodes(network, arguments, 29600 + number, TIMEOUT_S)]
-    table = export_table(results, f"{nodes} nodes, {rate}: {depth} blocks of width {width}")
-    numel = depth * sum(param.numel() for param in Block(width).parameters())
-    wires = {
-        dtype: 8e3 * nbytes * numel * (nodes - 1) / nodes / bits_per_second(rate)
-        for dtype, nbytes in (("fp32", 4), ("bf16", 2))
-    }
-    of = ", ".join(f"{dtype} {ms:.0f} ms" for dtype, ms in wires.items())
-    table.notes = [*NOTES[:-1], f"The bytes that a rank gets from the others, at {rate}: {of}."]
-    table.show(make_console())
-    write_results(f"export_{rate}", {"exports": results, "wire_ms": wires}, table.markdown())
+            found[dtype] = [run_on_nodes(network, arguments, 29600 + number, TIMEOUT_S)]
+            wires[dtype] = 8e3 * nbytes * numel * (nodes - 1) / nodes / bits_per_second(rate)
+            table = export_table(found, title)
+            of = ", ".join(f"{dtype} {ms:.0f} ms" for dtype, ms in wires.items())
+            wire = f"The bytes that a rank gets from the others, at {rate}: {of}."
+            table.notes = [*NOTES[:-1], wire]
+            results.write([table], {"exports": found, "wire_ms": wires})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ each parameter, and copies them out after one gather of all.
 
 from __future__ import annotations
 
-import os
 from statistics import median
 from typing import Annotated
 
@@ -17,9 +16,9 @@ from rich.progress import track
 
 from bench.gather.run import FORWARDS, MIB, NUM_PARAMS, NUM_UNITS, gather_on_this_rank, medians
 from bench.lib.ranks import run_on_ranks
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import System
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 from bench.lib.timing import ratio
 
 SHARD = System("zerocore", 3, "zerocore stage 3")
@@ -56,21 +55,14 @@ def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Prints what gathering a unit takes, by its size."""
-    load = os.getloadavg()[0]
-    results = {
-        size: medians(
-            run_on_ranks(gather_on_this_rank, ranks, (SYSTEMS, int(size * MIB), rounds), TIMEOUT_S)
-        )
-        for size in track(SIZES_MIB, description="measuring", transient=True)
-    }
-    table = gather_table(results, ranks)
-    table.notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
-    console = make_console()
-    table.show(console)
-    if save:
-        raw = {"ranks": ranks, "load_at_start": load, "ms_per_unit": results}
-        paths = write_results("gather", raw, table.markdown())
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    found = {}
+    with Results("gather", save) as results:
+        for size in track(SIZES_MIB, description="measuring", transient=True):
+            args = (SYSTEMS, int(size * MIB), rounds)
+            found[size] = medians(run_on_ranks(gather_on_this_rank, ranks, args, TIMEOUT_S))
+            table = gather_table(found, ranks)
+            table.notes = list(NOTES)
+            results.write([table], {"ranks": ranks, "ms_per_unit": found})
 
 
 if __name__ == "__main__":

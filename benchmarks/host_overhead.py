@@ -14,9 +14,9 @@ import typer
 from rich.progress import track
 
 from bench.host.cell import ALL_PHASES, CONTROL, PHASES, Cell, CellTimes, measure_in_fresh_process
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import is_installed
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 
 NAMES = {"fsdp2": "FSDP2", "zerocore": "zerocore", "fully_shard": "fully_shard"}
 TWO_MESHES = "two_meshes"
@@ -35,10 +35,10 @@ NOTES = (
     "itself.",
 )
 
-Results = dict[int, CellTimes]
+Times = dict[int, CellTimes]
 
 
-def overhead_table(results: Results, systems: list[str]) -> Table:
+def overhead_table(results: Times, systems: list[str]) -> Table:
     """Time that each system adds per block, and zerocore's ratios."""
     names = [NAMES[system] for system in systems]
     columns = ["parameters per block", "plain", *(f"{n} fwd + bwd" for n in names)]
@@ -68,7 +68,7 @@ def _ratio_to_reference(found: CellTimes, system: str) -> str:
     return f"{found.total_above_plain(system) / found.total_above_plain(REFERENCE):.3f}"
 
 
-def growth_table(results: Results, systems: list[str]) -> Table:
+def growth_table(results: Times, systems: list[str]) -> Table:
     """How the cost grows with the number of parameters, and how far it is from the floor."""
     columns = ["system", f"{SMALL}: us", f"{LARGE}: us", "ratio", f"{SMALL}: / floor"]
     table = Table(f"{SMALL} parameters per block, and {LARGE}", columns)
@@ -85,7 +85,7 @@ def growth_table(results: Results, systems: list[str]) -> Table:
     return table
 
 
-def mesh_table(results: Results) -> Table:
+def mesh_table(results: Times) -> Table:
     """Blocks on two meshes beside the same blocks on one."""
     table = Table("zerocore.shard, us per block above plain", ["parameters per block", "one mesh"])
     table.columns += ["two meshes", "two / one, median over the rounds"]
@@ -118,24 +118,20 @@ def main(
         raise typer.BadParameter(f"systems are {', '.join(NAMES)}")
     installed = tuple(system for system in wanted if is_installed(system))
     installed += (TWO_MESHES,) * ("zerocore" in installed)
-    load = os.getloadavg()[0]
     counts = [int(count) for count in params.split(",")]
     cells = [Cell(count, installed, device=device, num_rounds=rounds) for count in counts]
-    results = {cell.num_params: CellTimes() for cell in cells}
-    # All rows in each pass, so that a drift of the machine hits all alike.
-    for cell in track(cells * passes, description="measuring", transient=True):
-        results[cell.num_params].extend(measure_in_fresh_process(cell))
-    tables = [overhead_table(results, wanted), mesh_table(results), growth_table(results, wanted)]
-    tables[-1].notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
-    console = make_console()
-    for table in tables:
-        table.show(console)
-    if save:
-        raw = {"cells": [asdict(c) for c in cells], "load_at_start": load}
-        raw["us_per_block"] = {count: found.times for count, found in results.items()}
-        theme = "host_overhead" if device == "cpu" else f"host_overhead_{device}"
-        paths = write_results(theme, raw, "\n".join(t.markdown() for t in tables))
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    theme = "host_overhead" if device == "cpu" else f"host_overhead_{device}"
+    with Results(theme, save) as results:
+        times: Times = {}
+        # All rows in each pass, so that a drift of the machine hits all alike.
+        for cell in track(cells * passes, description="measuring", transient=True):
+            found = times.setdefault(cell.num_params, CellTimes())
+            found.extend(measure_in_fresh_process(cell))
+            tables = [overhead_table(times, wanted), mesh_table(times), growth_table(times, wanted)]
+            tables[-1].notes = list(NOTES)
+            us_per_block = {count: each.times for count, each in times.items()}
+            raw = {"cells": [asdict(each) for each in cells], "us_per_block": us_per_block}
+            results.write(tables, raw)
 
 
 if __name__ == "__main__":

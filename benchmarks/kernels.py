@@ -5,18 +5,16 @@ Usage: python benchmarks/kernels.py
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import track
 
 from bench.kernels.contests import OWN, Contest, against_copy, beside_torch, small_tensors
-from bench.lib.results import write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import Results
+from bench.lib.tables import Table
 from bench.lib.timing import fastest, ratio, time_in_turns
 
 COPY_NOTE = (
@@ -59,29 +57,33 @@ def torch_table(contests: list[Contest], title: str) -> Table:
     return table
 
 
-def run(contests: Iterable[Contest], device: str, rounds: int, console: Console) -> list[Contest]:
-    """Times one contest after the other, so that only one holds memory."""
-    done = []
-    for contest in track(contests, "measuring", console=console, transient=True):
-        contest.seconds = time_in_turns(contest.calls, device, rounds)
-        contest.calls = {}
-        done.append(contest)
-    return done
-
-
-def measure_all(
-    sizes: list[int], device: str, rounds: int, console: Console
-) -> Iterator[tuple[Table, list[Contest]]]:
-    """One table after the other, as soon as it is measured."""
+def themes(
+    sizes: list[int], device: str
+) -> Iterator[tuple[str, Callable[[list[Contest], str], Table], Iterable[Contest]]]:
+    """Title, table and contests of each theme."""
     for size in sizes:
-        for theme, make_table, contests in (
-            ("kernels and a copy", copy_table, against_copy(size * 2**20, device)),
-            ("lists beside torch", torch_table, beside_torch(size * 2**20, device)),
-        ):
-            done = run(contests, device, rounds, console)
-            yield make_table(done, f"{device}, {size} MiB: {theme}"), done
-    done = run(small_tensors(device), device, rounds, console)
-    yield torch_table(done, f"{device}: small tensors"), done
+        title, nbytes = f"{device}, {size} MiB", size * 2**20
+        yield f"{title}: kernels and a copy", copy_table, against_copy(nbytes, device)
+        yield f"{title}: lists beside torch", torch_table, beside_torch(nbytes, device)
+    yield f"{device}: small tensors", torch_table, small_tensors(device)
+
+
+def measure(sizes: list[int], device: str, rounds: int, results: Results) -> None:
+    """Times one contest after the other, so that only one holds memory."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    tables: list[Table] = []
+    name = {"device": torch.cuda.get_device_name()} if device == "cuda" else {}
+    for title, make_table, contests in themes(sizes, device):
+        done: list[Contest] = []
+        for contest in track(contests, title, transient=True):
+            contest.seconds = time_in_turns(contest.calls, device, rounds)
+            contest.calls = {}
+            done.append(contest)
+            table = make_table(done, title)
+            table.notes.append(HOW_NOTES[device])
+            found[title] = [raw(each) for each in done]
+            results.write([*tables, table], {**name, "contests": found})
+        tables.append(table)
 
 
 def raw(contest: Contest) -> dict[str, Any]:
@@ -100,24 +102,8 @@ def main(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     sizes = [int(size) for size in (mib or {"cpu": "64,256"}.get(device, "64,256,1024")).split(",")]
-    console, load = make_console(), os.getloadavg()[0]
-    tables, figures = [], {}
-    try:
-        for table, contests in measure_all(sizes, device, rounds, console):
-            table.show(console)
-            tables.append(table)
-            figures[table.title] = [raw(contest) for contest in contests]
-    except KeyboardInterrupt:  # as a time limit may send it: what there is gets written
-        console.print("interrupted")
-    if not tables:
-        return
-    tables[-1].notes += [HOW_NOTES[device], f"Load of the machine at the start: {load:.1f}."]
-    console.print(*tables[-1].notes[-2:], sep="\n", highlight=False)
-    if save:
-        name = {"device": torch.cuda.get_device_name()} if device == "cuda" else {}
-        record = {**name, "load_at_start": load, "contests": figures}
-        paths = write_results("kernels", record, "\n".join(t.markdown() for t in tables))
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    with Results("kernels", save) as results:
+        measure(sizes, device, rounds, results)
 
 
 if __name__ == "__main__":

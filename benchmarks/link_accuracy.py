@@ -5,7 +5,7 @@ python benchmarks/link_accuracy.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Annotated, Any
@@ -15,8 +15,8 @@ import torch.distributed as dist
 import typer
 
 from bench.lib.links import EMULATED_WORLD_SIZE, EmulatedLink, open_link, synchronize
-from bench.lib.results import write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import Results
+from bench.lib.tables import Table
 
 MIB = 2**20
 # MiB of the full tensor and GB/s. On a CPU as fast as the local memory traffic surely fits in.
@@ -28,11 +28,10 @@ REPEATS = 11
 WANTED_PERCENT = 3
 
 
-def measure_accuracy(link: EmulatedLink, cases: Sequence[tuple[int, float]]) -> list[list[Any]]:
+def measure_accuracy(link: EmulatedLink, cases: Sequence[tuple[int, float]]) -> Iterator[list[Any]]:
     """For each case: MiB, GB/s, and for all-gather and reduce-scatter model and median ms."""
     emulated = link.zerocore.emulated
     kinds = link.zerocore._C.Traffic
-    rows: list[list[Any]] = []
     link.emulation.link = emulated.link("inf", 5e-3)
     for _ in range(WARMUP):
         dist.barrier()
@@ -54,9 +53,7 @@ def measure_accuracy(link: EmulatedLink, cases: Sequence[tuple[int, float]]) -> 
             nbytes = full.numel() * 4
             model = link.emulation.link.duration_ns(kind, nbytes, EMULATED_WORLD_SIZE) / 1e6
             row += [model, median(_time(link, call) for _ in range(REPEATS))]
-        rows.append(row)
-    link.free()
-    return rows
+        yield row
 
 
 def measure_free(link: EmulatedLink) -> float:
@@ -113,13 +110,13 @@ def main(
     link = open_link()
     if not isinstance(link, EmulatedLink):
         raise typer.BadParameter("run it as one process, not under torchrun")
-    rows = measure_accuracy(link, CPU_CASES if link.device.type == "cpu" else CUDA_CASES)
-    free_ms = measure_free(link)
-    table = accuracy_table(rows, free_ms)
-    table.show(make_console())
-    if save:
-        theme = f"link_accuracy_{link.device.type}"
-        write_results(theme, {"rows": rows, "free_ms": free_ms}, table.markdown())
+    rows: list[list[Any]] = []
+    with Results(f"link_accuracy_{link.device.type}", save) as results:
+        free_ms = measure_free(link)
+        cases = CPU_CASES if link.device.type == "cpu" else CUDA_CASES
+        for row in measure_accuracy(link, cases):
+            rows.append(row)
+            results.write([accuracy_table(rows, free_ms)], {"rows": rows, "free_ms": free_ms})
     dist.destroy_process_group()
 
 

@@ -8,7 +8,6 @@ messages, whose number is what changes with the number of ranks.
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Callable
 from statistics import mean, median
@@ -20,9 +19,9 @@ import typer
 from torch import Tensor, nn
 
 from bench.lib.forked import run_forked
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import System, import_zerocore, wrap_model
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 
 WARM_UP = 25  # steps: beyond the 17 in which ranks compare what they issue
 BATCH = 4
@@ -130,19 +129,14 @@ def main(
     """Prints the processor time of a step, by the number of ranks."""
     import_zerocore()
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
-    results = {
-        size: run_forked(lambda: on_this_rank(depth, width, rounds, steps), size)
-        for size in map(int, ranks.split(","))
-    }
-    table = table_of(results, f"{depth} layers of width {width}, gloo: CPU ms a step (of the peer)")
-    table.notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
-    console = make_console()
-    table.show(console)
-    if save:
-        raw = {"load_at_start": load, "cpu_ms": results, "depth": depth, "width": width}
-        paths = write_results("many_ranks", raw, table.markdown())
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    title = f"{depth} layers of width {width}, gloo: CPU ms a step (of the peer)"
+    found = {}
+    with Results("many_ranks", save) as results:
+        for size in map(int, ranks.split(",")):
+            found[size] = run_forked(lambda: on_this_rank(depth, width, rounds, steps), size)
+            table = table_of(found, title)
+            table.notes = list(NOTES)
+            results.write([table], {"cpu_ms": found, "depth": depth, "width": width})
 
 
 if __name__ == "__main__":

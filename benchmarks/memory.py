@@ -17,9 +17,9 @@ import torch
 import typer
 from rich.progress import track
 
-from bench.lib.results import RESULTS_FOLDER, write_results
+from bench.lib.results import RESULTS_FOLDER, Results
 from bench.lib.tables import make_console
-from bench.memory.cell import SIZES, SYSTEMS, Cell, MemoryRun, run_in_fresh_process
+from bench.memory.cell import SIZES, SYSTEMS, Cell, MemoryRun, measure_in_fresh_process
 from bench.memory.nvml import NvmlDevice
 from bench.memory.report import draw_bars, draw_step, model_state, phases, reconciliation
 from zerocore.common.nvml import NvmlUnavailable, driver_version
@@ -41,11 +41,16 @@ def choose_device(wanted: str) -> tuple[str, str]:
         return "cpu", str(error)
 
 
-def measure(cell_of: Any, num_systems: int) -> list[MemoryRun]:
+def measure(cells: list[Cell], results: Results) -> list[MemoryRun]:
     """Every system, one after the other."""
-    runs = []
-    for system in track(SYSTEMS[:num_systems], "systems", transient=True):
-        runs.append(run_in_fresh_process(cell_of(system)))
+    cell, runs = cells[0], []
+    setting = {key: value for key, value in asdict(cell).items() if key != "system"}
+    if cell.device == "cuda":
+        setting["gpu"] = torch.cuda.get_device_name()
+    for each in track(cells, "systems", transient=True):
+        runs.append(measure_in_fresh_process(each))
+        tables = [reconciliation(cell, runs), phases(cell, runs), model_state(cell, runs)]
+        results.write(tables, {"link": "emulated", **setting, "runs": [_raw(run) for run in runs]})
     return runs
 
 
@@ -70,31 +75,15 @@ def main(
     """Measures, prints the tables and writes JSON, markdown and pictures."""
     if size not in SIZES or dtype not in DTYPES or device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"size {size}, dtype {dtype} or device {device} is not known")
-    console = make_console()
     chosen, reason = choose_device(device)
-    console.print(f"measuring on the {chosen.upper()}: {reason}", highlight=False)
-
-    def cell_of(system: Any) -> Cell:
-        return Cell(system, size, world_size, batch, dtype, chosen)
-
-    runs = measure(cell_of, len(SYSTEMS) if fsdp2 else len(SYSTEMS) - 1)
-    cell = cell_of(SYSTEMS[0])
-    tables = [reconciliation(cell, runs), phases(cell, runs), model_state(cell, runs)]
-    for table in tables:
-        table.show(console)
-    if not save:
-        return
-    setting = {key: value for key, value in asdict(cell).items() if key != "system"}
-    raw = {"link": "emulated", **setting, "runs": [_raw(run) for run in runs]}
-    if chosen == "cuda":
-        raw["gpu"] = torch.cuda.get_device_name()
-    markdown = "\n".join(table.markdown() for table in tables)
-    paths = write_results(f"memory_{size}_emulated_{chosen}", raw, markdown, folder=out)
-    stem = paths[0].with_suffix("")
-    for end, draw in (("_bars.png", draw_bars), ("_step.png", draw_step)):
-        paths.append(stem.with_name(stem.name + end))
-        draw(cell, runs, paths[-1])
-    console.print(f"written: {', '.join(path.name for path in paths)}")
+    make_console().print(f"measuring on the {chosen.upper()}: {reason}", highlight=False)
+    systems = SYSTEMS if fsdp2 else SYSTEMS[:-1]
+    cells = [Cell(system, size, world_size, batch, dtype, chosen) for system in systems]
+    with Results(f"memory_{size}_emulated_{chosen}", save, out) as results:
+        runs = measure(cells, results)
+        if save:
+            draw_bars(cells[0], runs, results.file("_bars.png"))
+            draw_step(cells[0], runs, results.file("_step.png"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Usage: python benchmarks/meters.py
 from __future__ import annotations
 
 import gc
-import os
 import time
 from statistics import median
 from typing import Annotated
@@ -18,8 +17,8 @@ from rich.progress import track
 
 import zerocore
 from bench.lib.models import Chain, ChainBlock
-from bench.lib.results import write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import Results
+from bench.lib.tables import Table
 from zerocore.model.state import state_of
 
 NUM_BLOCKS, NUM_PARAMS, WIDTH = 32, 9, 16
@@ -65,7 +64,7 @@ class Stepper:
         return time.perf_counter() - start
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
+def measure(rounds: int, results: Results) -> None:
     """Seconds of a step of each kind, one figure a round."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -80,10 +79,10 @@ def measure(rounds: int) -> dict[str, list[float]]:
         first = index % len(KINDS)
         for how in KINDS[first:] + KINDS[:first]:
             found[how].append(stepper.seconds(how))
+        results.write([meters_table(found)], {"seconds": found})
         gc.collect()
     gc.enable()
     dist.destroy_process_group()
-    return found
 
 
 def meters_table(found: dict[str, list[float]]) -> Table:
@@ -94,7 +93,7 @@ def meters_table(found: dict[str, list[float]]) -> Table:
         above = median(own - off for own, off in zip(values, found[OFF], strict=True))
         share = above / median(found[OFF])
         table.add(how, f"{median(values) * 1e6:.0f}", f"{above * 1e6:.1f}", f"{share:.2%}")
-    table.notes = [*NOTES, f"Load of the machine at the start: {os.getloadavg()[0]:.1f}."]
+    table.notes = list(NOTES)
     return table
 
 
@@ -105,13 +104,8 @@ def main(
     """Prints what the always-on meters cost."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # fake collectives leave memory as it is
-    found = measure(rounds)
-    table = meters_table(found)
-    console = make_console()
-    table.show(console)
-    if save:
-        paths = write_results("meters", {"seconds": found}, table.markdown())
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    with Results("meters", save) as results:
+        measure(rounds, results)
 
 
 if __name__ == "__main__":

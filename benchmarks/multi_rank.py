@@ -1,6 +1,8 @@
 """Several real ranks, on one GPU if need be: losses like those of one rank, and hidden collectives.
 
-torchrun --nproc-per-node 2 benchmarks/multi_rank.py          see multi_rank_gpu.sh for one GPU
+torchrun --local-addr 127.0.0.1 --nproc-per-node 2 benchmarks/multi_rank.py
+
+Without --local-addr torchrun resolves the host's name, which fails where there is no network.
 
 Every stage trains on the ranks' own batches; one process that trains on all of them must have the
 same losses. Then torch.profiler records some steps of each system, and its timeline of kernels says
@@ -10,9 +12,12 @@ during which share of the time of NCCL's kernels another kernel ran.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.kernels.timeline import DeviceWork, hidden_share, length, read_timeline
 from bench.lib.models import GPT, BlockStack, GPTSize
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import System, wrap_model
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 
 SYSTEMS = (
     System("fsdp2", 3, "FSDP2"),
@@ -39,6 +44,8 @@ PARITY_STEPS = 6
 LOSS_TOLERANCE = 1e-5
 WARMUP_STEPS, PROFILED_STEPS = 4, 3
 OLDEST_NCCL = (2, 30)
+# Of a collective, and of a system until the stacks of its rank are printed: before the former.
+TIMEOUT, HANGS_S = timedelta(seconds=30), 25
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,13 @@ def open_group(binds: bool) -> torch.device:
 
     ``binds``: the group to its device, so that NCCL splits its communicator for other groups.
     """
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        # Otherwise gloo resolves the host's name, which fails where there is no network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -84,7 +95,7 @@ def open_group(binds: bool) -> torch.device:
             f"NCCL {'.'.join(map(str, nccl()))} cannot run several ranks on one GPU; preload one "
             f"of at least {'.'.join(map(str, OLDEST_NCCL))} that has code for this GPU"
         )
-    dist.init_process_group("nccl", device_id=device if binds else None)
+    dist.init_process_group("nccl", device_id=device if binds else None, timeout=TIMEOUT)
     return device
 
 
@@ -129,20 +140,19 @@ def make_gpt(device: torch.device) -> GPT:
     return GPT(PARITY_SIZE).to(device)
 
 
-def measure_parity(device: torch.device) -> dict[str, list[float]]:
-    """Losses by system, averaged over the ranks; "one rank" trains on all batches."""
+def measure_parity(device: torch.device) -> Iterator[tuple[str, list[float]]]:
+    """A system and its losses, averaged over the ranks; "one rank" trains on all batches."""
     everyone = [batches(rank) for rank in range(dist.get_world_size())]
     joined = [
         tuple(torch.cat(parts) for parts in zip(*step, strict=True))
         for step in zip(*everyone, strict=True)
     ]
-    found = {"one rank": losses_of(make_gpt(device), joined, device)}  # type: ignore[arg-type]
+    yield "one rank", losses_of(make_gpt(device), joined, device)  # type: ignore[arg-type]
     for system in SYSTEMS:
         model = make_gpt(device)
         own = everyone[dist.get_rank()]
         losses = losses_of(wrap_model(system, model, model.blocks), own, device)
-        found[system.label] = average(losses, device)
-    return found
+        yield system.label, average(losses, device)
 
 
 def average(values: list[float], device: torch.device) -> list[float]:
@@ -215,10 +225,11 @@ def report(losses: dict[str, list[float]], overlaps: dict[str, Overlap], where: 
     table = Table(f"{dist.get_world_size()} real ranks, {where}", columns)
     table.add("one rank", f"{losses['one rank'][-1]:.6f}")
     for label, deviation in deviations(losses).items():
-        found = overlaps[label]
-        hidden = "-" if found.hidden is None else f"{100 * found.hidden:.1f}"
-        times = f"{found.nccl_us / 1e3:.2f}", f"{found.compute_us / 1e3:.2f}"
-        table.add(label, f"{losses[label][-1]:.6f}", f"{deviation:.1e}", *times, hidden)
+        cells = [label, f"{losses[label][-1]:.6f}", f"{deviation:.1e}"]
+        if found := overlaps.get(label):
+            cells += [f"{found.nccl_us / 1e3:.2f}", f"{found.compute_us / 1e3:.2f}"]
+            cells += ["-" if found.hidden is None else f"{100 * found.hidden:.1f}"]
+        table.add(*cells)
     table.notes = [
         "Losses: mean over the ranks, each on batches of its own; one rank trains on all of them. "
         f"Off by: the most in {PARITY_STEPS} steps, allowed {LOSS_TOLERANCE:.0e}.",
@@ -230,31 +241,46 @@ def report(losses: dict[str, list[float]], overlaps: dict[str, Overlap], where: 
     return table
 
 
+def measure(device: torch.device, where: str, binds: bool, results: Results) -> dict[str, float]:
+    """Losses of all systems, then their overlap; how far the losses are off."""
+    losses: dict[str, list[float]] = {}
+    overlaps: dict[str, Overlap] = {}
+    raw: dict[str, Any] = {"world_size": dist.get_world_size(), "link": where, "binds": binds}
+    raw["workload"] = asdict(WORKLOADS[device.type])
+
+    def write() -> None:
+        by_label = {label: asdict(found) for label, found in overlaps.items()}
+        table = report(losses, overlaps, where)
+        results.write([table], {**raw, "losses": losses, "overlap": by_label})
+        faulthandler.dump_traceback_later(HANGS_S)
+
+    faulthandler.dump_traceback_later(HANGS_S)
+    for label, found in measure_parity(device):
+        losses[label] = found
+        write()
+    for system in SYSTEMS:
+        overlaps[system.label] = measure_overlap(system, device)
+        write()
+    return deviations(losses)
+
+
 def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
     binds: Annotated[bool, typer.Option(help="Pass device_id to init_process_group.")] = True,
 ) -> None:
     """Measures, prints one table, and fails if losses are not those of one rank."""
     device = open_group(binds)
-    backend = dist.get_backend()
+    backend, is_main = dist.get_backend(), dist.get_rank() == 0
     where = backend if backend == "gloo" else f"NCCL {'.'.join(map(str, nccl()))}"
     if device.type == "cuda":
         where += f" on {torch.cuda.device_count()} {torch.cuda.get_device_name(device)}"
-    losses = measure_parity(device)
-    overlaps = {system.label: measure_overlap(system, device) for system in SYSTEMS}
-    wrong = {k: v for k, v in deviations(losses).items() if not v <= LOSS_TOLERANCE}
-    if dist.get_rank() == 0:
-        table = report(losses, overlaps, where)
-        table.show(make_console())
-        if save:
-            raw: dict[str, Any] = {"world_size": dist.get_world_size(), "link": where}
-            raw["binds"] = binds
-            raw |= {"workload": asdict(WORKLOADS[device.type]), "losses": losses}
-            raw["overlap"] = {label: asdict(found) for label, found in overlaps.items()}
-            write_results(f"multi_rank_{backend}", raw, table.markdown())
-        for label, deviation in wrong.items():
-            print(f"{label}: losses differ from those of one rank by {deviation:.1e}")
+    with Results(f"multi_rank_{backend}", save, is_main=is_main) as results:
+        off_by = measure(device, where, binds, results)
+    wrong = {label: value for label, value in off_by.items() if not value <= LOSS_TOLERANCE}
+    for label, deviation in wrong.items() if is_main else ():
+        print(f"{label}: losses differ from those of one rank by {deviation:.1e}")
     dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
     raise SystemExit(1 if wrong else 0)
 

@@ -6,7 +6,6 @@ Usage: python benchmarks/muon.py --ranks 2
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -16,8 +15,8 @@ import typer
 from matplotlib.figure import Figure
 
 from bench.lib.ranks import EMULATED, run_on_ranks
-from bench.lib.results import write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import Results
+from bench.lib.tables import Table
 from bench.lib.timing import fastest, ratio
 from bench.optimizer.exchange import HiddenExchange, measure_hidden
 from bench.optimizer.muon import FSDP2, GATHER, OWN, MuonRun, measure_muon, train
@@ -30,7 +29,7 @@ SHARES = (0.25, 0.5, 1.0, 4.0)  # of a step without delay that the exchange last
 Losses = dict[str, list[float]]
 
 
-def step_table(runs: list[MuonRun], load: float) -> Table:
+def step_table(runs: list[MuonRun]) -> Table:
     """Times of rank 0; a step ends for all ranks together."""
     own = runs[0]
     columns = ["system", "ms", "zerocore / it", "differs from one process by"]
@@ -48,12 +47,11 @@ def step_table(runs: list[MuonRun], load: float) -> Table:
         f"{[run.planned_nbytes for run in runs]}. Of a step it waited "
         f"{own.waited_s * 1e3:.1f} ms for the exchange; shares of the Newton-Schulz work: "
         f"{', '.join(f'{share:.3f}' for share in own.work)}.",
-        f"Load of the machine at the start: {load:.1f}.",
     ]
     return table
 
 
-def hidden_table(found: list[HiddenExchange], world_size: int, load: float) -> Table:
+def hidden_table(found: list[HiddenExchange], world_size: int) -> Table:
     """The time that a step waits for its exchange, on links of several speeds."""
     columns = ["exchange / step without delay", "MB/s", "exchange, ms", "waited, ms"]
     columns += ["hidden", "step, ms"]
@@ -74,7 +72,7 @@ def hidden_table(found: list[HiddenExchange], world_size: int, load: float) -> T
         f"exchange, each of the {found[0].num_rounds} rounds of Newton-Schulz under that of the "
         "next; nothing runs under the last results. Where the exchange lasts longer than the step "
         "there is too little to hide it.",
-        f"Medians of steps; one thread. Load of the machine at the start: {load:.1f}.",
+        "Medians of steps; one thread.",
     ]
     return table
 
@@ -121,30 +119,24 @@ def main(
     save: Annotated[bool, typer.Option(help="Write dated files into results/.")] = True,
 ) -> None:
     """Prints how long a step of Muon takes, and what it trains."""
-    console, load = make_console(), os.getloadavg()[0]
-    runs = run_on_ranks(measure_muon, ranks, (rounds,), RUN_TIMEOUT_S)
-    tables, losses = [step_table(runs, load)], {}
-    [hidden] = run_on_ranks(measure_hidden, ranks, (list(SHARES), rounds), RUN_TIMEOUT_S, EMULATED)
-    tables.append(hidden_table(hidden, ranks, load))
-    for table in tables:
-        table.show(console)
-    for world_size in WORLDS if steps else ():
-        for name in ("Muon", "AdamW"):
-            args = (name, steps, 8, python_text())
-            found = run_on_ranks(train, world_size, args, RUN_TIMEOUT_S)
-            losses[f"{name}, {_ranks(world_size)}"] = found[0]
-    if losses:
-        tables.append(loss_table(losses, steps))
-        tables[-1].show(console)
-    if save:
-        raw = {"load_at_start": load, "runs": [asdict(run) for run in runs]}
-        raw |= {"hidden": [asdict(each) for each in hidden], "losses": losses}
-        paths = write_results("muon", raw, "\n".join(table.markdown() for table in tables))
-        if losses:
-            stem = paths[0].with_suffix("")
-            paths.append(stem.with_name(stem.name + "_losses.png"))
-            draw(losses, paths[-1])
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    losses: dict[str, list[float]] = {}
+    with Results("muon", save) as results:
+        runs = run_on_ranks(measure_muon, ranks, (rounds,), RUN_TIMEOUT_S)
+        tables, raw = [step_table(runs)], {"runs": [asdict(run) for run in runs]}
+        results.write(tables, raw)
+        args = (list(SHARES), rounds)
+        [hidden] = run_on_ranks(measure_hidden, ranks, args, RUN_TIMEOUT_S, EMULATED)
+        tables.append(hidden_table(hidden, ranks))
+        raw["hidden"] = [asdict(each) for each in hidden]
+        results.write(tables, raw)
+        for world_size in WORLDS if steps else ():
+            for name in ("Muon", "AdamW"):
+                own = (name, steps, 8, python_text())
+                found = run_on_ranks(train, world_size, own, RUN_TIMEOUT_S)
+                losses[f"{name}, {_ranks(world_size)}"] = found[0]
+            results.write([*tables, loss_table(losses, steps)], {**raw, "losses": losses})
+        if losses and save:
+            draw(losses, results.file("_losses.png"))
 
 
 if __name__ == "__main__":

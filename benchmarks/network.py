@@ -10,15 +10,14 @@ python benchmarks/network.py faults     a rank killed, stopped, cut off: what be
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 import typer
 
 from bench.lib.nodes import nodes_class, run_on_nodes
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import is_installed
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 from bench.network.faults import measure_faults
 from bench.network.report import network_table
 from bench.network.run import run_rank
@@ -54,24 +53,21 @@ def speed(
     """Prints step times, ratios to the named peer and hidden shares; writes a dated file."""
     if (make_nodes := nodes_class()) is None:
         return
-    load = os.getloadavg()[0]
-    console = make_console()
     tables: list[Table] = []
-    raw: dict[str, Any] = {"load_at_start": load, "ranks_a_node": ranks_a_node, "nodes": nodes}
-    for number, rate in enumerate(rates.split(",")):
-        with make_nodes(nodes, rate) as network:
-            arguments = [__file__, "rank", str(rounds), str(ranks_a_node), only]
-            found = run_on_nodes(network, arguments, 29600 + number, RUN_TIMEOUT_S, ranks_a_node)
-        raw[rate] = found
-        each = "" if ranks_a_node == 1 else f" of {ranks_a_node} ranks"
-        tables.append(network_table(f"{nodes} nodes{each}, {rate}", rate, found))
-        tables[-1].show(console)
-    tables[-1].notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
-    if not is_installed("deepspeed"):
-        tables[-1].notes.append("DeepSpeed is not installed here.")
-    theme = f"network_{nodes}x{ranks_a_node}"
-    paths = write_results(theme, raw, "\n".join(table.markdown() for table in tables))
-    console.print(f"written: {', '.join(path.name for path in paths)}")
+    raw: dict[str, Any] = {"ranks_a_node": ranks_a_node, "nodes": nodes}
+    each = "" if ranks_a_node == 1 else f" of {ranks_a_node} ranks"
+    arguments = [__file__, "rank", str(rounds), str(ranks_a_node), only]
+    notes = [*NOTES, *([] if is_installed("deepspeed") else ["DeepSpeed is not installed here."])]
+    with Results(f"network_{nodes}x{ranks_a_node}") as results:
+        for number, rate in enumerate(rates.split(",")):
+            port = 29600 + number
+            with make_nodes(nodes, rate) as network:
+                raw[rate] = run_on_nodes(network, arguments, port, RUN_TIMEOUT_S, ranks_a_node)
+            for table in tables:
+                table.notes = []
+            tables.append(network_table(f"{nodes} nodes{each}, {rate}", rate, raw[rate]))
+            tables[-1].notes = notes
+            results.write(tables, raw)
 
 
 @app.command()
@@ -83,11 +79,9 @@ def faults(
     """Prints how long the other ranks take to end; writes a dated file."""
     if nodes_class() is None:
         return
-    load = os.getloadavg()[0]
-    raw, table = measure_faults(times, only, at_a_time)
-    table.notes.append(f"Load of the machine when the run began: {load:.1f}.")
-    table.show(make_console())
-    write_results("network_faults", {"load_at_start": load, "faults": raw}, table.markdown())
+    with Results("network_faults") as results:
+        raw, table = measure_faults(times, only, at_a_time)
+        results.write([table], {"faults": raw})
 
 
 if __name__ == "__main__":

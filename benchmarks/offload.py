@@ -20,9 +20,9 @@ from rich.progress import track
 
 from bench.kernels.contests import OWN
 from bench.lib.ranks import EMULATED
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import is_installed
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 from bench.lib.timing import fastest, ratio
 from bench.offload.adamw import (
     DEEPSPEED,
@@ -161,7 +161,6 @@ def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Prints how fast the host steps and swaps, and what a training step with it takes."""
-    console, load = make_console(), os.getloadavg()[0]
     counts = [int(count) for count in threads.split(",")]
     measures: dict[str, Callable[[], tuple[list[Table], dict[str, Any]]]] = {
         "steps": lambda: measure_training(step_rounds),
@@ -172,17 +171,13 @@ def main(
     if not set(wanted) <= set(measures):
         raise typer.BadParameter(f"parts are {', '.join(measures)}")
     tables: list[Table] = []
-    raw: dict[str, Any] = {"load_at_start": load}
-    for part in track(wanted, "offload", console=console, transient=True):
-        found, measured = measures[part]()
-        tables += found
-        raw |= measured
-    tables[-1].notes.append(f"Load of the machine at the start: {load:.1f}.")
-    for table in tables:
-        table.show(console)
-    if save:
-        paths = write_results("offload", raw, "\n".join(t.markdown() for t in tables))
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    raw: dict[str, Any] = {}
+    with Results("offload", save) as results:
+        for part in track(wanted, "offload", transient=True):
+            found, measured = measures[part]()
+            tables += found
+            raw |= measured
+            results.write(tables, raw)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,18 @@ Usage: python benchmarks/optimizer.py; Muon is measured by benchmarks/muon.py
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.progress import track
 
 from bench.kernels.contests import OWN, Contest
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import is_installed
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 from bench.lib.timing import ratio, time_in_turns
 from bench.optimizer.cell import (
     FSDP2,
@@ -93,14 +92,28 @@ def small_table(results: dict[int, dict[str, list[float]]], device: str) -> Tabl
     return table
 
 
-def measure_large(numel: int, device: str, rounds: int) -> list[Contest]:
-    """One contest after the other, so that only one holds memory."""
-    done = []
+def measure(
+    cells: list[SmallCell], numel: int, device: str, rounds: int, threads: int, results: Results
+) -> None:
+    """Small tensors, then one contest after the other, so that only one holds memory."""
+    raw: dict[str, Any] = {"device": torch.cuda.get_device_name()} if device == "cuda" else {}
+    small: dict[int, dict[str, list[float]]] = {}
+    large: list[Contest] = []
+
+    def write() -> None:
+        figures = [{**asdict(contest), "calls": None} for contest in large]
+        by_size = {str(count): found for count, found in small.items()}
+        tables = [large_table(large, device, threads), small_table(small, device)]
+        results.write(tables, {**raw, "threads": threads, "large": figures, "small": by_size})
+
+    for cell in track(cells, "small tensors", transient=True):
+        small[cell.world_size] = measure_in_fresh_process(cell)
+        write()
     for contest in large_tensors(numel, device):
         contest.seconds = time_in_turns(contest.calls, device, rounds)
         contest.calls = {}
-        done.append(contest)
-    return done
+        large.append(contest)
+        write()
 
 
 def main(
@@ -114,25 +127,10 @@ def main(
     """Prints how long a step of AdamW takes."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(threads)
-    console, load = make_console(), os.getloadavg()[0]
     cells = [SmallCell(int(count), device, 2 * rounds) for count in ranks.split(",")]
-    small = {
-        cell.world_size: measure_in_fresh_process(cell)
-        for cell in track(cells, "small tensors", console=console, transient=True)
-    }
     numel = (millions or {"cpu": 16}.get(device, 256)) * 10**6
-    large = measure_large(numel, device, rounds)
-    tables = [large_table(large, device, threads), small_table(small, device)]
-    tables[-1].notes.append(f"Load of the machine at the start: {load:.1f}.")
-    for table in tables:
-        table.show(console)
-    if save:
-        record = {"device": torch.cuda.get_device_name()} if device == "cuda" else {}
-        figures = [{**asdict(c), "calls": None} for c in large]
-        raw = {**record, "load_at_start": load, "threads": threads, "large": figures}
-        raw |= {"small": {str(count): found for count, found in small.items()}}
-        paths = write_results("optimizer", raw, "\n".join(t.markdown() for t in tables))
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    with Results("optimizer", save) as results:
+        measure(cells, numel, device, rounds, threads, results)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 benchmarks/overlap.py         the real link: NCCL, o
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -17,8 +16,8 @@ import typer
 from rich.progress import track
 
 from bench.lib.links import Link, open_link
-from bench.lib.results import RESULTS_FOLDER, write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import RESULTS_FOLDER, Results
+from bench.lib.tables import Table
 from bench.overlap.at_step import AtStepRun
 from bench.overlap.lookups import lookups
 from bench.overlap.offloaded import HostedRun
@@ -26,23 +25,41 @@ from bench.overlap.report import comparison, draw_sweep, find, requirements, swe
 from bench.overlap.run import COMPARED, GOAL_RATIO, HYBRID, OTHER_OPTIONS, WORKLOADS, OverlapRun
 from zerocore import Timeline, trace
 
+PARTS: dict[str, type[AtStepRun] | type[HostedRun]] = {"at_step": AtStepRun, "hosted": HostedRun}
 
-def measure(link: Link, quick: bool, num_rounds: int | None) -> OverlapRun:
-    """Runs all rounds; an interrupt, as a time limit may send it, leaves the whole ones."""
+
+def make_run(link: Link, quick: bool, num_rounds: int | None, ratios: str) -> OverlapRun:
+    """All systems, ready to be measured."""
     workload = WORKLOADS["quick" if quick else link.device.type]
     workload = replace(workload, num_rounds=num_rounds or workload.num_rounds)
+    if ratios:
+        # The comparison needs the goal's.
+        wanted = {GOAL_RATIO, *map(float, ratios.split(","))}
+        workload = replace(workload, ratios=tuple(sorted(wanted)))
     hybrid = HYBRID if link.is_emulated else ()
-    run = OverlapRun(link, workload, (*COMPARED, *OTHER_OPTIONS, *hybrid))
-    rounds = range(workload.num_rounds)
-    for index in track(rounds, "rounds", transient=True, disable=not link.is_main):
-        try:
-            run.measure_round(index)
-        except KeyboardInterrupt:
-            if index == 0:
-                raise
-            run.keep_rounds(index)
-            break
-    return run
+    return OverlapRun(link, workload, (*COMPARED, *OTHER_OPTIONS, *hybrid))
+
+
+def measure(run: OverlapRun, quick: bool, results: Results) -> list[AtStepRun | HostedRun]:
+    """The rounds of the run itself, then the parts that need the emulated link."""
+    link, num_rounds = run.link, run.workload.num_rounds
+    for index in track(range(num_rounds), "rounds", transient=True, disable=not link.is_main):
+        run.measure_round(index)
+        results.write(report(run), run.raw())
+    tables, raw = [*report(run), lookups(link, quick)], run.raw()
+    results.write(tables, raw)
+    parts: list[AtStepRun | HostedRun] = []
+    for name, make_part in PARTS.items() if link.is_emulated else ():
+        if name == "hosted" and link.device.type != "cpu":
+            continue
+        part = make_part(run)
+        for _ in range(num_rounds):
+            part.measure_round()
+            results.write([*tables, part.table()], {**raw, name: part.raw()})
+        tables.append(part.table())
+        raw[name] = part.raw()
+        parts.append(part)
+    return parts
 
 
 def one_step(run: OverlapRun) -> Timeline:
@@ -55,16 +72,18 @@ def one_step(run: OverlapRun) -> Timeline:
     return timeline
 
 
-def write_pictures(run: OverlapRun, timeline: Timeline, stem: Path) -> list[Path]:
-    """The sweep, the timeline and the trace beside the result file."""
-    written = []
+def write_pictures(run: OverlapRun, parts: list[AtStepRun | HostedRun], results: Results) -> None:
+    """The sweep, the timelines and the trace."""
+    timeline = one_step(run)
+    if not run.link.is_main:
+        return
     if run.link.is_emulated:
-        written.append(stem.with_name(stem.name + "_sweep.png"))
-        draw_sweep(run, written[-1])
+        draw_sweep(run, results.file("_sweep.png"))
     for end in ("_timeline.png", "_trace.json"):
-        written.append(stem.with_name(stem.name + end))
-        timeline.write(written[-1])
-    return written
+        timeline.write(results.file(end))
+    for part in parts:
+        if isinstance(part, HostedRun):
+            part.timeline().write(results.file("_host_timeline.png"))
 
 
 def report(run: OverlapRun) -> list[Table]:
@@ -78,40 +97,18 @@ def report(run: OverlapRun) -> list[Table]:
 def main(
     quick: Annotated[bool, typer.Option(help="Tiny and short: only to see that it runs.")] = False,
     rounds: Annotated[int | None, typer.Option(help="Times that all are measured.")] = None,
+    ratios: Annotated[str, typer.Option(help="Communication over compute, such as 0.5,1.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS_FOLDER,
     save: Annotated[bool, typer.Option(help="Write result files and pictures.")] = True,
 ) -> None:
     """Measures, prints the tables and writes JSON, markdown, pictures and a Chrome trace."""
-    load = os.getloadavg()[0]
     link = open_link()
-    run = measure(link, quick, rounds)
-    timeline = one_step(run)
-    tables = [*report(run), lookups(link, quick)]
-    raw = {"load_at_start": load, **run.raw()}
-    if link.is_emulated:
-        at_step = AtStepRun(run)
-        at_step.measure(run.workload.num_rounds)
-        tables.append(at_step.table())
-        raw["at_step"] = at_step.raw()
-    hosted = HostedRun(run) if link.is_emulated and link.device.type == "cpu" else None
-    if hosted is not None:
-        hosted.measure(run.workload.num_rounds)
-        tables.append(hosted.table())
-        raw["hosted"] = hosted.raw()
-    if link.is_main:
-        console = make_console()
-        for table in tables:
-            table.show(console)
+    theme = f"overlap_{link.label}_{link.device.type}"
+    with Results(theme, save, out, is_main=link.is_main) as results:
+        run = make_run(link, quick, rounds, ratios)
+        parts = measure(run, quick, results)
         if save:
-            markdown = "\n".join(table.markdown() for table in tables)
-            theme = f"overlap_{link.label}_{link.device.type}"
-            paths = write_results(theme, raw, markdown, folder=out)
-            stem = paths[0].with_suffix("")
-            paths += write_pictures(run, timeline, stem)
-            if hosted is not None:
-                paths.append(stem.with_name(stem.name + "_host_timeline.png"))
-                hosted.timeline().write(paths[-1])
-            console.print(f"written: {', '.join(path.name for path in paths)}")
+            write_pictures(run, parts, results)
     if link.device.type == "cuda":
         torch.cuda.synchronize()
     dist.destroy_process_group()

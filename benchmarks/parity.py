@@ -18,10 +18,10 @@ from torch import Tensor
 
 from bench.lib.models import GPT, GPT_SIZES, GPTSize
 from bench.lib.ranks import run_on_ranks
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.steps import MicroBatch, build_step
 from bench.lib.systems import SYSTEMS, Recipe, System
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 
 LEARNING_RATE = 1e-3
 RUN_TIMEOUT_S = 600.0
@@ -77,7 +77,10 @@ def make_table(losses: dict[str, list[float]], size: GPTSize) -> Table:
         ["system", "first loss", "last loss", *(f"largest difference to {n}" for n in WANTED)],
     )
     for label, own in losses.items():
-        differences = [f"{largest_difference(own, losses[other]):.1e}" for other in WANTED]
+        differences = [
+            f"{largest_difference(own, losses[other]):.1e}" if other in losses else ""
+            for other in WANTED
+        ]
         table.add(label, f"{own[0]:.6f}", f"{own[-1]:.6f}", *differences)
     bounds = ", ".join(f"{bound:g} to {name}" for name, bound in WANTED.items())
     table.notes = [
@@ -98,17 +101,11 @@ def main(
     """Trains every system alike and compares the losses step by step."""
     size = GPT_SIZES["10m"]
     losses: dict[str, list[float]] = {}
-    for system in COMPARED:
-        args = (system, size, steps, Recipe("bf16"))
-        losses[system.label] = run_on_ranks(train, ranks, args, RUN_TIMEOUT_S)[0]
-    table = make_table(losses, size)
-    console = make_console()
-    table.show(console)
-    if save:
-        paths = write_results(
-            "parity_bf16", {"num_ranks": ranks, "losses": losses}, table.markdown()
-        )
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    with Results("parity_bf16", save) as results:
+        for system in COMPARED:
+            args = (system, size, steps, Recipe("bf16"))
+            losses[system.label] = run_on_ranks(train, ranks, args, RUN_TIMEOUT_S)[0]
+            results.write([make_table(losses, size)], {"num_ranks": ranks, "losses": losses})
 
 
 if __name__ == "__main__":

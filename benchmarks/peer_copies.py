@@ -9,7 +9,6 @@ Usage: python benchmarks/peer_copies.py speed --rate 4gbit
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -23,9 +22,9 @@ import typer
 from torch import Tensor, nn
 
 from bench.lib.nodes import nodes_class, run_on_nodes
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import import_zerocore
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 
 RUN_TIMEOUT_S = 1800.0
 SAVE_EVERY, SAVES_A_TURN = 10, 2
@@ -131,27 +130,26 @@ def speed(
     """Prints what copies cost; writes a dated file."""
     if (make_nodes := nodes_class()) is None:
         return
-    load = os.getloadavg()[0]
     with (
+        Results("peer_copies") as results,
         tempfile.TemporaryDirectory(prefix="peer-copies-") as folder,
         make_nodes(nodes, rate) as joined,
     ):
         sizes = [width, depth, compute_ms, rounds, folder]
         words = [__file__, "rank", *map(str, sizes)]
         found = run_on_nodes(joined, words, 29700, RUN_TIMEOUT_S)
-    state_mb = depth * (width + 1) * width * 12 / nodes / 1e6
-    table = copies_table(found, f"{nodes} nodes, {rate}, {state_mb:.0f} MB of state a rank")
-    table.notes = [
-        f"Stage 3, {depth} layers; a layer's compute is emulated by sleeping {compute_ms:g} ms in "
-        f"forward and {2 * compute_ms:g} ms in backward. Medians of {rounds} turns of "
-        f"{SAVE_EVERY * SAVES_A_TURN} steps with {SAVES_A_TURN} saves, the last one five steps "
-        "before the end.",
-        f"Load of the machine when the run began: {load:.1f}. Wanted: PeerCheckpoints <= 1.02.",
-    ]
-    table.show(make_console())
-    raw: dict[str, Any] = {"load_at_start": load, "ms": found, "rate": rate, "nodes": nodes}
-    raw |= {"width": width, "depth": depth, "compute_ms": compute_ms}
-    write_results("peer_copies", raw, table.markdown())
+        state_mb = depth * (width + 1) * width * 12 / nodes / 1e6
+        table = copies_table(found, f"{nodes} nodes, {rate}, {state_mb:.0f} MB of state a rank")
+        table.notes = [
+            f"Stage 3, {depth} layers; a layer's compute is emulated by sleeping {compute_ms:g} ms "
+            f"in forward and {2 * compute_ms:g} ms in backward. Medians of {rounds} turns of "
+            f"{SAVE_EVERY * SAVES_A_TURN} steps with {SAVES_A_TURN} saves, the last one five steps "
+            "before the end.",
+            "Wanted: PeerCheckpoints <= 1.02.",
+        ]
+        raw: dict[str, Any] = {"ms": found, "rate": rate, "nodes": nodes}
+        raw |= {"width": width, "depth": depth, "compute_ms": compute_ms}
+        results.write([table], raw)
 
 
 if __name__ == "__main__":

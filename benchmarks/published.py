@@ -13,8 +13,8 @@ import torch
 import typer
 
 import zerocore
-from bench.lib.results import write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import Results
+from bench.lib.tables import Table
 from zerocore.common.nodes import COMPILED_TRAFFIC, Node, find_node
 
 GOAL_PERCENT = 15
@@ -203,15 +203,13 @@ def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Predicts each run; half a minute on a core."""
-    rows = [(run, predict(run)) for run in RUNS]
-    table = errors_table(rows)
-    table.show(make_console())
-    if save:
-        raw = [
-            {**asdict(run), "config": run.name, "node": run.node.name, "predicted": predicted}
-            for run, predicted in rows
-        ]
-        write_results("published", {"runs": raw}, table.markdown(), hardware="predicted")
+    rows, raw = [], []
+    with Results("published", save, hardware="predicted") as results:
+        for run in RUNS:
+            rows.append((run, predicted := predict(run)))
+            names = {"config": run.name, "node": run.node.name}
+            raw.append({**asdict(run), **names, "predicted": predicted})
+            results.write([errors_table(rows)], {"runs": raw})
 
 
 if __name__ == "__main__":

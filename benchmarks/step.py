@@ -8,19 +8,19 @@ Usage: python benchmarks/step.py --ranks 2 --peers plain,ddp,fsdp2,deepspeed
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field
 from statistics import mean, median, quantiles
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.progress import Progress
 
 from bench.lib.models import GPT, GPT_SIZES
 from bench.lib.ranks import EMULATED, EMULATED_PRESET, run_on_ranks
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import FP32, OURS, PEERS, SYSTEMS, Recipe, System, is_installed, with_fused
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 from bench.step.run import RankReport, RunLength, run_on_this_rank
 
 # Small steps need more of them for a median as steady.
@@ -96,7 +96,7 @@ class Measured:
         return [ms for index in range(len(self.rounds)) for ms in self.round_steps(index)]
 
 
-Results = dict[str, dict[str, Measured]]
+BySize = dict[str, dict[str, Measured]]
 
 
 @dataclass(frozen=True)
@@ -146,30 +146,20 @@ class Place:
         ]
 
 
-def measure(sizes: list[str], systems: list[System], place: Place, num_rounds: int) -> Results:
-    """Rounds over all systems, each in rank processes of its own, so that drift hits all alike.
-
-    An interrupt, as a time limit may send it, ends it with what there is.
-    """
-    results: Results = {size: {s.label: Measured(s) for s in systems} for size in sizes}
-    try:
-        _measure_rounds(results, systems, place, num_rounds)
-    except KeyboardInterrupt:
-        for measured in (m for by_label in results.values() for m in by_label.values()):
-            if not measured.rounds:
-                measured.error = measured.error or "interrupted"
-    return results
-
-
-def _measure_rounds(results: Results, systems: list[System], place: Place, num_rounds: int) -> None:
+def measure(
+    sizes: list[str], systems: list[System], place: Place, num_rounds: int, results: Results
+) -> None:
+    """Rounds over all systems, each in rank processes of its own, so that drift hits all alike."""
+    found: BySize = {size: {s.label: Measured(s) for s in systems} for size in sizes}
     with Progress(transient=True) as progress:
-        task = progress.add_task("", total=num_rounds * len(results) * len(systems))
+        task = progress.add_task("", total=num_rounds * len(sizes) * len(systems))
         for round_index in range(num_rounds):
             first = round_index * 4 % len(systems)
-            for size in results:
+            for size in sizes:
                 for system in systems[first:] + systems[:first]:
                     progress.update(task, description=f"{size}: {system.label}")
-                    _run(results[size][system.label], size, place)
+                    _run(found[size][system.label], size, place)
+                    results.write(tables_of(found, place), raw_of(found, place))
                     progress.advance(task)
 
 
@@ -193,7 +183,8 @@ def _run(measured: Measured, size: str, place: Place) -> None:
 
 def step_table(size: str, measured: dict[str, Measured], place: Place) -> Table:
     """Time, memory and loss of each system."""
-    millions = sum(p.numel() for p in GPT(GPT_SIZES[size]).parameters()) / 1e6
+    with torch.device("meta"):
+        millions = sum(p.numel() for p in GPT(GPT_SIZES[size]).parameters()) / 1e6
     memory = "peak RSS MiB" if place.device == "cpu" else "peak MiB"
     table = Table(
         f"{millions:.1f} M parameters, {place.num_ranks} ranks, {place.backend}",
@@ -201,7 +192,7 @@ def step_table(size: str, measured: dict[str, Measured], place: Place) -> Table:
     )
     for label, result in measured.items():
         if not result.rounds:
-            lines = result.error.strip().splitlines()
+            lines = result.error.strip().splitlines() or ["not measured"]
             table.add(label, lines[0] if len(lines) < 2 else "failed")
             continue
         steps = result.steps()
@@ -220,14 +211,14 @@ def step_table(size: str, measured: dict[str, Measured], place: Place) -> Table:
     return table
 
 
-def ratio_table(results: Results) -> Table:
+def ratio_table(found: BySize) -> Table:
     """zerocore over its fastest peer at each stage, with both raw figures."""
     columns = ["comparison", "zerocore ms", "peer ms", "ratio", "single rounds", "wanted"]
     table = Table("zerocore / fastest peer", columns)
     for size, stage, peers, wanted in GOALS:
         same_stage = [
             measured
-            for measured in results.get(size, {}).values()
+            for measured in found.get(size, {}).values()
             if measured.system.stage == stage and measured.rounds
         ]
         theirs = [m for m in same_stage if m.system.peer in peers]
@@ -241,10 +232,10 @@ def ratio_table(results: Results) -> Table:
     return table
 
 
-def disturbed(results: Results) -> list[str]:
+def disturbed(by_size: BySize) -> list[str]:
     """A note naming the systems whose rounds disagree too much to be relied on."""
     found = []
-    for size, by_label in results.items():
+    for size, by_label in by_size.items():
         for label, measured in by_label.items():
             medians = measured.round_medians()
             if medians and max(medians) > QUIET_SPREAD * min(medians):
@@ -263,29 +254,24 @@ def _ratio(ours: Measured, theirs: Measured) -> list[str]:
     return [f"{own_ms:.1f}", f"{peer_ms:.1f}", f"{own_ms / peer_ms:.3f}", spread]
 
 
-def report(results: Results, place: Place, load: float, save: bool) -> None:
-    """Prints the tables and, with `save`, writes them; `load` is that when the run began."""
-    tables = [step_table(name, by_label, place) for name, by_label in results.items()]
-    tables.append(ratio_table(results))
-    tables[-1].notes = [
-        *place.notes,
-        *NOTES,
-        f"Load of the machine when the run began: {load:.1f}.",
-        *disturbed(results),
-    ]
-    console = make_console()
-    for table in tables:
-        table.show(console)
-    for name, measured in ((n, m) for by in results.values() for n, m in by.items()):
-        if measured.error and measured.error not in ("not installed", "interrupted"):
-            console.print(f"{name} failed:\n{measured.error}", markup=False)
-    if save:
-        raw = {size: [asdict(m) for m in by.values()] for size, by in results.items()}
-        settings = {**asdict(place), "load_at_start": load, "results": raw}
-        paths = write_results(
-            place.theme, settings, "\n".join(table.markdown() for table in tables)
-        )
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+def tables_of(found: BySize, place: Place) -> list[Table]:
+    """The steps of each size, then the ratios."""
+    tables = [step_table(name, by_label, place) for name, by_label in found.items()]
+    tables.append(ratio_table(found))
+    tables[-1].notes = [*place.notes, *NOTES, *disturbed(found)]
+    for size, by_label in found.items():
+        tables[-1].notes += [
+            f"{label} ({size}) failed:\n{measured.error}"
+            for label, measured in by_label.items()
+            if measured.error not in ("", "not installed")
+        ]
+    return tables
+
+
+def raw_of(found: BySize, place: Place) -> dict[str, Any]:
+    """All figures."""
+    by_size = {size: [asdict(m) for m in by_label.values()] for size, by_label in found.items()}
+    return {**asdict(place), "results": by_size}
 
 
 def main(
@@ -318,9 +304,9 @@ def main(
     systems = [s for s in SYSTEMS if s.peer in wanted or s in own]
     if fused:
         systems += [with_fused(s) for s in own if s.peer == "zerocore"]
-    load = os.getloadavg()[0]
     place = Place(ranks, device, link, Recipe(dtype, accumulate, clip, optimizer), fused)
-    report(measure(sizes, systems, place, rounds), place, load, save)
+    with Results(place.theme, save) as results:
+        measure(sizes, systems, place, rounds, results)
 
 
 if __name__ == "__main__":

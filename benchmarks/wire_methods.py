@@ -9,7 +9,6 @@ receives about as many bytes, however many ranks there are.
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from collections.abc import Callable
@@ -23,8 +22,8 @@ import typer
 from torch import Tensor
 
 from bench.lib.forked import run_forked
-from bench.lib.results import write_results
-from bench.lib.tables import Table, make_console
+from bench.lib.results import Results
+from bench.lib.tables import Table
 
 RANKS = (2, 3, 4, 8, 16, 24)
 KIB = (16, 256, 1024, 4096)
@@ -157,18 +156,14 @@ def main(
 ) -> None:
     """Prints one table for each number of ranks."""
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
-    console, raw, text = make_console(), {}, ""
-    for size in RANKS:
-        raw[size] = over_ranks(run_forked(on_this_rank, size))
-        table = table_of(size, raw[size])
-        if size == RANKS[-1]:
-            table.notes = [*NOTES, f"Load of the machine when the run began: {load:.1f}."]
-        table.show(console)
-        text += table.markdown() + "\n\n"
-    if save:
-        paths = write_results("wire_methods", {"load_at_start": load, "ranks": raw}, text)
-        console.print(f"written: {', '.join(path.name for path in paths)}")
+    tables, raw = [], {}
+    with Results("wire_methods", save) as results:
+        for size in RANKS:
+            raw[size] = over_ranks(run_forked(on_this_rank, size))
+            tables.append(table_of(size, raw[size]))
+            if size == RANKS[-1]:
+                tables[-1].notes = list(NOTES)
+            results.write(tables, {"ranks": raw})
 
 
 if __name__ == "__main__":

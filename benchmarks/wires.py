@@ -21,9 +21,9 @@ import typer
 from bench.lib.models import GPT, GPT_SIZES, GPTSize
 from bench.lib.nodes import nodes_class, run_on_nodes
 from bench.lib.ranks import run_on_ranks
-from bench.lib.results import write_results
+from bench.lib.results import Results
 from bench.lib.systems import import_zerocore
-from bench.lib.tables import Table, make_console
+from bench.lib.tables import Table
 from parity import python_text, random_batch
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -124,17 +124,23 @@ def losses(
     """Trains under each policy but fp32 and draws the losses."""
     python_text()
     found = {}
-    for name in list(POLICIES)[1:]:
-        found[name] = run_on_ranks(train, ranks, (name, steps), RUN_TIMEOUT_S)[0][0]
+    with Results("wires_losses") as results:
+        for name in list(POLICIES)[1:]:
+            found[name] = run_on_ranks(train, ranks, (name, steps), RUN_TIMEOUT_S)[0][0]
+            results.write([losses_table(found, steps)], {"num_ranks": ranks, "losses": found})
+        draw_losses(found, results.file(".png"))
+
+
+def losses_table(found: dict[str, list[float]], steps: int) -> Table:
+    """Where each policy begins and ends."""
     last = steps // 10
     columns = ["policy", "first loss", f"mean of the last {last}", f"less that of {BASE}"]
     table = Table("GPT of 10 M parameters at stage 3", columns)
     ends = {name: statistics.fmean(values[-last:]) for name, values in found.items()}
     for name, values in found.items():
-        table.add(name, f"{values[0]:.4f}", f"{ends[name]:.4f}", f"{ends[name] - ends[BASE]:+.4f}")
-    table.show(make_console())
-    paths = write_results("wires_losses", {"num_ranks": ranks, "losses": found}, table.markdown())
-    draw_losses(found, paths[0].with_suffix(".png"))
+        above = f"{ends[name] - ends[BASE]:+.4f}" if BASE in ends else ""
+        table.add(name, f"{values[0]:.4f}", f"{ends[name]:.4f}", above)
+    return table
 
 
 @app.command(hidden=True)
@@ -161,7 +167,10 @@ def speed(
     found: dict[str, list[float]] = {name: [] for name in POLICIES}
     if (make_nodes := nodes_class()) is None:
         return
-    with make_nodes(2, rate) as nodes:
+    title = (
+        f"two nodes, {rate} between them: GPT of 10 M parameters at stage 3, {tokens} tokens each"
+    )
+    with Results(f"wires_{rate}") as results, make_nodes(2, rate) as nodes:
         for turn in range(turns):
             for number, name in enumerate(POLICIES):
                 port = 29600 + turn * len(POLICIES) + number
@@ -169,8 +178,14 @@ def speed(
                 computing, stepping = run_on_nodes(nodes, arguments, port, RUN_TIMEOUT_S)
                 alone[name] += computing[3:]
                 found[name] += stepping[3:]
+            raw = {"compute seconds": alone, "seconds": found}
+            results.write([speed_table(title, found, alone)], raw)
+
+
+def speed_table(title: str, found: dict[str, list[float]], alone: dict[str, list[float]]) -> Table:
+    """Seconds of steps and of compute alone, by policy."""
     table = Table(
-        f"two nodes, {rate} between them: GPT of 10 M parameters at stage 3, {tokens} tokens each",
+        title,
         ["policy", "ms a step", "of fp32's", "fastest", "compute ms"],
     )
     middle = {name: statistics.median(values) for name, values in found.items()}
@@ -180,13 +195,11 @@ def speed(
         share = f"{middle[name] / middle['fp32']:.2f}"
         table.add(name, step, share, fastest, compute_alone)
     table.notes = [
-        f"Medians of {steps * turns} steps; the policies ran in turn, {turns} times.",
+        f"Medians of {len(found[BASE])} steps; the policies ran in turn.",
         "Compute: a plain model's forward and backward in the policy's dtype, on both ranks at the "
         "same time. A processor without instructions for bf16 takes longer there than in fp32.",
     ]
-    table.show(make_console())
-    raw = {"compute seconds": alone, "seconds": found}
-    write_results(f"wires_{rate}", raw, table.markdown())
+    return table
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from bench.lib.results import RESULTS_FOLDER, write_results  # noqa: E402
-from bench.lib.tables import Table, make_console  # noqa: E402
+from bench.lib.results import Results  # noqa: E402
+from bench.lib.tables import Table  # noqa: E402
 
 ENGINES = ("torch", "zerocore")
 Rows = dict[str, dict[str, Any]]  # of one engine, by file and test
@@ -132,15 +132,10 @@ def main() -> int:
     options = parse_options()
     logs = options.logs or Path(tempfile.mkdtemp())
     files = test_files(options.tests)
-    results = {engine: run_engine(engine, files, options, logs) for engine in options.engine}
-    tables = tables_of(results, options)
-    for table in tables:
-        table.show(make_console())
-    if options.write:
-        text = "\n".join(table.markdown() for table in tables)
-        raw = {"source": options.source, "rows": results}
-        print(*write_results("upstream_fsdp2", raw, text, folder=RESULTS_FOLDER))
-    problems = failures(results, options.min_pass)
+    rows = {engine: run_engine(engine, files, options, logs) for engine in options.engine}
+    with Results("upstream_fsdp2", options.write) as written:
+        written.write(tables_of(rows, options), {"source": options.source, "rows": rows})
+    problems = failures(rows, options.min_pass)
     print(*problems, sep="\n")
     return 1 if problems else 0
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from statistics import fmean, median
 
 import torch
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from bench.lib.fresh import run_in_fresh_process
 from bench.lib.models import Chain, ChainBlock
 from bench.lib.systems import apply_fsdp2, import_zerocore
 
@@ -81,8 +80,7 @@ class CellTimes:
 
 def measure_in_fresh_process(cell: Cell) -> CellTimes:
     """Runs `cell` on torch's fake group, whose collectives return at once and leave host time."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_measure, cell).result()
+    return run_in_fresh_process(_measure, cell)
 
 
 def _measure(cell: Cell) -> CellTimes:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,13 @@ def run_forked(function: Callable[[], Any], size: int) -> list[Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         children = [_fork(function, rank, size, folder) for rank in range(size)]
-        ended = [os.waitpid(child, 0)[1] for child in children]
+        try:
+            ended = [os.waitpid(child, 0)[1] for child in children]
+        except KeyboardInterrupt:
+            for child in children:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            raise
         if any(ended):
             raise RuntimeError(f"a rank of {size} failed")
         return [json.loads(_result(folder, rank).read_text("utf-8")) for rank in range(size)]

@@ -6,41 +6,118 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
+from collections.abc import Iterable
+from copy import deepcopy
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bench.lib.tables import Table, make_console
+
 # Where the result files of all benchmarks go.
 RESULTS_FOLDER = Path(
     os.environ.get("ZEROCORE_RESULTS", Path(__file__).resolve().parents[2] / "results")
 )
+# The status of a process that SIGINT ended.
+INTERRUPTED = 130
 VERSIONED = ("torch", "zerocore", "deepspeed", "numpy")
 
 
-def write_results(
-    theme: str,
-    raw: dict[str, Any],
-    tables: str,
-    hardware: str = "",
-    folder: Path = RESULTS_FOLDER,
-) -> list[Path]:
-    """Writes `<date>_<hardware>_<theme>.json` (all of `raw`) and `.md` (`tables`, markdown).
+class Results:
+    """The result files of a run: `<date>_<hardware>_<theme>.json` and `.md`.
+
+    A script calls `write` after each row, so a killed run leaves its rows, with `complete: false`.
+    The end of the `with` block prints the tables. An interrupt after the first row ends the process
+    there with status 130; pictures and the like are not drawn.
 
     `hardware` is a short name for the file; by default it is taken from the GPU, or the processor
-    where there is none. Returns the two paths.
+    where there is none. A rank that is not `is_main` writes and prints nothing.
     """
-    record = {"theme": theme, "command": command_line(), "machine": machine(), **raw}
-    record["versions"] = versions()
-    stamp = datetime.now(timezone.utc)
-    record["date"] = stamp.isoformat(timespec="seconds")
-    stem = f"{stamp:%Y-%m-%d}_{hardware or hardware_slug()}_{theme}"
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{stem}{suffix}" for suffix in (".json", ".md")]
-    paths[0].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    paths[1].write_text(_markdown(record, tables, paths[0].name), encoding="utf-8")
-    return paths
+
+    def __init__(
+        self,
+        theme: str,
+        save: bool = True,
+        folder: Path = RESULTS_FOLDER,
+        hardware: str = "",
+        is_main: bool = True,
+    ) -> None:
+        now = datetime.now(timezone.utc)
+        self.tables: list[Table] = []
+        self.paths: list[Path] = []
+        self._is_main, self._save = is_main, save and is_main
+        self._stem = folder / f"{now:%Y-%m-%d}_{hardware or hardware_slug()}_{theme}"
+        self._raw: dict[str, Any] = {}
+        self._interrupted = False
+        self._record = {
+            "theme": theme,
+            "command": command_line(),
+            "machine": machine(),
+            "versions": versions(),
+            "date": now.isoformat(timespec="seconds"),
+            "load_at_start": os.getloadavg()[0],
+        }
+
+    def __enter__(self) -> Results:
+        # Shells start background jobs with SIGINT ignored.
+        signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self.tables:
+            return
+        self._write_files(complete=kind is None)
+        if self._is_main:
+            console = make_console()
+            for table in self.tables:
+                table.show(console)
+            print(f"  {_load(self._record)}")
+            if self.paths:
+                print("written:", ", ".join(path.name for path in self.paths))
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            raise SystemExit(INTERRUPTED)
+
+    def write(self, tables: Iterable[Table], raw: dict[str, Any]) -> None:
+        """Replaces the tables and the raw figures by these."""
+        self.tables, self._raw = list(tables), deepcopy(raw)
+        self._write_files(complete=False)
+        if self._interrupted:
+            raise KeyboardInterrupt
+
+    def file(self, end: str) -> Path:
+        """The path of another file of this run, such as a picture."""
+        path = self._stem.with_name(self._stem.name + end)
+        if path not in self.paths:
+            self.paths.append(path)
+        return path
+
+    def _interrupt(self, *_: object) -> None:
+        # Python drops an exception in a destructor or around a fork: `write` raises it again.
+        self._interrupted = True
+        raise KeyboardInterrupt
+
+    def _write_files(self, complete: bool) -> None:
+        if not self._save:
+            return
+        self._stem.parent.mkdir(parents=True, exist_ok=True)
+        record = {**self._record, "complete": complete, **self._raw}
+        raw_path, page = self.file(".json"), self.file(".md")
+        _replace(raw_path, json.dumps(record, indent=1) + "\n")
+        _replace(page, _markdown(record, self.tables, raw_path.name))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file that is never seen half written."""
+    half = path.with_name(f".{path.name}.half")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)
+
+
+def _load(record: dict[str, Any]) -> str:
+    return f"Load of the machine at the start: {record['load_at_start']:.1f}."
 
 
 def command_line() -> str:
@@ -102,20 +179,17 @@ def hardware_slug() -> str:
     return "-".join([str(len(os.sched_getaffinity(0))), "core", *words])
 
 
-def _markdown(record: dict[str, Any], tables: str, raw_name: str) -> str:
+def _markdown(record: dict[str, Any], tables: Iterable[Table], raw_name: str) -> str:
     where = record["machine"]
     used = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     processors = ", ".join(filter(None, (where.get("gpu"), where["processor"])))
-    return "\n".join(
-        [
-            f"# {record['theme']}, {record['date'][:10]}",
-            "",
-            f"`{record['command']}`",
-            "",
-            f"{processors}, {where['cores']} cores, {where['memory_gib']} GiB; {used}.",
-            f"Raw numbers: `{raw_name}`.",
-            "",
-            tables.strip(),
-            "",
-        ]
-    )
+    lines = [f"# {record['theme']}, {record['date'][:10]}", "", f"`{record['command']}`", ""]
+    if not record["complete"]:
+        lines += ["**Incomplete**: the run ended before its last row.", ""]
+    lines += [
+        f"{processors}, {where['cores']} cores, {where['memory_gib']} GiB; {used}.",
+        f"Raw numbers: `{raw_name}`. {_load(record)}",
+        "",
+    ]
+    text = "\n".join(table.markdown() for table in tables)
+    return "\n".join([*lines, text.strip(), ""])

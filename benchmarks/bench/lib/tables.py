@@ -39,7 +39,7 @@ class Table:
             table.add_row(*row)
         console.print(table)
         for note in self.notes:
-            console.print(f"  {note}", highlight=False)
+            console.print(f"  {note}", highlight=False, markup=False)
 
     def markdown(self) -> str:
         """The table as a markdown section."""

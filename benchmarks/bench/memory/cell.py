@@ -6,15 +6,14 @@ import gc
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor, nn
 
 import zerocore
+from bench.lib.fresh import run_in_fresh_process
 from bench.lib.models import GPT, GPT_SIZES, GPTSize
 from bench.lib.systems import System, apply_fsdp2
 from bench.memory.sampler import CpuMemory, CudaMemory, Memory, Sample, Sampler
@@ -80,13 +79,12 @@ class MemoryRun:
     marks: dict[str, int] = field(default_factory=dict)
 
 
-def run_in_fresh_process(cell: Cell) -> MemoryRun:
+def measure_in_fresh_process(cell: Cell) -> MemoryRun:
     """Measures `cell` where nothing else was allocated before."""
     saved = {name: os.environ.get(name) for name in HONEST_MALLOC}
     os.environ.update(HONEST_MALLOC)
     try:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(_measure, cell).result()
+        return run_in_fresh_process(_measure, cell)
     finally:
         for name, value in saved.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

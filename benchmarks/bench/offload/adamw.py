@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 
 import torch
 
 from bench.kernels.contests import OWN
+from bench.lib.fresh import run_in_fresh_process
 from bench.lib.systems import is_installed
 from bench.lib.timing import Call, time_in_turns
 from bench.optimizer.contests import Weights
@@ -45,8 +45,7 @@ def measure_in_fresh_process(cell: AdamWCell) -> dict[str, list[float]]:
     os.sched_setaffinity(0, sorted(cores)[: cell.threads])
     os.environ["OMP_NUM_THREADS"] = str(cell.threads)
     try:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(_measure, cell).result()
+        return run_in_fresh_process(_measure, cell)
     finally:
         os.sched_setaffinity(0, cores)
         del os.environ["OMP_NUM_THREADS"]

@@ -6,15 +6,14 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from bench.lib.fresh import run_in_fresh_process
 from bench.lib.models import Chain, ChainBlock
 from bench.lib.systems import apply_fsdp2, import_zerocore
 from bench.lib.timing import Call
@@ -37,8 +36,7 @@ class SmallCell:
 
 def measure_in_fresh_process(cell: SmallCell) -> dict[str, list[float]]:
     """Seconds of a clip and a step, one figure a round, by system."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_measure, cell).result()
+    return run_in_fresh_process(_measure, cell)
 
 
 def _measure(cell: SmallCell) -> dict[str, list[float]]:

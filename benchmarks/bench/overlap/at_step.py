@@ -54,17 +54,16 @@ class AtStepRun:
                 self._step(subject)
         return list(events)
 
-    def measure(self, num_rounds: int) -> None:
+    def measure_round(self) -> None:
         """Both systems in turn, on an infinitely fast link and on that of the goal."""
-        for _ in range(num_rounds):
-            for subject in self.subjects:
-                rounds = self.rounds[subject.system.label]
-                self.run.set_ratio(0)
-                rounds.free.append(self._fastest(subject))
-                self.run.set_ratio(GOAL_RATIO)
-                rounds.steps.append(self._fastest(subject))
-                # A gather may begin in a step and be waited for in the next one.
-                rounds.waits.append(waits_of(self._events(subject, 1), self._events(subject, 3)))
+        for subject in self.subjects:
+            rounds = self.rounds[subject.system.label]
+            self.run.set_ratio(0)
+            rounds.free.append(self._fastest(subject))
+            self.run.set_ratio(GOAL_RATIO)
+            rounds.steps.append(self._fastest(subject))
+            # A gather may begin in a step and be waited for in the next one.
+            rounds.waits.append(waits_of(self._events(subject, 1), self._events(subject, 3)))
 
     def table(self) -> Table:
         """Hidden shares: of all, of the most that a gather in the forward allows, at the step."""

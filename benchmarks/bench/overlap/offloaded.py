@@ -150,18 +150,17 @@ class HostedRun:
         finally:
             set_emulated_host_link(None)
 
-    def measure(self, num_rounds: int) -> None:
+    def measure_round(self) -> None:
         """All systems in turn."""
         self.run.set_ratio(GOAL_RATIO)
-        for _ in range(num_rounds):
-            for hosted, (plain, offloaded) in self.steps.items():
-                rounds = self.rounds[hosted]
-                rounds.alone.append(plain.time(updates=False))
-                rounds.hosted.append(offloaded.time())
-                rounds.device.append(plain.time())
-                rounds.work.append(read_work(offloaded.events(1), offloaded.events(3)))
-                alone = (plain.events(count, updates=False) for count in (1, 3))
-                rounds.waits_alone.append(waits_of(*alone))
+        for hosted, (plain, offloaded) in self.steps.items():
+            rounds = self.rounds[hosted]
+            rounds.alone.append(plain.time(updates=False))
+            rounds.hosted.append(offloaded.time())
+            rounds.device.append(plain.time())
+            rounds.work.append(read_work(offloaded.events(1), offloaded.events(3)))
+            alone = (plain.events(count, updates=False) for count in (1, 3))
+            rounds.waits_alone.append(waits_of(*alone))
 
     def timeline(self) -> Timeline:
         """Two steps with everything on the host."""

@@ -60,7 +60,7 @@ class Workload:
 
 WORKLOADS = {
     "cpu": Workload(8, 256, 4, 2, 128, num_rounds=5),
-    "cuda": Workload(16, 2048, 16, 8, 1024, num_rounds=5, dtype="bfloat16"),
+    "cuda": Workload(16, 2048, 16, 4, 1024, num_rounds=3, dtype="bfloat16"),
     "quick": Workload(4, 64, 4, 2, 64, num_rounds=1, ratios=(GOAL_RATIO,), steps_per_round=1),
 }
 
@@ -246,12 +246,6 @@ class OverlapRun:
         before = link.emulation.waited_ns
         self.step(subject)
         return (link.emulation.waited_ns - before) / 1e6
-
-    def keep_rounds(self, count: int) -> None:
-        """Forgets what a round that was broken off has left."""
-        for subject in self.subjects:
-            for rounds in subject.rounds.values():
-                del rounds.step_ms[count:], rounds.wait_ms[count:]
 
     def trace(self, subject: Subject) -> list[Any]:
         """Events of one step of a zerocore system on the link as it is."""
