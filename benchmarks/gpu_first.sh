@@ -139,12 +139,12 @@ step=("$python" benchmarks/step.py --peers plain,ddp,fsdp2 --rounds 1)
 if ((has_gpu)); then
   part kernels_rate 45 "$python" benchmarks/kernels.py --rounds 5 --mib 256
   part step_one 60 "${step[@]}" --device cuda --ranks 1 --stages 0,2,3
-  part step_emulated 75 "${step[@]}" --device cuda --link emulated --ranks 8 --stages 0,2,3
-  part step_two 75 "${several[@]:-env}" "${step[@]}" --device cuda --ranks 2 --stages 0,2,3
-  part overlap 75 "$python" benchmarks/overlap.py --rounds 2
-  part memory 120 "$python" benchmarks/memory.py --device cuda --size 7b
-  part host 45 "$python" benchmarks/host_overhead.py --device cuda --params 9,32 --passes 1
-  part step_bf16 60 "${step[@]}" --device cuda --link emulated --ranks 8 --stages 2,3 --dtype bf16
+  part step_emulated 60 "${step[@]}" --device cuda --link emulated --ranks 8 --stages 0,2,3
+  part overlap 75 "$python" benchmarks/overlap.py --rounds 2 --ratios 0.8
+  part memory 130 "$python" benchmarks/memory.py --device cuda --size 7b
+  part step_two 90 "${several[@]:-env}" "${step[@]}" --device cuda --ranks 2 --stages 0,2,3
+  part host 45 "$python" benchmarks/host_overhead.py --device cuda --params 9,32 --passes 1 --rounds 5
+  part step_bf16 45 "${step[@]}" --device cuda --link emulated --ranks 8 --stages 2,3 --dtype bf16
   part optimizer 40 "$python" benchmarks/optimizer.py --rounds 5
   part link_rate 30 "$python" benchmarks/link_accuracy.py
 else

@@ -17,7 +17,7 @@ import typer
 from rich.progress import Progress
 
 from bench.lib.models import GPT, GPT_SIZES
-from bench.lib.ranks import EMULATED, EMULATED_PRESET, run_on_ranks
+from bench.lib.ranks import EMULATED, EMULATED_PRESET, run_here, run_on_ranks
 from bench.lib.results import Results
 from bench.lib.systems import FP32, OURS, PEERS, SYSTEMS, Recipe, System, is_installed, with_fused
 from bench.lib.tables import Table
@@ -172,10 +172,10 @@ def _run(measured: Measured, size: str, place: Place) -> None:
         return
     length = RUN_LENGTHS[size].with_accumulation(place.recipe.accumulate)
     args = (measured.system, size, length, place.device, place.recipe)
+    is_one = place.device == "cuda" and (place.link == EMULATED or place.num_ranks == 1)
+    run = run_here if is_one else run_on_ranks
     try:
-        reports = run_on_ranks(
-            run_on_this_rank, place.num_ranks, args, RUN_TIMEOUT_S, place.backend
-        )
+        reports = run(run_on_this_rank, place.num_ranks, args, RUN_TIMEOUT_S, place.backend)
         measured.rounds.append(reports)
     except (RuntimeError, TimeoutError) as error:
         measured.error = str(error)

@@ -58,7 +58,13 @@ def compile_ptx(source: Path, target: Path) -> Path:
         RuntimeError: nvcc failed; its messages are included.
     """
     folders = [f"-isystem={each}" for each in include_paths()]
-    options = ("-std=c++20", "-O3", "-fmad=false", f"-arch={ARCH}", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE")
+    options = (
+        "-std=c++20",
+        "-O3",
+        "-fmad=false",
+        f"-arch={ARCH}",
+        "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE",
+    )
     command = ["nvcc", *options, f"-I{CSRC}", *folders, str(source)]
 
     def compile_now() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import tempfile
@@ -59,6 +60,28 @@ def run_on_ranks(
     finally:
         for name, value in saved.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def run_here(
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    backend: str = "nccl",
+) -> list[Any]:
+    """As `run_on_ranks`, for one process on a GPU: this one, as a start takes longer than steps."""
+    if backend == EMULATED:
+        import_zerocore().emulate(world_size, EMULATED_PRESET)
+    else:
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.HashStore()
+        dist.init_process_group(backend, rank=0, world_size=1, store=store, timeout=timeout)
+    try:
+        return [function(*args)]
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _join(context: ProcessContext, timeout_s: float) -> None:
