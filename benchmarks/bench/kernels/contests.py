@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -109,6 +110,31 @@ def against_copy(nbytes: int, device: str) -> Iterator[Contest]:
     calls = {OWN: lambda: ops.sum_of_squares(sums, shards)}
     copies = plain_copies(numel * 4, device)
     yield Contest("sum of squares fp32", NUM_TENSORS, numel * 4, calls | copies)
+    for dtype in (F32, BF16):
+        yield from _scaled(nbytes, device, dtype)
+    yield _bytes(nbytes, device)
+
+
+def _scaled(nbytes: int, device: str, dtype: torch.dtype) -> Iterator[Contest]:
+    """To and from numbers of one byte, with a scale for each 128."""
+    numel = nbytes // dtype.itemsize // 128 * 128
+    values = torch.randn(numel, device=device).to(dtype)
+    blocks = torch.zeros(numel // 128 * 132, dtype=torch.uint8, device=device)
+    moved = numel * dtype.itemsize + blocks.numel()
+    for number, name in ((torch.float8_e4m3fn, "fp8"), (torch.int8, "int8")):
+        encode: Call = partial(ops.encode, blocks, values, number)
+        decode: Call = partial(ops.decode, values, blocks, number)
+        copies = plain_copies(moved, device)
+        yield Contest(f"encode {SHORT[dtype]} to {name}", 1, moved, {OWN: encode} | copies)
+        yield Contest(f"decode {name} to {SHORT[dtype]}", 1, moved, {OWN: decode} | copies)
+
+
+def _bytes(nbytes: int, device: str) -> Contest:
+    """A dtype that is moved only."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    bucket = torch.zeros_like(source)
+    calls: dict[str, Call] = {OWN: lambda: ops.cast(bucket, [source], [0])}
+    return Contest("copy of bytes", 1, nbytes * 2, calls | plain_copies(nbytes * 2, device))
 
 
 def _packing(
