@@ -113,7 +113,7 @@ using Buffers = std::vector<std::unique_ptr<Buffer<T>>>;
 // Sizes around those where vectors, blocks and chunks end.
 inline int some_numel(int index) {
   static constexpr int kSmall[] = {1, 3, 7, 8, 9, 31, 129, 1000};
-  static constexpr int kLarge[] = {8191, 8192, 8193, 24581};
+  static constexpr int kLarge[] = {8191, 8192, 8193, 33'001};
   return index % 40 == 1 ? kLarge[pick(0, 3)] : kSmall[pick(0, 7)];
 }
 

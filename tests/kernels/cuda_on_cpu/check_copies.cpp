@@ -11,6 +11,11 @@ namespace {
 using zerocore::kernels::SegmentList;
 namespace kernels = zerocore::kernels;
 
+// As the operators choose it.
+template <typename T>
+constexpr int64_t kChunk =
+    std::is_same_v<T, uint8_t> ? kernels::kByteChunkNumel : kernels::kChunkNumel;
+
 enum class Way { Zero, Set, Add };
 
 // `value * factor`, and that added to `old`: rounded to Wide at each operation, at last to Dst.
@@ -40,7 +45,7 @@ Way some_way() {
 
 template <typename Dst, typename Src>
 void check_copy(int count, double factor) {
-  SegmentList list;
+  SegmentList list(kChunk<Dst>);
   Buffers<Dst> outs;
   Buffers<Src> ins;
   std::vector<Way> ways;
@@ -85,7 +90,7 @@ void check_runs(int numel, int run, int stride, bool spreads, bool zeroes) {
   }
   const auto near = static_cast<int64_t>(run * sizeof(T));
   const auto far = static_cast<int64_t>(stride * sizeof(T));
-  SegmentList list;
+  SegmentList list(kChunk<T>);
   list.push(
       {out.data(),
        zeroes ? nullptr : in.data(),
@@ -170,7 +175,11 @@ void check_copies() {
   check_copy<float, float>(1100, 0.3); // more than one table
   for (const bool spreads : {false, true}) {
     for (const auto& [numel, run, stride] :
-         {std::array{1, 1, 1}, {1000, 7, 9}, {1000, 250, 250}, {30'000, 9'000, 9'100}}) {
+         {std::array{1, 1, 1},
+          {1000, 7, 9},
+          {1000, 250, 250},
+          {30'000, 9'000, 9'100},
+          {70'000, 33'000, 33'100}}) {
       check_runs<float>(numel, run, stride, spreads, false);
       check_runs<uint8_t>(numel, run, stride, spreads, false);
       check_runs<c10::BFloat16>(numel, run, stride, spreads, true);
