@@ -118,7 +118,7 @@ def main(
 
 
 def peaks_note(peaks: dict[str, tuple[float, float]]) -> str:
-    """What the plan says of the memory."""
+    """Peaks of the plan and of the run, by dtype."""
     planned = ", ".join(f"{dtype}: {a:.3f} MiB and {b:.3f}" for dtype, (a, b) in peaks.items())
     return (
         f"Peak of {SHARD.label} by the plan, and of the pool in the run: {planned}. "

@@ -1,7 +1,7 @@
 """Measures how much communication a training step hides, for zerocore, FSDP2 and DDP in one run.
 
 python benchmarks/overlap.py                              one process on the emulated link
-torchrun --nproc-per-node 2 benchmarks/overlap.py         the real link: NCCL, or gloo on CPU
+torchrun --local-addr 127.0.0.1 --nproc-per-node 2 benchmarks/overlap.py    NCCL, or gloo on CPU
 """
 
 from __future__ import annotations

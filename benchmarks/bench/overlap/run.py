@@ -59,7 +59,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "cpu": Workload(8, 256, 4, 2, 128, num_rounds=5),
+    "cpu": Workload(8, 256, 4, 2, 128, num_rounds=3),
     "cuda": Workload(16, 2048, 16, 4, 1024, num_rounds=3, dtype="bfloat16"),
     "quick": Workload(4, 64, 4, 2, 64, num_rounds=1, ratios=(GOAL_RATIO,), steps_per_round=1),
 }
