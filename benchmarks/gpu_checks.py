@@ -1,4 +1,4 @@
-"""Short checks of a GPU. Each is a process with a time limit and writes one line of JSON as it ends.
+"""Short checks of a GPU, each a process with a limit that writes a line of JSON as it ends.
 
 python benchmarks/gpu_checks.py --list
 python benchmarks/gpu_checks.py NAME...       all at once on a GPU, else one after the other
@@ -75,7 +75,7 @@ def machine() -> dict[str, Any]:
 
 
 def rates() -> dict[str, float]:
-    """The ceilings of this GPU: GB/s of copies (read and written, or over PCIe), TFLOP/s of bf16."""
+    """Ceilings of this GPU: GB/s of copies (read and written, or over PCIe), TFLOP/s of bf16."""
     import torch
 
     from zerocore import _C
@@ -145,7 +145,10 @@ def command_of(name: str) -> list[str]:
 
 def start(name: str) -> Running:
     folder = os.environ.get("ZEROCORE_LOGS")
-    log = open(Path(folder, f"{name}.log"), "w+b") if folder else tempfile.TemporaryFile("w+b")
+    # Both stay open until the check has ended.
+    log: IO[bytes] = (
+        Path(folder, f"{name}.log").open("w+b") if folder else tempfile.TemporaryFile("w+b")  # noqa: SIM115
+    )
     # A session of its own: processes that a check has started end with it.
     process = subprocess.Popen(
         command_of(name), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

@@ -9,7 +9,7 @@
 #              status 3 where the machine, the kernels or the numbers are wrong: time is left to mend
 #   ranks      several ranks on the one GPU, over gloo and NCCL, with nothing beside them. NCCL needs
 #              a recent library in .nccl/libnccl.so.2.xz; no other part calls its collectives
-#   tests      all of tests/gpu in ten processes; memcheck and racecheck beside them
+#   tests      all of tests/gpu in 14 processes; memcheck and racecheck beside them
 #   figures    the benchmarks, one after the other, alone on the GPU
 #
 # OUT_DIR receives summary.txt, checks.jsonl and results.tar.gz (logs and result files), new after
@@ -127,7 +127,7 @@ if ((has_gpu)); then
   PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
   part memcheck 110 "${sanitizer[@]}" --tool memcheck "${pytest[@]}" --timeout=100 -x "${checked[@]}" &
   part racecheck 110 "${sanitizer[@]}" --tool racecheck "${pytest[@]}" --timeout=100 -x "${checked[@]}" &
-  part tests 110 "${pytest[@]}" --timeout=60 -n 10 --maxfail=40 tests/gpu
+  part tests 150 "${pytest[@]}" --timeout=60 -n 14 --maxfail=40 tests/gpu
   wait %2 %3 2>/dev/null || wait
   grep -hE '^(FAILED|ERROR) ' "$work/logs/tests.log" | cut -c 1-200
 else

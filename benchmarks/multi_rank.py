@@ -274,7 +274,8 @@ def main(
     where = backend if backend == "gloo" else f"NCCL {'.'.join(map(str, nccl()))}"
     if device.type == "cuda":
         where += f" on {torch.cuda.device_count()} {torch.cuda.get_device_name(device)}"
-    with Results(f"multi_rank_{backend}", save, is_main=is_main) as results:
+    bound = "_bound" if binds and backend == "nccl" else ""
+    with Results(f"multi_rank_{backend}{bound}", save, is_main=is_main) as results:
         off_by = measure(device, where, binds, results)
     wrong = {label: value for label, value in off_by.items() if not value <= LOSS_TOLERANCE}
     for label, deviation in wrong.items() if is_main else ():

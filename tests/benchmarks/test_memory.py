@@ -51,11 +51,12 @@ def test_formula() -> None:
     from bench.memory.cell import SYSTEMS, Cell, MemoryRun
     from bench.memory.report import formula
 
-    run = MemoryRun("", num_params=7_000_000_000)
+    runs = [MemoryRun("", stage, num_params=7 * 10**9) for stage in range(4)]
     cell = Cell(SYSTEMS[0], "7b", 8, 1, "float32", "cpu")
-    assert [formula(cell, run, stage) / 1e9 for stage in range(4)] == [112, 63, 38.5, 14]
-    run, cell = MemoryRun("", num_params=4 * 10**9), Cell(SYSTEMS[0], "4b", 2, 1, "bfloat16", "cpu")
-    assert [formula(cell, run, stage) / 1e9 for stage in range(4)] == [32, 24, 20, 16]
+    assert [formula(cell, run) / 1e9 for run in runs] == [112, 63, 38.5, 14]
+    runs = [MemoryRun("", stage, num_params=4 * 10**9) for stage in range(4)]
+    cell = Cell(SYSTEMS[0], "4b", 2, 1, "bfloat16", "cpu")
+    assert [formula(cell, run) / 1e9 for run in runs] == [32, 24, 20, 16]
 
 
 def test_sizes_are_what_they_are_called() -> None:

@@ -102,6 +102,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> list[int
 
 def main() -> None:
     """On each rank."""
+    faulthandler.enable()  # also of a crash
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     backend, kind, folder, num_ranks, rank, *names = sys.argv[1:]
     from tests.gpu import rank_checks

@@ -18,7 +18,7 @@ KERNELS = CSRC / "kernels" / "cuda"
 
 
 class Limits(NamedTuple):
-    """The limits of a kernel: wide accesses and loads before a store at least, registers at most."""
+    """At least so many wide accesses and loads before a store, at most so many registers."""
 
     loads: int
     stores: int

@@ -33,9 +33,9 @@ def run_on_ranks(
 ) -> list[Any]:
     """Calls `function(*args)` on `world_size` ranks and returns the results in rank order.
 
-    `backend` is gloo, nccl (ranks share GPUs where there are fewer) or emulated: one process that plays rank 0.
-    `function` has to be importable (spawned processes look it up by name) and its result
-    picklable. The output of ranks is dropped, except that a failure shows its end. Raises
+    `backend` is gloo, nccl (ranks share GPUs where there are fewer) or emulated: one process that
+    plays rank 0. `function` has to be importable (spawned processes look it up by name) and its
+    result picklable. The output of ranks is dropped, except that a failure shows its end. Raises
     RuntimeError with the failed rank's traceback, TimeoutError after `timeout_s` seconds; either
     way no process is left behind.
     """

@@ -24,8 +24,9 @@ SIZES = {
     "7b": GPTSize(num_blocks=32, width=4096, num_heads=32, vocab_size=64000, sequence=1024),
     "4b": GPTSize(num_blocks=36, width=2944, num_heads=23, vocab_size=43008, sequence=1024),
 }
+# Those that say most first, as a run may be cut.
 SYSTEMS = (
-    *(System("zerocore", stage, f"stage {stage}") for stage in range(4)),
+    *(System("zerocore", stage, f"stage {stage}") for stage in (3, 0, 1, 2)),
     System("fsdp2", 3, "FSDP2"),
 )
 PHASES = ("after shard", "first forward", "first backward", "first step", "steady steps")
@@ -68,6 +69,7 @@ class MemoryRun:
     """
 
     label: str
+    stage: int = 0
     num_params: int = 0
     baseline: int = 0
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -171,7 +173,7 @@ def _warm_up(cell: Cell) -> Memory:
 
 def _measure_phases(cell: Cell, memory: Memory) -> MemoryRun:
     start = Sampler(memory).read()
-    run = MemoryRun(cell.system.label, baseline=start.outside)
+    run = MemoryRun(cell.system.label, cell.system.stage or 0, baseline=start.outside)
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:

@@ -128,7 +128,7 @@ def model_state(cell: Cell, runs: list[MemoryRun]) -> Table:
         "Model state (parameters, gradients, optimizer), MB", ["", *(run.label for run in runs)]
     )
     table.add("measured", *(_mb(run.measured.model_state) for run in runs))
-    table.add("formula", *(_mb(formula(cell, run, stage)) for stage, run in _stages(runs)))
+    table.add("formula", *(_mb(formula(cell, run)) for run in runs))
     table.notes = [
         "Formula: P parameters of b bytes on N ranks need bP(1 + 1 + 2) at stage 0; what a stage "
         "shards is divided by N: the optimizer's 2 from stage 1 on, gradients from 2, parameters "
@@ -137,16 +137,13 @@ def model_state(cell: Cell, runs: list[MemoryRun]) -> Table:
     return table
 
 
-def _stages(runs: list[MemoryRun]) -> list[tuple[int, MemoryRun]]:
-    return [(min(index, 3), run) for index, run in enumerate(runs)]
-
-
-def formula(cell: Cell, run: MemoryRun, stage: int) -> int:
+def formula(cell: Cell, run: MemoryRun) -> int:
     """Bytes of model state by the formula."""
     shares = [2, 1, 1]  # in the order in which stages shard them
     itemsize = 4 if cell.dtype == "float32" else 2
     numel = sum(
-        share / cell.world_size if index < stage else share for index, share in enumerate(shares)
+        share / cell.world_size if index < run.stage else share
+        for index, share in enumerate(shares)
     )
     return round(numel * itemsize * run.num_params)
 
