@@ -110,7 +110,7 @@ def shard(
         )  # fmt: skip
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 
-    ranks = find_ranks(group, model)
+    ranks = find_ranks(group, model, device)
     request = validate(
         model,
         make_config,

@@ -1,4 +1,4 @@
-"""A second communicator has the options of the first."""
+"""The GPU of a rank; a second communicator has the options of the first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerocore.model import ranks
 
@@ -57,3 +58,44 @@ def test_options_of_nccl_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_backends_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
     made = sibling_options("gloo", None, monkeypatch)
     assert made["pg_options"] is None and made["timeout"] is None
+
+
+class Gpus:
+    """What torch.cuda says on a machine with GPUs of which the program has set one, or none."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, count: int, current: int = 0) -> None:
+        self.current = current
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: count)
+        patch.setattr(torch.cuda, "current_device", lambda: self.current)
+        patch.setattr(torch.cuda, "set_device", lambda index: setattr(self, "current", index))
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "set_before", "expected"),
+    [("3", 0, 3), ("3", 2, 2), ("0", 0, 0), ("5", 0, 0), (None, 0, 0)],
+    ids=["launched", "set by the program", "the first", "fewer GPUs than ranks", "not launched"],
+)
+def test_the_gpu_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, set_before: int, expected: int
+) -> None:
+    gpus = Gpus(monkeypatch, count=4, current=set_before)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert ranks.local_gpu() == torch.device("cuda", expected)
+    assert gpus.current == expected
+
+
+@pytest.mark.parametrize(
+    ("where", "device", "expected"),
+    [("cpu", None, False), ("meta", None, True), ("cpu", "cuda", True), ("meta", "cpu", False)],
+)
+def test_where_parameters_go(
+    monkeypatch: pytest.MonkeyPatch, where: str, device: str | None, expected: bool
+) -> None:
+    model = nn.Linear(2, 2, device=where)
+    given = None if device is None else torch.device(device)
+    assert not ranks.goes_to_gpu(model, given)  # this machine's torch has none
+    Gpus(monkeypatch, count=2)
+    assert ranks.goes_to_gpu(model, given) == expected

@@ -44,7 +44,7 @@ def read_into(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> Non
         values[:0].zero_()  # the version counter does not see what is read
         return
     for piece in values.split(_PIECE_NUMEL):
-        buffer = torch.empty(piece.numel(), dtype=dtype)
+        buffer = torch.empty(piece.numel(), dtype=dtype, device="cpu")
         _read(file, offset, buffer)
         piece.copy_(buffer)
         offset += buffer.nbytes

@@ -69,7 +69,7 @@ def _of_checkpoint(path: Path) -> Weights:
 
     def read(name: str) -> Tensor:
         dtype, shape = facts[name]
-        state = {prefix + name: torch.empty(shape, dtype=dtype)}
+        state = {prefix + name: torch.empty(shape, dtype=dtype, device="cpu")}
         load_tensors(state, contents)
         return state[prefix + name]
 

@@ -187,7 +187,7 @@ def bits_of(value: torch.Tensor) -> torch.Tensor:
 def checksum(value: torch.Tensor) -> torch.Tensor:
     """One int64 of the tensor's bits: CRC-32 on the CPU, the sum of all elements on a device."""
     bits = bits_of(value)
-    return torch.tensor(crc32(bits)) if bits.is_cpu else bits.sum(dtype=torch.int64)
+    return torch.tensor(crc32(bits), device="cpu") if bits.is_cpu else bits.sum(dtype=torch.int64)
 
 
 def differing(groups: Groups, numbers: torch.Tensor) -> list[int]:

@@ -83,13 +83,14 @@ class Ranks:
         return replica * self.num_shards + self.shard_rank
 
 
-def find_ranks(group: Any, model: nn.Module) -> Ranks:
+def find_ranks(group: Any, model: nn.Module, device: torch.device | None = None) -> Ranks:
     """The ranks of a process group, of a 1-D DeviceMesh, or of a 2-D one of replicas by shards.
 
     None is the default group, which is made under torchrun if there is none, with a backend for the
-    device of ``model``; without torch.distributed it is one rank. Errors are as of `ranks_of`.
+    device where parameters go; without torch.distributed it is one rank. Errors are as of
+    `ranks_of`.
     """
-    group = _default_group(model) if group is None else group
+    group = _default_group(model, device) if group is None else group
     return Ranks() if group is None else ranks_of(group, "group")
 
 
@@ -334,12 +335,32 @@ def _unless_one(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
 
 
-def _default_group(model: nn.Module) -> dist.ProcessGroup | None:
+def local_gpu() -> torch.device:
+    """The GPU of this rank: the one that the program has set, else LOCAL_RANK's, which it sets."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.current_device() == 0 and 0 < local < torch.cuda.device_count():
+        torch.cuda.set_device(local)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def goes_to_gpu(model: nn.Module, device: torch.device | None) -> bool:
+    """Whether parameters will be on a GPU: that of ``device``, their own, or one for meta ones."""
+    if not torch.cuda.is_available():
+        return False
+    if device is not None:
+        return torch.device(device).type == "cuda"
+    placed = [param for param in model.parameters() if not param.is_meta]
+    return not placed or any(param.is_cuda for param in placed)
+
+
+def _default_group(model: nn.Module, device: torch.device | None) -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return None
-        on_gpu = torch.cuda.is_available() and any(p.is_cuda for p in model.parameters())
+        on_gpu = goes_to_gpu(model, device)
         backend = "nccl" if on_gpu else "gloo"
+        if on_gpu:
+            local_gpu()  # NCCL takes the current device
         dist.init_process_group(backend)
         if dist.get_rank() == 0:
             _log.info(

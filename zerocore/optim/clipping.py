@@ -150,7 +150,7 @@ class _Parts:
             for group in groups:
                 norm = reduce_norms(norm, p, group)
             self.norms[groups] = norm
-        norms = list(self.norms.values()) or [torch.zeros((), dtype=torch.float64)]
+        norms = list(self.norms.values()) or [torch.zeros((), dtype=torch.float64, device="cpu")]
         return torch.linalg.vector_norm(torch.stack(norms), p)
 
     def explain(self, total: Tensor) -> NonFiniteGradError:

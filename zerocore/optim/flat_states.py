@@ -59,7 +59,7 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
     for index, param in enumerate(params):
         if index in planned:
             moments = dict(zip(MOMENTS, planned[index], strict=True))
-            states[index] = {"step": torch.zeros(()), **moments}
+            states[index] = {"step": torch.zeros((), device="cpu"), **moments}
         else:
             shard = shard_of(param)
             unit = None if shard is None else (shard.state_ref, shard.unit)
@@ -151,6 +151,6 @@ def adopt_states(
         state = fresh.get(param) or held[param]
         for name in MOMENTS:
             local_part(state[name]).copy_(local_part(loaded[param][name]))
-        state["step"].copy_(torch.as_tensor(loaded[param]["step"]))
+        state["step"].copy_(torch.as_tensor(loaded[param]["step"], device="cpu"))
         result[param] = state
     return result

@@ -164,7 +164,7 @@ def _checkpoint_blocks(model: nn.Module, blocks: list[str]) -> None:
 def _next_node() -> int:
     """The number that the next node of this thread's graph will have."""
     with torch.enable_grad():
-        node = torch.ones((), requires_grad=True).view(()).grad_fn
+        node = torch.ones((), requires_grad=True, device="cpu").view(()).grad_fn
     assert node is not None
     return node._sequence_nr() + 1
 

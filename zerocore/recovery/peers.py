@@ -83,7 +83,7 @@ def carry_out(group: dist.ProcessGroup | None, moves: Sequence[Move], folder: Pa
                 memory = _memory_of(folder / move.name, move.nbytes, own == move.target)
             except OSError as error:
                 failed = error
-                memory = torch.zeros(move.nbytes, dtype=torch.uint8)
+                memory = torch.zeros(move.nbytes, dtype=torch.uint8, device="cpu")
             start = dist.isend if own == move.source else dist.irecv
             other = dist.get_global_rank(group, move.target if own == move.source else move.source)
             works += [start(piece, other, group=group) for piece in memory.split(_PIECE_NBYTES)]
@@ -103,7 +103,7 @@ def _memory_of(path: Path, nbytes: int, is_new: bool) -> Tensor:
     elif path.stat().st_size != nbytes:
         raise OSError(f"{path} has {path.stat().st_size} bytes, expected {nbytes}")
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_file(str(path), shared=is_new, size=nbytes, dtype=torch.uint8)
 
 

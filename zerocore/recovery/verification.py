@@ -174,7 +174,7 @@ def _number_of(value: Any) -> Tensor:
         for each in tree_leaves(value)
         if isinstance(each, Tensor | bool | int | float | complex | str | None)
     ]
-    return torch.tensor(crc32(repr(found).encode()))
+    return torch.tensor(crc32(repr(found).encode()), device="cpu")
 
 
 def _changed(state: ShardState, values: list[_Value]) -> tuple[list[tuple[str, int]], int]:

@@ -40,7 +40,7 @@ from zerocore.model.parts import (
     with_tensor_ranks,
 )
 from zerocore.model.precision import ParamTypes, param_types
-from zerocore.model.ranks import Ranks, check_levels, with_near
+from zerocore.model.ranks import Ranks, check_levels, local_gpu, with_near
 from zerocore.model.refusals import check_kinds
 from zerocore.model.state import find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
@@ -199,13 +199,13 @@ def _find_device(planned: list[UnitPlanned], device: torch.device | None) -> tor
         chosen = torch.device(device)
         # Memory of "cuda" without an index would count as of another device than "cuda:0".
         if chosen.type not in ("cpu", "meta") and chosen.index is None:
+            is_cuda = chosen.type == "cuda"
             index = torch.get_device_module(chosen).current_device()
-            chosen = torch.device(chosen.type, index)
+            chosen = local_gpu() if is_cuda else torch.device(chosen.type, index)
         return chosen
     if found:
         return next(iter(found))
-    on_gpu = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return local_gpu() if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _check_types(planned: list[UnitPlanned], config: ShardConfig) -> None:

@@ -35,7 +35,11 @@ def write(file: _C.FileWriter, offset: int, data: Tensor | bytes, crc: int = 0) 
     """Writes bytes, or a contiguous tensor on the CPU; returns the CRC-32 of what ``crc`` is that
     of, and of this."""
     if isinstance(data, bytes):
-        data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        data = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(0, device="cpu")
+        )
     return file.write(data, offset, crc)
 
 

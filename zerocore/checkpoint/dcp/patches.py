@@ -41,7 +41,7 @@ def _gathers(original: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
         # Torch broadcasts the memory of a tensor as it is, in any order.
         whole = value.whole_tensor().contiguous()
         if not keep:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         return whole.cpu() if options.get("cpu_offload") else whole
 
     return original(tree_map_only(Tensor, full, state_dict), *args, **options)

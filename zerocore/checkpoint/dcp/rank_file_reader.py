@@ -84,7 +84,7 @@ def own_targets(
         local, begin = saved.tensors[piece.key]
         if not isinstance(saved.facts[piece.key][1], Place):
             if local.nbytes <= _VALUE_NBYTES:
-                value = torch.empty(local.numel(), dtype=form[0])
+                value = torch.empty(local.numel(), dtype=form[0], device="cpu")
                 targets[info.offset] = Target(piece.key, value, form, value, is_value=True)
         elif local.is_cpu:
             memory = local[piece.box.begin - begin :][: piece.box.numel]
@@ -146,7 +146,7 @@ class OwnFile:
         runs: list[tuple[int, Tensor]] = []
         heads: list[tuple[Tensor, Target]] = []
         for offset, target in sorted(targets.items()):
-            head = torch.empty(HEAD_NBYTES, dtype=torch.uint8)
+            head = torch.empty(HEAD_NBYTES, dtype=torch.uint8, device="cpu")
             heads.append((head, target))
             runs.append((offset, head))
             if target.landing is not None:

@@ -240,6 +240,6 @@ def read_box(
         read_into(file, begin, chunk.dtype, turned.view(-1))
         return
     span = 1 + sum((n - 1) * step for n, step in zip(sizes, chunk.strides, strict=True))
-    values = torch.empty(span, dtype=chunk.dtype)
+    values = torch.empty(span, dtype=chunk.dtype, device="cpu")
     read_into(file, begin, chunk.dtype, values)
     target.copy_(values.as_strided(tuple(sizes), chunk.strides))

@@ -91,7 +91,7 @@ class StreamedCopy:
         if self._stream is None:
             return part.clone()
         with torch.cuda.stream(self._stream):
-            made = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+            made = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
             made.copy_(part, non_blocking=True)
             self._stream.synchronize()
         return made

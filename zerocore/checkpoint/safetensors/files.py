@@ -54,7 +54,7 @@ class Entry:
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """All of it on the CPU, cast to ``dtype``."""
-        values = torch.empty(self.shape, dtype=dtype)
+        values = torch.empty(self.shape, dtype=dtype, device="cpu")
         with opened(self.file) as file:
             read_into(file.fileno(), self.begin, self.dtype, values.view(-1))
         return values
