@@ -14,7 +14,7 @@ from tests.distributed.harness import run_ranks
 
 
 def train(folder: Path, stage: int, default: str) -> dict[str, torch.Tensor]:
-    """Three steps, clipped, a checkpoint after the first; "meta" makes no tensor that has values."""
+    """Three clipped steps, a checkpoint after the first. On "meta" no tensor has values."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(9, 9) for _ in range(3)))
     inputs = torch.linspace(-1, 1, 36, device="cpu").view(4, 9)
