@@ -1,4 +1,4 @@
-"""What follows an optimizer's step whose states lie on the host: nothing overtakes its copies.
+"""Nothing overtakes the copies of an optimizer step whose states lie on the host.
 
 The step only begins copies of weights to the device. Draws are a way to offload, a follower, and
 streams that are late at random; the right values are those of the same draw on the CPU.

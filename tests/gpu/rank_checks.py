@@ -1,4 +1,4 @@
-"""What `tests.gpu.test_ranks` runs on every rank, with the rank's device and a shared folder."""
+"""Checks that `tests.gpu.test_ranks` runs on every rank, with the rank's device and a shared folder."""
 
 from __future__ import annotations
 

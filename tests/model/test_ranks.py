@@ -61,7 +61,7 @@ def test_other_backends_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gpus:
-    """What torch.cuda says on a machine with GPUs of which the program has set one, or none."""
+    """The answers of torch.cuda on a machine with GPUs; the program has set one, or none."""
 
     def __init__(self, patch: pytest.MonkeyPatch, count: int, current: int = 0) -> None:
         self.current = current
