@@ -1,4 +1,4 @@
-"""Checks that `tests.gpu.test_ranks` runs on every rank, with the rank's device and a shared folder."""
+"""Checks for every rank of `tests.gpu.test_ranks`, with its device and a shared folder."""
 
 from __future__ import annotations
 
