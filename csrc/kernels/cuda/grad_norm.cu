@@ -1,7 +1,7 @@
 // Sums squares on a GPU and counts values that are not finite.
 //
-// Blocks write one partial sum each and one block adds those up in a fixed order: no atomics, and no
-// order that depends on addresses, so the same numbers give the same bits.
+// Blocks write one partial sum each and one block adds those up in a fixed order: no atomics, and
+// no order that depends on addresses, so the same numbers give the same bits.
 #include "kernels/grad_norm.h"
 
 #include <c10/cuda/CUDAGuard.h>
