@@ -134,7 +134,9 @@ def test_some_parts_again(machine: dict[str, str], tmp_path: Path) -> None:
     assert [json.loads(line)["check"] for line in checks] == ["kernels"]
 
 
-PLANTED = """
+# Plugins of pytest: AdamW's kernel (without a GPU the CPU's) leaves out a tensor; a step's
+# gradients are not reduced.
+WRONG_KERNEL = """
 import torch
 from tests.kernels import cases
 
@@ -147,18 +149,34 @@ class Wrong:
 
 cases.ops = Wrong()
 """
+LOST_REDUCTION = """
+from tests.gpu import training
+
+run_step = training.run_step
+
+def run_alone(model, *arguments):
+    with training.no_sync(model):
+        return run_step(model, *arguments)
+
+training.run_step = run_alone
+"""
 
 
-def test_checks_find_a_wrong_kernel(tmp_path: Path) -> None:
-    """The kernel of AdamW leaves out a tensor; without a GPU this is the CPU's."""
-    (tmp_path / "planted.py").write_text(PLANTED)
+@pytest.mark.parametrize(
+    ("check", "plugin", "place"),
+    [("adamw", WRONG_KERNEL, "test_adamw.py"), ("parity", LOST_REDUCTION, "test_parity.py")],
+)
+def test_checks_of_the_gate_find_a_fault(
+    tmp_path: Path, check: str, plugin: str, place: str
+) -> None:
+    (tmp_path / "planted.py").write_text(plugin)
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}:{ROOT / 'benchmarks'}"}
     env |= {"PYTEST_ADDOPTS": "-p planted", "ZEROCORE_CHECKS": str(tmp_path / "checks.jsonl")}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_checks.py"), "adamw"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_checks.py"), check]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     line = json.loads((tmp_path / "checks.jsonl").read_text())
-    assert line["result"] == "failed" and "test_adamw.py" in line["error"]
+    assert line["result"] == "failed" and place in line["error"]
 
 
 def test_a_check_that_hangs_ends_by_force(tmp_path: Path) -> None:
