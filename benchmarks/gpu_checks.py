@@ -166,9 +166,9 @@ def result_of(check: Running, by_force: bool) -> dict[str, Any]:
     result = "skipped" if skipped else "ok" if status == 0 and not by_force else "failed"
     line = {"check": check.name, "result": result, "s": round(time.monotonic() - check.began, 1)}
     if result == "failed":
-        errors = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
+        errors = [line[:200] for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
         ended = f"ended by force after {LIMIT_S:.0f} s; " if by_force else f"status {status}; "
-        return line | {"error": ended + " | ".join([*errors[-6:], lines[-1]])[-800:]}
+        return line | {"error": ended + " | ".join([*errors[-6:], lines[-1][:200]])}
     return line | {"found": json.loads(facts[-1][len(FACTS) :]) if facts else lines[-1].strip("= ")}
 
 

@@ -31,20 +31,17 @@ pytestmark = [
 ]
 WHAT = ("copies", "sums", "norms", "scaled", "adamw")
 COUNT = "first + u * kThreads < count"
+FAR_APART = "static_cast<int>(threadIdx.x % 16 * 16 + threadIdx.x / 16)"
 FAULTS = {
-    "lanes are chosen by the weights": (
-        "adamw",
-        "sectors",
-        Fault("adamw.cu", "lanes = kLanes<Weight, Grad>", "lanes = kVectorNbytes / sizeof(Weight)"),
-    ),
-    "neighbouring words are stored by turns": (
+    "threads that follow each other copy far apart": (
         "copy",
         "sectors",
-        Fault(
-            "vector.cuh",
-            "out[first + u * kThreads]",
-            "out[(first + u * kThreads) ^ (threadIdx.x % 2)]",
-        ),
+        Fault("vector.cuh", "first = static_cast<int>(threadIdx.x)", f"first = {FAR_APART}"),
+    ),
+    "threads that follow each other update far apart": (
+        "adamw",
+        "sectors",
+        Fault("adamw.cu", "i = static_cast<int>(threadIdx.x)", f"i = {FAR_APART}"),
     ),
     "a loop is one too long": (
         "copy",
