@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -162,20 +164,27 @@ def result_of(check: Running, by_force: bool) -> dict[str, Any]:
     lines = [line for line in text.splitlines() if line.strip()] or [""]
     facts = [line for line in lines if line.startswith(FACTS)]
     # Pytest: 5 where the machine has nothing for these tests, or all of them skipped.
-    skipped = status == 5 or (status == 0 and " passed" not in lines[-1] and not facts)
+    passed = [line for line in lines if re.search(r"\d+ passed", line)]
+    skipped = status == 5 or (status == 0 and not passed and not facts)
     result = "skipped" if skipped else "ok" if status == 0 and not by_force else "failed"
     line = {"check": check.name, "result": result, "s": round(time.monotonic() - check.began, 1)}
     if result == "failed":
         errors = [line[:200] for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
         ended = f"ended by force after {LIMIT_S:.0f} s; " if by_force else f"status {status}; "
         return line | {"error": ended + " | ".join([*errors[-6:], lines[-1][:200]])}
-    return line | {"found": json.loads(facts[-1][len(FACTS) :]) if facts else lines[-1].strip("= ")}
+    return line | {
+        "found": json.loads(facts[-1][len(FACTS) :]) if facts else (passed or lines)[-1].strip("= ")
+    }
 
 
 def finish(check: Running, by_force: bool = False) -> bool:
-    """Writes the line of a check; whether the check has not failed."""
+    """Writes the line of a check. Returns whether it did not fail."""
     if by_force:
-        os.killpg(check.process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            check.process.send_signal(signal.SIGABRT)  # pytest's faulthandler prints all stacks
+            check.process.wait(0.2)
+        with suppress(ProcessLookupError):
+            os.killpg(check.process.pid, signal.SIGKILL)
     check.process.wait()
     line = result_of(check, by_force)
     print(json.dumps(line), flush=True)
@@ -186,8 +195,9 @@ def finish(check: Running, by_force: bool = False) -> bool:
 
 
 def run(names: list[str], at_once: int) -> bool:
-    """Runs checks, at most so many at once; whether none has failed."""
+    """Runs checks, at most so many at once. Returns whether none failed."""
     waiting, running, good = list(names), [], True
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the checks end with this process
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -212,8 +222,10 @@ def main(names: list[str]) -> int:
         return 0
     if names == ["--list"] or not set(names) <= set(everything):
         print(*everything)
+        if names != ["--list"]:
+            print("no such check:", *(set(names) - set(everything)), file=sys.stderr)
         return 0 if names == ["--list"] else 2
-    on_gpu = Path("/dev/nvidia0").exists()
+    on_gpu = any(Path("/dev").glob("nvidia[0-9]*"))  # a container may have another one than 0
     return 0 if run(names or everything, len(everything) if on_gpu else 1) else 1
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures in eight minutes what a GPU can tell, the most valuable part first.
+# Runs checks, tests and benchmarks on a GPU for at most eight minutes, the most valuable part first.
 #
 #   benchmarks/gpu_first.sh OUT_DIR                     all parts, in this order
 #   benchmarks/gpu_first.sh OUT_DIR only NAME...        these parts or checks, after a mend
@@ -13,16 +13,33 @@
 #   figures    the benchmarks, one after the other, alone on the GPU
 #
 # OUT_DIR receives summary.txt, checks.jsonl and results.tar.gz (logs and result files), new after
-# each part. BUDGET_S (480) bounds the whole run; GATE=0 goes on behind a failed gate. Without a GPU
+# each part; results of an earlier run move to OUT_DIR/before.*. Statuses: 2 wrong arguments, 3 the
+# gate, 4 no extension. BUDGET_S (480) bounds the run; GATE=0 goes on behind a failed gate. Without a GPU
 # the script rehearses the same on the CPU, in small. PYTHON names the interpreter (python3).
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
-mkdir -p "${1:?a folder for the results}" && out=$(cd "$1" && pwd) && shift
+refuse() { echo "gpu_first.sh: $*" >&2 && exit 2; }
+(($# == 1)) || [[ $# -gt 2 && $2 == only ]] || refuse "expected OUT_DIR [only NAME...], got '$*'"
+mkdir -p "$1" && out=$(CDPATH='' cd "$1" && pwd) && : >"$out/.writable" && rm "$out/.writable" ||
+  refuse "cannot write to OUT_DIR '$1'"
+shift
 wanted=" $* "
 python=${PYTHON:-python3} budget=${BUDGET_S:-480}
-work=$(mktemp -d) && mkdir "$work/logs" "$work/results"
-cd "$root" || exit 1
+[[ $budget =~ ^[1-9][0-9]*$ ]] || refuse "BUDGET_S: expected whole seconds, got '$budget'"
+python=$(type -P "$python") || refuse "PYTHON: found no '${PYTHON:-python3}'"
+[[ $python == /* ]] || python=$PWD/$python
+type -P tar >/dev/null || refuse "found no tar"
+work=$(mktemp -d) && mkdir "$work/logs" "$work/results" && cd "$root" || exit 1
+all=($("$python" benchmarks/gpu_checks.py --list))
+((${#all[@]})) || refuse "benchmarks/gpu_checks.py --list failed"
+known="checks $(sed -nE 's/^ *part ([a-z0-9_]+) .*/\1/p' benchmarks/gpu_first.sh | sort -u | xargs) ${all[*]}"
+for name in "${@:2}"; do
+  [[ " $known " == *" $name "* ]] || refuse "no part or check is named '$name'; there are $known"
+done
+if [[ -e $out/summary.txt ]]; then # the results of an earlier run stay
+  before=$(mktemp -d "$out/before.XXXX") && mv "$out"/{summary.txt,checks.jsonl,results.tar.gz} "$before"
+fi
 export PYTHONPATH=$root:$root/benchmarks PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export ZEROCORE_RESULTS=$work/results ZEROCORE_CHECKS=$work/checks.jsonl ZEROCORE_LOGS=$work/logs
 export OMP_NUM_THREADS=1 TORCH_NCCL_DUMP_ON_TIMEOUT=0 ZEROCORE_STALL_SECONDS=25
@@ -32,11 +49,15 @@ touch "$ZEROCORE_CHECKS" "$work/summary.txt"
 
 collect() {
   local new=$out/.results.$BASHPID # parts at the same time do not write one file
-  cp "$work/summary.txt" "$work/checks.jsonl" "$out/"
-  tar -czf "$new" -C "$work" logs results summary.txt checks.jsonl 2>/dev/null
-  mv "$new" "$out/results.tar.gz"
+  cp "$work/summary.txt" "$work/checks.jsonl" "$out/" &&
+    { tar -czf "$new" -C "$work" logs results summary.txt checks.jsonl 2>/dev/null || (($? == 1)); } &&
+    gzip -t "$new" 2>/dev/null && mv "$new" "$out/results.tar.gz" && return 0 # tar: 1 if a log grew
+  rm -f "$new"
+  echo "gpu_first.sh: cannot write to $out; all results are in $work" >&2
+  return 1
 }
-trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null; collect; rm -rf "$work"' EXIT
+# `timeout` ends what ignores the signal after 4 s.
+trap 'trap - EXIT; kill $(jobs -p) 2>/dev/null && wait; collect && rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
 
 # part NAME LIMIT_S COMMAND...: an interrupt at the limit or at the end of the budget, then by force.
@@ -51,6 +72,8 @@ part() {
   ((limit < left)) || limit=$left
   ZEROCORE_CHECK_LIMIT=$((limit - 3)) \
     timeout --signal=INT --kill-after=4 "$limit" "$@" >"$log" 2>&1 &
+  # The end of a part in the background ends its command.
+  [[ $BASHPID == "$$" ]] || trap "kill $! 2>/dev/null; wait $!" TERM
   wait $! # so that a signal to this script is answered at once
   status=$?
   note "$name" $((SECONDS - start)) "$status" "$(grep -v '^ *$' "$log" | tail -n 1)"
@@ -75,19 +98,19 @@ nvidia-smi -L >"$work/logs/gpu.txt" 2>/dev/null && has_gpu=1
 ((has_gpu)) || echo "NO GPU: a rehearsal on the CPU. Nothing here is a figure of a GPU." |
   tee -a "$work/summary.txt"
 export -f extension && export python probe has_gpu
-timeout 220 bash -c extension >"$work/logs/extension.log" 2>&1 ||
-  { tail -n 30 "$work/logs/extension.log" && exit 4; }
+timeout --kill-after=4 $((budget < 220 ? budget : 220)) bash -c extension >"$work/logs/extension.log" 2>&1 &
+wait $! || { tail -n 30 "$work/logs/extension.log" && exit 4; }
 note extension "$SECONDS" 0 "$(tail -n 1 "$work/logs/gpu.txt")"
 
 # -- checks, and the gate --------------------------------------------------------------------------
 if [[ $wanted == *" only "* ]]; then
   names=()
-  for name in $("$python" benchmarks/gpu_checks.py --list); do
-    if [[ $wanted == *" $name "* ]]; then names+=("$name"); fi
+  for name in "${all[@]}"; do
+    if [[ $wanted == *" $name "* || $wanted == *" checks "* ]]; then names+=("$name"); fi
   done
   ((${#names[@]} == 0)) || wanted+=" checks "
 else
-  names=($("$python" benchmarks/gpu_checks.py --list))
+  names=("${all[@]}")
 fi
 part checks 75 "$python" benchmarks/gpu_checks.py "${names[@]}"
 failed
@@ -107,6 +130,9 @@ ranks=("$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0
 if ((has_gpu)) && xz -dc .nccl/libnccl.so.2.xz >"$nccl" 2>/dev/null; then
   several=(env "LD_PRELOAD=$nccl" NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_DEBUG=WARN)
   ranks=("${several[@]}" "${ranks[@]}")
+else
+  rm -f "$nccl" # an empty file would be preloaded
+  ((!has_gpu)) || echo "no .nccl/libnccl.so.2.xz: NCCL ranks need a GPU each" | tee -a "$work/summary.txt"
 fi
 part rank_tests 100 env "ZEROCORE_NCCL=$nccl" "$python" -m pytest -q -p no:cacheprovider -W default \
   --timeout=90 --timeout-method=thread --rehearse tests/gpu/test_ranks.py
@@ -129,7 +155,7 @@ if ((has_gpu)); then
   part racecheck 110 "${sanitizer[@]}" --tool racecheck "${pytest[@]}" --timeout=100 -x "${checked[@]}" &
   part tests 150 "${pytest[@]}" --timeout=60 -n 14 --maxfail=40 tests/gpu
   wait %2 %3 2>/dev/null || wait
-  grep -hE '^(FAILED|ERROR) ' "$work/logs/tests.log" | cut -c 1-200
+  grep -hsE '^(FAILED|ERROR) ' "$work/logs/tests.log" | cut -c 1-200
 else
   part tests 120 "${pytest[@]}" --timeout=100 tests/gpu --rehearse -k "stage3 and plain"
 fi
@@ -152,3 +178,4 @@ else
   part step_emulated 60 "${step[@]}" --link emulated --ranks 2 --stages 3 --size small
   part overlap 90 "$python" benchmarks/overlap.py --quick
 fi
+exit 0 # whatever the last part returned; summary.txt has the status of each

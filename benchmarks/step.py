@@ -123,6 +123,9 @@ class Place:
         parts = ["step", *([EMULATED] if self.link == EMULATED else [])]
         recipe = self.recipe
         parts += ["cuda"] if self.device == "cuda" else []
+        parts += (
+            [f"{self.num_ranks}_ranks"] if self.backend == "nccl" and self.num_ranks > 1 else []
+        )
         parts += [recipe.dtype] if recipe.dtype != "fp32" else []
         parts += [f"accumulate{recipe.accumulate}"] if recipe.accumulate > 1 else []
         parts += ["clip"] if recipe.clip is not None else []

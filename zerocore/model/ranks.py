@@ -336,15 +336,18 @@ def _unless_one(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def local_gpu() -> torch.device:
-    """The GPU of this rank: the one that the program has set, else LOCAL_RANK's, which it sets."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    """The GPU of this rank. Sets LOCAL_RANK's GPU unless the program has set one."""
+    given = os.environ.get("LOCAL_RANK") or "0"
+    if not given.strip().lstrip("-").isdecimal():
+        raise ValueError(f"LOCAL_RANK: expected a rank's number on its node, got '{given}'")
+    local = int(given)
     if torch.cuda.current_device() == 0 and 0 < local < torch.cuda.device_count():
         torch.cuda.set_device(local)
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def goes_to_gpu(model: nn.Module, device: torch.device | None) -> bool:
-    """Whether parameters will be on a GPU: that of ``device``, their own, or one for meta ones."""
+    """Whether parameters will be on a GPU: by ``device``, else by theirs; meta ones will be."""
     if not torch.cuda.is_available():
         return False
     if device is not None:
@@ -359,8 +362,10 @@ def _default_group(model: nn.Module, device: torch.device | None) -> dist.Proces
             return None
         on_gpu = goes_to_gpu(model, device)
         backend = "nccl" if on_gpu else "gloo"
-        if on_gpu:
+        if on_gpu and (device is None or torch.device(device).index is None):
             local_gpu()  # NCCL takes the current device
+        elif on_gpu:
+            torch.cuda.set_device(torch.device(device).index)
         dist.init_process_group(backend)
         if dist.get_rank() == 0:
             _log.info(

@@ -69,6 +69,8 @@ class Results:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self.tables:
             return
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one (`timeout` sends two)
         self._write_files(complete=kind is None)
         if self._is_main:
             console = make_console()
