@@ -293,11 +293,23 @@ AsyncGroup::WorkPtr AsyncGroup::_allgather_base(
       c10d::OpType::_ALLGATHER_BASE,
       options.asyncOp,
       {full, own},
-      [wire = wire_, to = Tensors{on_cpu(full)}, from = Tensors{on_cpu(own)}]() mutable {
-        carry_out(to, from, [&](Tensors& values) {
-          at::Tensor received = at::empty_like(to[0]);
+      [wire = wire_,
+       to = on_cpu(full),
+       from = Tensors{on_cpu(own)},
+       n = size_,
+       rank = rank_]() mutable {
+        // As NCCL, which leaves this rank's slice alone if it is in its place.
+        const auto written = [&, kept = overlaps(to, from[0])](const at::Tensor& full) {
+          Tensors slices = full.view(-1).chunk(n);
+          if (kept) {
+            slices.erase(slices.begin() + rank);
+          }
+          return slices;
+        };
+        carry_out(written(to), from, [&](Tensors& values) {
+          at::Tensor received = at::empty_like(to);
           wire->_allgather_base(received, values[0], {})->wait();
-          return Tensors{received};
+          return written(received);
         });
       });
 }

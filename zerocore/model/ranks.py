@@ -362,10 +362,11 @@ def _default_group(model: nn.Module, device: torch.device | None) -> dist.Proces
             return None
         on_gpu = goes_to_gpu(model, device)
         backend = "nccl" if on_gpu else "gloo"
-        if on_gpu and (device is None or torch.device(device).index is None):
+        index = None if device is None else torch.device(device).index
+        if on_gpu and index is None:
             local_gpu()  # NCCL takes the current device
         elif on_gpu:
-            torch.cuda.set_device(torch.device(device).index)
+            torch.cuda.set_device(index)
         dist.init_process_group(backend)
         if dist.get_rank() == 0:
             _log.info(

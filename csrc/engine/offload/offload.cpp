@@ -28,6 +28,10 @@ Offload::Offload(const Units& units, const UnitContext& context, int num_threads
 
 Offload::~Offload() {
   try {
+    wait_work();
+    if (worker_ != nullptr && !states_.empty()) { // both ends of its copies are freed next
+      Streams::synchronize(context_.streams->record(StreamRole::HostToDevice));
+    }
     synchronize();
   } catch (const std::exception& error) {
     TORCH_WARN("zerocore: an update on the host failed while the model was freed: ", error.what());
@@ -305,11 +309,15 @@ void Offload::wait_updates() {
   check_disk();
 }
 
-void Offload::synchronize() {
-  check_not_capturing(context_.streams->device(), "a sharded model's work on the host was awaited");
+void Offload::wait_work() {
   end_step();
   wait(worker_ == nullptr ? 0 : worker_->last());
   wait_arrivals();
+}
+
+void Offload::synchronize() {
+  check_not_capturing(context_.streams->device(), "a sharded model's work on the host was awaited");
+  wait_work();
   for (const auto& unit : units_) {
     if (worker_ != nullptr) {
       Streams::synchronize(unit->gathers().loaded());
@@ -320,12 +328,10 @@ void Offload::synchronize() {
   check_disk();
 }
 
-// The worker has given copies to their streams, which may not have made them yet: what the device
-// does next, and whoever frees the memory, comes behind them.
+// The worker has only issued the copies of what it has sent.
 void Offload::order_compute() const {
-  if (context_.host != nullptr) {
+  if (!states_.empty() && worker_ != nullptr) {
     context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
-    context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
   }
 }
 

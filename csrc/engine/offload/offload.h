@@ -113,7 +113,8 @@ class Offload {
   std::shared_future<void> before_gather(UnitId unit);
   // Throws what went wrong on the worker, once.
   void check();
-  // Block until all updates are done, and until all work is; then as check().
+  // Block until all updates are done, and until all work is; then as check(). Later work of the
+  // compute stream comes behind the weights that they have sent.
   void wait_updates();
   void synchronize();
   // In the child of a fork, where the worker has no thread: nothing is waited for or freed.
@@ -134,6 +135,7 @@ class Offload {
   void give_back(UnitId unit);
   void wait_arrival(UnitId unit);
   void wait_arrivals();
+  void wait_work();
   void order_compute() const;
   void check_disk() const;
 

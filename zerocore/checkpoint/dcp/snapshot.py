@@ -29,10 +29,11 @@ class StreamedCopy:
         self._error: BaseException | None = None
         self._is_read = threading.Event()
         self.peak_nbytes = 0
+        self._pins = device.type == "cuda"
         self._stream = None
-        if device.type == "cuda":  # beside what computes, but after what was ordered until now
-            self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        if device.type != "cpu":  # beside what computes, but after what was ordered until now
+            self._stream = torch.Stream(device)
+            self._stream.wait_stream(torch.accelerator.current_stream(device))
 
     def wait_read(self) -> None:
         """Returns when the tensors may change: all are copied, or nobody takes copies any more."""
@@ -90,8 +91,8 @@ class StreamedCopy:
     def _copied(self, part: Tensor) -> Tensor:
         if self._stream is None:
             return part.clone()
-        with torch.cuda.stream(self._stream):
-            made = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
+        with self._stream:
+            made = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=self._pins)
             made.copy_(part, non_blocking=True)
             self._stream.synchronize()
         return made
