@@ -43,9 +43,12 @@ def fsdp(device: torch.device, folder: Path) -> None:
     for unit in [*model.units, model]:
         zerocore.fsdp.fully_shard(unit, mesh=mesh)
     torch.testing.assert_close(train(model), expected, rtol=1e-9, atol=0.0)
+    # Torch's full_tensor over gloo hands the memory of a device to gloo, which reads it as the host's.
+    has_full = device.type == "cpu" or dist.get_backend() != "gloo"
     for (name, value), full in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert value.to_local().numel() < full.numel(), name
-        torch.testing.assert_close(value.full_tensor(), full, rtol=1e-9, atol=1e-9)
+        if has_full:
+            torch.testing.assert_close(value.full_tensor(), full, rtol=1e-9, atol=1e-9)
 
 
 def checkpoint(device: torch.device, folder: Path) -> None:
