@@ -43,7 +43,7 @@ def fsdp(device: torch.device, folder: Path) -> None:
     for unit in [*model.units, model]:
         zerocore.fsdp.fully_shard(unit, mesh=mesh)
     torch.testing.assert_close(train(model), expected, rtol=1e-9, atol=0.0)
-    # Torch's full_tensor over gloo hands the memory of a device to gloo, which reads it as the host's.
+    # Over gloo torch's full_tensor hands gloo a device's memory as if it were the host's.
     has_full = device.type == "cpu" or dist.get_backend() != "gloo"
     for (name, value), full in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert value.to_local().numel() < full.numel(), name
