@@ -3,7 +3,10 @@
 #   make demo                      train a small GPT on all ranks of this machine
 #   make test                      run the tests of each change, one more at a time than cores; on
 #                                  two cores 7 to 8 minutes
-#   make nightly                   run all: more stages, seeds and trainers than `make test`
+#   make nightly                   run all: more stages, seeds and trainers than `make test`, then
+#                                  `make speed` beside the last commit that was measured
+#   make speed BASE=<commit>       compare the speed of this checkout with that of a commit, in ten
+#                                  minutes; ARGS=--quick: two rows in three
 #   make docs                      build the documentation's site in build/site
 #   make test ARGS="tests/plan"    run some of them: ARGS go to pytest
 #   PYTHON=/path/to/python make test   where that Python has a suitable torch, use it
@@ -25,7 +28,7 @@ TEST_CXX_FILES = $(shell find tests -name '*.h' -o -name '*.cpp')
 # ninja, cmake and clang-format may be installed in .venv or come with $(PYTHON).
 export PATH := $(VENV)/bin:$(PATH):$(shell $(PYTHON) -c 'import sys; print(sys.prefix)')/bin
 
-.PHONY: demo test nightly build docs lint format sanitize tsan clean distclean
+.PHONY: demo test nightly speed build docs lint format sanitize tsan clean distclean
 
 demo: $(VENV)/.built $(VENV)/.has-demo
 	@echo "training on all ranks of this machine: some 40 seconds on two cores"
@@ -35,8 +38,13 @@ demo: $(VENV)/.built $(VENV)/.has-demo
 test: $(VENV)/.built $(VENV)/.has-test
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(or $(ARGS),$(ALL_TESTS))
 
-nightly: $(VENV)/.built $(VENV)/.has-test
+nightly: $(VENV)/.built $(VENV)/.has-test $(VENV)/.has-demo
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -m "" $(or $(ARGS),$(ALL_TESTS))
+	$(if $(ARGS),,$(PY) benchmarks/speed.py)
+
+# Status 1: a row is slower; 2: BASE cannot be compared.
+speed: $(VENV)/.built $(VENV)/.has-demo
+	$(PY) benchmarks/speed.py $(ARGS) -- $(BASE)
 
 build: $(VENV)/.built
 

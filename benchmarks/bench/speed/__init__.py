@@ -1,0 +1,1 @@
+"""Two builds of zerocore, timed in turn."""
