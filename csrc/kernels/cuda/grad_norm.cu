@@ -60,13 +60,14 @@ struct ThreadSum {
 
 template <bool aligned, int lanes, typename T>
 __device__ __forceinline__ Vector<T, lanes> load_group(const T* src) {
-  if constexpr (aligned) {
-    return *reinterpret_cast<const Vector<T, lanes>*>(src);
-  }
   Vector<T, lanes> group;
+  if constexpr (aligned) {
+    group = *reinterpret_cast<const Vector<T, lanes>*>(src);
+  } else {
 #pragma unroll
-  for (int lane = 0; lane < lanes; ++lane) {
-    group.lane[lane] = src[lane];
+    for (int lane = 0; lane < lanes; ++lane) {
+      group.lane[lane] = src[lane];
+    }
   }
   return group;
 }
