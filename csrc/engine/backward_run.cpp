@@ -276,7 +276,9 @@ void BackwardRun::reduce_rest() {
       rest_by_shape_.clear(); // on all ranks at once
     }
     const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.walk().shape(), false);
-    if (is_new || known->second || consensus_.ranks_differ()) {
+    // The order knows a call when it has ended. In a backward inside of it ranks always ask.
+    const bool is_inside = schedule_.in_rooted_pass() || schedule_.num_entered() > 0;
+    if (is_new || known->second || is_inside || consensus_.ranks_differ()) {
       rest = context_.any_rank(rest);
       known->second = known->second || std::find(rest.begin(), rest.end(), true) != rest.end();
       has_rest = known->second;

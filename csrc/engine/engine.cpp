@@ -170,17 +170,29 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   check_not_capturing(
       context_.streams->device(), "an optimizer stepped parameters of a sharded model");
   calls_.check_not_parked();
-  if (first_gather_.is_on()) {
+  if (calls_.has_calls()) {
+    lifecycle_.begin_inner_step();
+  } else if (first_gather_.is_on()) {
     calls_.recover();
     calls_.leave_if_outside();
     first_gather_.begin_update(units);
   }
   lifecycle_.begin_update(units, casts);
+  calls_.begin_step();
+}
+
+void Engine::sync_requires_grad(UnitId unit) {
+  if (calls_.has_calls() && !lifecycle_.in_backward_pass()) {
+    lifecycle_.trainable().sync(unit);
+  }
 }
 
 void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   lifecycle_.end_update(units, casts);
-  if (!calls_.in_call() && !in_backward() && first_gather_.is_due()) {
+  calls_.end_step();
+  if (calls_.has_calls()) {
+    lifecycle_.end_inner_step();
+  } else if (!in_backward() && first_gather_.is_due()) {
     calls_.recover();
     calls_.leave_if_outside();
     first_gather_.begin();

@@ -95,9 +95,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);
   // Around an optimizer's update of main weights, which `casts` if it writes the model weights too.
-  // The first throws if a shard has left its place in memory.
+  // The first throws if a shard has left its place in memory. Inside of a call, see
+  // UnitLifecycle::end_inner_step.
   void begin_update(const std::vector<UnitId>& units, bool casts);
   void end_update(const std::vector<UpdatedUnit>& units, bool casts);
+  // Someone has set requires_grad of a parameter of the unit: calls under way go by it at once.
+  void sync_requires_grad(UnitId unit);
   // As F.linear of the parameter, see fused_linear().
   at::Tensor linear(
       UnitId unit,

@@ -64,12 +64,10 @@ void ModelCalls::recover(bool may_be_parked, const char* what) {
 }
 
 void ModelCalls::reset() {
+  drop_calls();
   consensus_.settle_pass(); // the others count on it
   consensus_.forget_failed();
   backward_run_.reset();
-  calls_.clear();
-  refused_ = nullptr;
-  thread_check_.leave_forward();
   lifecycle_.settle();
   reducer_.reset();
   if (context_.streams->has_streams()) { // where nothing is resharded: the memory may be freed next
@@ -81,10 +79,21 @@ void ModelCalls::reset() {
 void ModelCalls::begin_pass() {
   recover(/*may_be_parked=*/false, "a sharded model was called");
   if (schedule_.in_rooted_pass() || in_backward()) {
-    calls_.push_back({true}); // nested: the outer pass goes on
+    push_call({true}); // nested: the outer pass goes on
     return;
   }
-  calls_.push_back({false, next_node()});
+  const size_t own = calls_.size();
+  const size_t depth = schedule_.num_entered();
+  push_call({false, next_node()});
+  try {
+    start_pass();
+  } catch (...) {
+    abandon(own, depth);
+    throw;
+  }
+}
+
+void ModelCalls::start_pass() {
   backward_run_.untracked().forget(schedule_.passes().oldest());
   backward_run_.recomputed_calls().forget(schedule_.passes().oldest());
   first_gather_.begin_pass();
@@ -107,14 +116,24 @@ void ModelCalls::begin_pass() {
 }
 
 void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
-  leave_adopted(outputs);
+  const auto own = innermost();
+  if (!own) {
+    return;
+  }
+  const size_t depth = calls_[*own].depth;
+  try {
+    leave_adopted(outputs);
+  } catch (...) {
+    abandon(*own, depth);
+    throw;
+  }
   if (const auto refused = refused_) {
     fail_pass();
     std::rethrow_exception(refused);
   }
   const Call call = pop_call();
-  if (call.recomputing) {
-    return; // nested
+  if (call.recomputing || call.dropped) {
+    return; // nested, or there is no pass any more
   }
   consensus_.leave_pass();
   for (const auto& unit : units_) {
@@ -128,8 +147,19 @@ void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
 
 // Ranks may raise in other places than this one, or not at all; see OrderConsensus::fail_pass.
 void ModelCalls::fail_pass() {
-  leave_adopted({});
-  if (!pop_call().recomputing) { // else nested
+  const auto own = innermost();
+  if (!own) {
+    return;
+  }
+  const Call call = calls_[*own];
+  const size_t depth = call.depth;
+  try {
+    leave_adopted({});
+  } catch (const std::exception&) {
+    // The user must see the error of the call itself.
+  }
+  abandon(*own, depth);
+  if (!call.recomputing && !call.dropped) { // else nested, or there is no pass any more
     consensus_.fail_pass();
     reset();
   }
@@ -141,25 +171,32 @@ void ModelCalls::enter(UnitId id) {
   if (recomputing) {
     backward_run_.begin_recompute(id);
   }
-  calls_.push_back({recomputing, next_node(), c10::GradMode::is_enabled()});
-  if (recomputing) {
-    recompute(id);
-  } else {
-    if (!schedule_.in_rooted_pass()) {
-      first_gather_.drop();
-      if (lifecycle_.refresh(id)) {
-        lifecycle_.order_gathers();
-      }
-    }
-    if (context_.control != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
-        !schedule_.order().find(id).has_value()) {
-      lifecycle_.run([&](Actions& out) { schedule_.finish_order(out); });
-      consensus_.ask_for(id);
-    }
-    const bool grad = c10::GradMode::is_enabled();
-    lifecycle_.run([&](Actions& out) { schedule_.enter(id, grad, out); });
+  const size_t own = calls_.size();
+  const size_t depth = schedule_.num_entered();
+  push_call({recomputing, next_node(), c10::GradMode::is_enabled()});
+  try {
+    recomputing ? recompute(id) : enter_forward(id);
+    lifecycle_.use(id);
+  } catch (...) {
+    abandon(own, depth);
+    throw;
   }
-  lifecycle_.use(id);
+}
+
+void ModelCalls::enter_forward(UnitId id) {
+  if (!schedule_.in_rooted_pass()) {
+    first_gather_.drop();
+    if (lifecycle_.refresh(id)) {
+      lifecycle_.order_gathers();
+    }
+  }
+  if (context_.control != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
+      !schedule_.order().find(id).has_value()) {
+    lifecycle_.run([&](Actions& out) { schedule_.finish_order(out); });
+    consensus_.ask_for(id);
+  }
+  const bool grad = c10::GradMode::is_enabled();
+  lifecycle_.run([&](Actions& out) { schedule_.enter(id, grad, out); });
 }
 
 // See Note [Recomputed calls].
@@ -177,7 +214,7 @@ void ModelCalls::recompute(UnitId id) {
 }
 
 void ModelCalls::adopt(UnitId id) {
-  TORCH_INTERNAL_ASSERT(in_call(), "adopt outside of a call");
+  TORCH_INTERNAL_ASSERT(has_calls(), "adopt outside of a call");
   const bool held = schedule_.is_entered(id) || schedule_.is_held_unsharded(id);
   if (!held || in_backward()) { // there it may be released before this call ends
     enter(id);
@@ -186,8 +223,18 @@ void ModelCalls::adopt(UnitId id) {
 }
 
 void ModelCalls::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
-  leave_adopted(outputs);
-  leave(id, outputs, keep);
+  const auto own = innermost();
+  if (!own) {
+    return;
+  }
+  const size_t depth = calls_[*own].depth;
+  try {
+    leave_adopted(outputs);
+    leave(id, outputs, keep);
+  } catch (...) {
+    abandon(*own, depth);
+    throw;
+  }
   if (calls_.empty()) {
     backward_run_.untracked().expect_backward();
   }
@@ -204,6 +251,9 @@ void ModelCalls::leave_adopted(const std::vector<at::Tensor>& outputs) {
 
 void ModelCalls::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
   const Call entered = pop_call();
+  if (entered.dropped) {
+    return;
+  }
   const bool has_output = any_recorded(outputs);
   RecordedCall recorded{
       entered.again, entered.first_node, next_node(), at::RecordFunction::currentThreadId()};
@@ -248,12 +298,52 @@ int64_t ModelCalls::note_call(const RecordedCall& recorded, const Call& entered)
       : -1;
 }
 
-ModelCalls::Call ModelCalls::pop_call() {
-  const Call call = calls_.back();
-  calls_.pop_back();
+void ModelCalls::push_call(Call call) {
+  call.depth = schedule_.num_entered();
+  calls_.push_back(call);
+}
+
+// The innermost call that this thread has to end, without adopted units; none after a reset of
+// another thread.
+std::optional<size_t> ModelCalls::innermost() const {
+  for (size_t call = calls_.size(); call-- > 0;) {
+    if (calls_[call].adopted < 0) {
+      return calls_[call].thread == std::this_thread::get_id() ? std::optional(call) : std::nullopt;
+    }
+  }
+  return std::nullopt;
+}
+
+// Ends the call and those inside of it where that may have failed half-way.
+void ModelCalls::abandon(size_t call, size_t depth) {
+  schedule_.cancel_calls(depth);
+  end_calls(std::min(call, calls_.size()));
+}
+
+// All but the first `num` calls have ended, and with them steps in which an optimizer has raised.
+void ModelCalls::end_calls(size_t num) {
+  calls_.resize(num);
+  std::erase_if(steps_, [num](size_t depth) { return depth > num; });
   if (calls_.empty()) {
     thread_check_.leave_forward();
   }
+}
+
+// See Note [Calls and resets]. Calls of another thread are those of one that has died.
+void ModelCalls::drop_calls() {
+  std::erase_if(calls_, [](const Call& call) { return call.thread != std::this_thread::get_id(); });
+  end_calls(calls_.size());
+  for (Call& call : calls_) {
+    call.dropped = true;
+    call.depth = 0;
+  }
+  refused_ = nullptr;
+  thread_check_.leave_forward();
+}
+
+ModelCalls::Call ModelCalls::pop_call() {
+  const Call call = calls_.back();
+  end_calls(calls_.size() - 1);
   return call;
 }
 

@@ -2,11 +2,19 @@
 //
 // Calls come from one thread at a time (backward may run on another one); others get an error.
 // enter/exit bracket a module call; begin_pass/end_pass bracket a call of the sharded model.
+//
+// Note [Calls and resets]
+// A reset may come while calls run: a backward inside of a forward fails, or the program calls
+// zerocore.reset there. The reset drops those calls, but Python still ends each of them. So a
+// dropped call stays on the stack until its end, which pops it and does nothing else. Each enter
+// and begin_pass that returned has one end, and one that threw has none.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <exception>
+#include <optional>
+#include <thread>
 #include <vector>
 
 #include "engine/backward_run.h"
@@ -50,8 +58,24 @@ class ModelCalls {
   // A parameter of a unit that was not entered is read: the innermost call that runs owns
   // the unit from here to its end.
   void adopt(UnitId unit);
-  bool in_call() const {
+  bool has_calls() const {
     return !calls_.empty();
+  }
+  // Whether reads of parameters belong to a call: not in an optimizer's step inside of one, which
+  // works with shards as it does outside. A closure of the step may call the model again.
+  bool in_call() const {
+    return calls_.size() > (steps_.empty() ? 0 : steps_.back());
+  }
+  // Around an optimizer's step inside of a call.
+  void begin_step() {
+    if (has_calls()) {
+      steps_.push_back(calls_.size());
+    }
+  }
+  void end_step() {
+    if (!steps_.empty() && steps_.back() == calls_.size()) {
+      steps_.pop_back();
+    }
   }
 
   // Before a use of units: ends what an exception has left, and what other ranks wait for. Throws
@@ -75,14 +99,24 @@ class ModelCalls {
     bool has_graph = false; // grad mode was on at its beginning
     UnitId adopted = -1; // the unit, if it is left with the call that is around this one
     CallHandle again = {}; // that a recompute makes once more; of pass -1 if it is not known
+    size_t depth = 0; // calls around it that the schedule knows
+    std::thread::id thread = std::this_thread::get_id(); // that made it
+    bool dropped = false; // by a reset; see Note [Calls and resets]
   };
 
+  void start_pass();
+  void enter_forward(UnitId unit);
   void recompute(UnitId unit);
   void leave_adopted(const std::vector<at::Tensor>& outputs);
   void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep);
   void leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep);
   int64_t note_call(const RecordedCall& recorded, const Call& entered);
+  void push_call(Call call);
+  std::optional<size_t> innermost() const;
   Call pop_call();
+  void end_calls(size_t num);
+  void drop_calls();
+  void abandon(size_t call, size_t depth);
 
   const Units& units_;
   const UnitContext& context_;
@@ -95,6 +129,7 @@ class ModelCalls {
   BackwardRun& backward_run_;
   bool parked_ = false; // no use of units but Engine::begin_hold
   std::vector<Call> calls_; // entered and not left
+  std::vector<size_t> steps_; // under way, by the number of calls around each
   std::exception_ptr refused_; // a call has left its parameters in no order; its end raises it
 };
 

@@ -100,16 +100,55 @@ bool UnitLifecycle::refresh(UnitId id) {
   if (schedule_.is_active(id)) {
     return false;
   }
-  const bool is_fresh = unit.is_fresh();
-  const bool trained = unit.mark_fresh(); // a backward that gathers the change tells nobody of it
-  if (is_fresh) {
+  if (unit.is_fresh()) {
+    unit.mark_fresh(); // a backward that gathers the change tells nobody of it
     return false;
   }
+  take_change(id);
+  return true;
+}
+
+void UnitLifecycle::take_change(UnitId id) {
+  Unit& unit = *units_[id];
+  const bool trained = unit.mark_fresh();
   schedule_.invalidate(id, actions_, trained);
   carry_out();
   unit.note_change();
   unit.cast_main();
-  return true;
+}
+
+void UnitLifecycle::begin_inner_step() {
+  gather_late();
+  for (const auto& unit : units_) {
+    unit->wait_for_unshard(); // gathers ahead must not meet the update
+    if (schedule_.is_entered(unit->id())) {
+      keep_writes(unit->id());
+    }
+  }
+  finish_writes();
+}
+
+void UnitLifecycle::end_inner_step() {
+  const at::NoGradGuard no_grad;
+  std::vector<UnitId> in_use;
+  for (const auto& unit : units_) {
+    check_homes(unit->id());
+    if (unit->is_fresh()) {
+      continue;
+    }
+    take_change(unit->id());
+    // The order of calls may be in a call that this rank skips; it does not release the unit.
+    const bool stays = unit->context().mesh.shards_parameters && schedule_.is_resident(unit->id());
+    if (stays || schedule_.is_active(unit->id())) {
+      in_use.push_back(unit->id());
+    }
+  }
+  order_gathers();
+  for (const UnitId id : in_use) {
+    schedule_.residency().regather(id, actions_);
+    carry_out();
+    use(id);
+  }
 }
 
 void UnitLifecycle::begin_hold(UnitId id) {

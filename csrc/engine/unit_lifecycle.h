@@ -95,12 +95,19 @@ class UnitLifecycle {
     in_backward_pass_ = in_backward_pass;
   }
 
+  // Around an optimizer's step inside of a call, on all ranks. First what calls under way have
+  // gathered has arrived, and what they have changed in place is in the shards. After it units
+  // that changed are stale: those in use are gathered again at once, others when they are entered.
+  void begin_inner_step();
+  void end_inner_step();
+
   // See Engine.
   void begin_update(const std::vector<UnitId>& units, bool casts);
   void end_update(const std::vector<UpdatedUnit>& units, bool casts);
 
  private:
   void carry_out();
+  void take_change(UnitId unit);
   void wait_for(UnitId unit);
   bool gathers_later() const;
   void gather_late(std::optional<UnitId> last = std::nullopt);

@@ -83,7 +83,9 @@ void Residency::leave_backward(UnitId unit, Actions& out) {
   units_[unit].uses.in_backward = false;
   units_[unit].uses.kept = false;
   end_backward(unit);
-  end_late(unit, out);
+  if (units_[unit].uses.held == 0) { // else the backward runs inside of a call of the unit
+    end_late(unit, out);
+  }
 }
 
 void Residency::invalidate(UnitId unit, Actions& out) {
@@ -92,6 +94,14 @@ void Residency::invalidate(UnitId unit, Actions& out) {
   drop(unit, out);
   if (!state.releases && state.gathers) {
     state.resident = false;
+  }
+}
+
+void Residency::regather(UnitId unit, Actions& out) {
+  UnitState& state = units_[unit];
+  if (state.gathers) {
+    state.resident = state.resident || !state.releases;
+    out.push_back({ActionKind::Unshard, unit});
   }
 }
 

@@ -92,6 +92,8 @@ class Residency {
   void leave_backward(UnitId unit, Actions& out);
   // The unit's parameters changed.
   void invalidate(UnitId unit, Actions& out);
+  // A unit in use holds stale parameters: gathers it into the memory that it has.
+  void regather(UnitId unit, Actions& out);
   // Everything but what is held unsharded comes to its end.
   void abort(Actions& out);
 

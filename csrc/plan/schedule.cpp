@@ -136,6 +136,16 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions&
   return {frame.pass, frame.call, unit};
 }
 
+void Schedule::cancel_calls(size_t num) {
+  while (frames_.size() > num) {
+    const Frame frame = frames_.back();
+    frames_.pop_back();
+    Residency::Uses& uses = residency_.uses(frame.unit);
+    --uses.held;
+    uses.active -= frame.follows ? 0 : 1; // the order has its own exits
+  }
+}
+
 void Schedule::serve(UnitId unit, Actions& out) {
   order_.add(unit);
   residency_.serve(unit, out);

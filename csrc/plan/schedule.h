@@ -53,6 +53,12 @@ class Schedule {
   // `reads`: the call's backward reads the unit's parameters; outside of a pass that is taken for
   // granted. `keep`: outside of a pass the unit stays unsharded until another one is entered.
   CallHandle exit(UnitId unit, bool needs_backward, bool reads, Actions& out, bool keep = false);
+  // Calls of this rank that were entered and not left.
+  size_t num_entered() const {
+    return frames_.size();
+  }
+  // Forgets all but the first `num` of them: they have failed, and have no exit.
+  void cancel_calls(size_t num);
   // close_pass, and learn where there are no other ranks to compare with.
   void end_pass(Actions& out);
 

@@ -7,7 +7,8 @@ than autograd sees, and the engine refuses them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any, cast
@@ -105,11 +106,9 @@ class UnitCall:
                 engine.exit(units[entered], output)
         except BaseException as error:
             explained = self.explain(error, self.state, units)
-            try:
-                for unit in units[:entered][::-1]:
-                    engine.exit(unit, None)
-            finally:
-                if begun:
+            give_up(engine, units[:entered])
+            if begun:
+                with suppress(Exception):
                     engine.fail_pass()
             if explained is not None:
                 raise explained from error
@@ -122,6 +121,13 @@ class UnitCall:
         """The function in a range of torch's profiler, by the names of the units."""
         names = ", ".join(self.state.units[unit].name for unit in self.units)
         return profiler.record_function(f"zerocore::forward ({names})")(function)
+
+
+def give_up(engine: Engine, units: Sequence[int]) -> None:
+    """Leaves what was entered, last first; the user is to see the error of the call itself."""
+    for unit in reversed(units):
+        with suppress(Exception):
+            engine.exit(unit, None)
 
 
 def looked_at_by(module: nn.Module) -> nn.Module | None:

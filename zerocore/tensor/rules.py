@@ -45,6 +45,8 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             torch.autograd.graph.increment_version(args[0])  # what is changed through it counts
         if name in functions.ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
             result = func(*args, **kwargs)
+            if name in ("requires_grad=", "requires_grad_"):
+                _tell_trained(args[0])
             return keep_place(result, args[0]) if name in ("detach", "data") else result
         if is_foreach(name) and _changes_gradients(name, args):
             return func(*args, **kwargs)
@@ -69,6 +71,13 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
         return _on_shards(func, args, kwargs, changed, params)
+
+
+def _tell_trained(param: Any) -> None:
+    """A call under way computes with the full parameter, which does not see it by itself."""
+    state = param.state_ref() if isinstance(param, PlacedParameter) else None
+    if state is not None:
+        state.engine.sync_requires_grad(param.unit)
 
 
 def _changes_gradients(name: str, args: Args) -> bool:
