@@ -40,7 +40,7 @@ test: $(VENV)/.built $(VENV)/.has-test
 
 nightly: $(VENV)/.built $(VENV)/.has-test $(VENV)/.has-demo
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -m "" $(or $(ARGS),$(ALL_TESTS))
-	$(if $(ARGS),,$(PY) benchmarks/speed.py)
+	$(if $(ARGS),,$(if $(wildcard benchmarks/results/speed.md),$(PY) benchmarks/speed.py))
 
 # Status 1: a row is slower; 2: BASE cannot be compared.
 speed: $(VENV)/.built $(VENV)/.has-demo
