@@ -14,6 +14,7 @@ struct GatherMethod {
   enum class Kind : uint8_t {
     AllGather, // the backend's own
     Broadcasts, // one of each rank's shard, in place
+    Pieces, // the same of two ranks, by turns
     Copies, // an all-to-all of copies of the rank's shard, which take the room of all shards
   };
   Kind kind = Kind::AllGather;
@@ -29,7 +30,7 @@ struct ReduceMethod {
   enum class Kind : uint8_t {
     ReduceScatter, // the backend's own
     Exchange, // an all-to-all: every rank sums what it received
-    Swap, // the same of two ranks by broadcasts in pieces
+    Pieces, // the same of two ranks by broadcasts in pieces, by turns
   };
   Kind kind = Kind::ReduceScatter;
 
@@ -57,13 +58,19 @@ struct WireMethods {
     if (name == "gloo") {
       const bool has_many = num_ranks >= 4;
       methods.gather = {GatherMethod::Kind::Broadcasts, has_many ? kCopiedNbytes : 0};
-      methods.reduce.kind =
-          num_ranks == 2 ? ReduceMethod::Kind::Swap : ReduceMethod::Kind::Exchange;
+      methods.reduce.kind = ReduceMethod::Kind::Exchange;
       methods.sums_in_parts = has_many;
     } else if (sums_in_order) {
       methods.reduce.kind = ReduceMethod::Kind::Exchange;
     }
     return methods;
+  }
+
+  // Of two ranks on gloo with a link between them, see Note [Pieces]. A plan needs not know: the
+  // memory is the same.
+  void send_pieces() {
+    gather.kind = GatherMethod::Kind::Pieces;
+    reduce.kind = ReduceMethod::Kind::Pieces;
   }
 };
 

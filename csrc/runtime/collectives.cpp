@@ -121,6 +121,9 @@ Collectives::Collectives(
     const auto link = ControlLink::of(backend_);
     guard_ = {link, &link->guard()};
     user_ = guard_->add_user();
+    if (size() == 2 && !wire::share_loopback(*backend_)) {
+      methods_.send_pieces();
+    }
   }
 }
 

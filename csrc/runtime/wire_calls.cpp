@@ -1,9 +1,17 @@
 // Calls of a c10d backend.
 #include "runtime/wire_calls.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
+#include <sys/stat.h>
 
 #include <algorithm>
+#include <fstream>
+#include <functional>
+#include <string>
+
+#include "common/math.h"
 
 namespace zerocore::wire {
 
@@ -15,17 +23,12 @@ Works all_gather(c10d::Backend& backend, at::Tensor full, at::Tensor own, bool a
   return {backend._allgather_base(full, own, options)};
 }
 
-// One slice from each rank.
-//
-// Note [Pieces]
-// A broadcast uses the wire in one direction, and gloo's all-to-all of two ranks hardly both ones.
-// Where two ranks send their slices by turns in pieces of 1 MiB, a piece of each is under way: at 1
-// Gbit/s a step of stage 3 takes 0.63 instead of 1.01 of FSDP2's. With more ranks the links are
-// busy both ways, and pieces only cost turns of gloo's threads.
-Works broadcast_slices(c10d::Backend& backend, const std::vector<at::Tensor>& slices) {
-  constexpr int64_t kPieceNbytes = 1024 * 1024;
+// One slice from each rank, in pieces of `most` elements.
+Works broadcast_slices(
+    c10d::Backend& backend,
+    const std::vector<at::Tensor>& slices,
+    int64_t most) {
   const int64_t numel = slices.front().numel();
-  const int64_t most = slices.size() == 2 ? kPieceNbytes / slices.front().itemsize() : numel;
   Works works;
   int64_t begin = 0;
   do { // also if the slices are empty
@@ -41,13 +44,28 @@ Works broadcast_slices(c10d::Backend& backend, const std::vector<at::Tensor>& sl
   return works;
 }
 
-Works gather_slices(c10d::Backend& backend, const at::Tensor& full, const at::Tensor& own) {
+// Note [Pieces]
+// Gloo sends when the receiver has asked, and a rank's request waits behind the data that it sends
+// itself: broadcasts of two ranks, and their all-to-all, use a link in one direction at a time. A
+// piece of 1 MiB leaves at once for the socket's buffer, so by turns of pieces both directions are
+// busy: at 1 Gbit/s a step of stage 3 takes 0.63 instead of 1.03 of FSDP2's
+// (benchmarks/network.py). Over loopback pieces only cost turns of gloo's threads: 1.07 of a step
+// without. With more ranks the links are busy both ways anyway.
+int64_t piece_numel(const at::Tensor& tensor) {
+  return 1024 * 1024 / static_cast<int64_t>(tensor.itemsize());
+}
+
+Works gather_slices(
+    c10d::Backend& backend,
+    const at::Tensor& full,
+    const at::Tensor& own,
+    int64_t most) {
   const std::vector<at::Tensor> slices = full.chunk(backend.getSize());
   const at::Tensor& slice = slices[backend.getRank()];
   if (slice.data_ptr() != own.data_ptr()) {
     slice.copy_(own);
   }
-  return broadcast_slices(backend, slices);
+  return broadcast_slices(backend, slices, most);
 }
 
 // Of two ranks.
@@ -57,7 +75,7 @@ Works swap_halves(c10d::Backend& backend, const at::Tensor& received, const at::
   const std::vector<at::Tensor> halves = sent.chunk(2);
   slices[own].copy_(halves[own]);
   slices[own] = halves[1 - own];
-  return broadcast_slices(backend, slices);
+  return broadcast_slices(backend, slices, piece_numel(sent));
 }
 
 Works all_to_all(c10d::Backend& backend, at::Tensor received, at::Tensor sent, bool async) {
@@ -67,7 +85,24 @@ Works all_to_all(c10d::Backend& backend, at::Tensor received, at::Tensor sent, b
   return {backend.alltoall_base(received, sent, even, even, options)};
 }
 
+// Equal in processes that share a loopback device.
+int64_t loopback_number() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat of_namespace = {};
+  ::stat("/proc/self/ns/net", &of_namespace);
+  return static_cast<int64_t>(
+      mix(std::hash<std::string>()(boot), static_cast<uint64_t>(of_namespace.st_ino)));
+}
+
 } // namespace
+
+bool share_loopback(c10d::Backend& backend) {
+  at::Tensor own = at::full({1}, loopback_number(), at::kLong);
+  at::Tensor all = at::empty({backend.getSize()}, own.options());
+  all_gather(backend, all, own, true).front()->wait();
+  return all.eq(own).all().item<bool>();
+}
 
 Works gather(
     c10d::Backend& backend,
@@ -79,7 +114,9 @@ Works gather(
     case GatherMethod::Kind::AllGather:
       return all_gather(backend, full, own, async);
     case GatherMethod::Kind::Broadcasts:
-      return gather_slices(backend, full, own);
+      return gather_slices(backend, full, own, std::max<int64_t>(own.numel(), 1));
+    case GatherMethod::Kind::Pieces:
+      return gather_slices(backend, full, own, piece_numel(own));
     case GatherMethod::Kind::Copies:
       return all_to_all(backend, full, own.repeat({backend.getSize()}), async);
   }
@@ -108,7 +145,7 @@ Works reduce(
     }
     case ReduceMethod::Kind::Exchange:
       return all_to_all(backend, received, full, async);
-    case ReduceMethod::Kind::Swap:
+    case ReduceMethod::Kind::Pieces:
       return swap_halves(backend, received, full);
   }
   TORCH_INTERNAL_ASSERT(false);

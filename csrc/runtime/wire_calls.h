@@ -17,6 +17,9 @@ namespace zerocore::wire {
 // Null ones among them where the work is the current stream's.
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
+// Whether the ranks reach each other without a network; over gloo, collective.
+bool share_loopback(c10d::Backend& backend);
+
 // `async`: of c10d; without, what a device does is the work of the current stream.
 Works gather(
     c10d::Backend& backend,
