@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/wire_methods.py
 
-csrc/plan/wire_methods.cpp chooses by this table. All ranks are processes of this machine and share
+csrc/plan/wire_methods.h chooses by this table. All ranks are processes of this machine and share
 its cores, so processor time is what to compare. A size is that of all shards together: each rank
 receives about as many bytes, however many ranks there are.
 """
