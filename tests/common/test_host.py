@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.scripts import run_program
-from zerocore.common.host import host_threads, num_cores, update_threads
+from zerocore.common.host import host_threads, local_ranks, num_cores, update_threads
 
 CHILD = """
 import os
@@ -39,6 +39,28 @@ def test_ranks_share_the_cores_that_they_are_not_bound_to() -> None:
     cores = num_cores(os.sched_getaffinity(0))
     assert [int(n) for n in output.split()] == [cores, max(1, cores // 2), 1, 1]
     assert 1 <= host_threads(1) <= cores
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "3"}, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),3", "SLURM_NODEID": "1"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),3", "SLURM_NODEID": "2"}, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun under srun
+    ],
+)
+def test_ranks_of_this_machine_by_launcher(
+    variables: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM", "OMPI", "LOCAL"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert local_ranks() == expected
 
 
 def test_threads_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:

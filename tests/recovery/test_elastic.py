@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore
@@ -153,6 +154,32 @@ def raise_alone(port: int) -> Any:
         train, f"localhost:{port}", (2, 2), timeout=timedelta(seconds=4), is_host="false",
         join_timeout=6, **FAST,
     )  # fmt: skip
+
+
+def disagree(port: int, how: str) -> Any:
+    lives: list[int] = []
+
+    def train(life: zerocore.Life) -> None:
+        lives.append(life.number)
+        if how == "sizes":
+            dist.all_reduce(torch.zeros(2 + dist.get_rank()))
+        dist.barrier()
+        raise dist.DistBackendError("all ranks disagree, each time")
+
+    with pytest.raises(RuntimeError):
+        zerocore.run_elastic(
+            train, f"localhost:{port}", (2, 2), max_restarts=1, timeout=timedelta(seconds=8),
+            is_host="false", **FAST,
+        )  # fmt: skip
+    return lives
+
+
+@pytest.mark.parametrize("how", ["sizes", "error"])
+def test_a_mistake_of_the_program_ends_it(port: int, how: str) -> None:
+    """It fails in each life, and ``max_restarts=1`` allows two."""
+    ends = run_to_end(disagree, 2, port, how, launch="torchrun", grace=60)
+    assert [end.error for end in ends] == [None, None], ends
+    assert max(len(end.value) for end in ends) <= 2
 
 
 @pytest.mark.nightly

@@ -208,6 +208,21 @@ def test_spikes_and_too_many_failures() -> None:
     run_ranks(see_spikes, 2)
 
 
+def lose_around_zero() -> None:
+    model = zerocore.shard(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(30):
+        with zerocore.retryable(model, optimizer, spike=3.0) as attempt:
+            attempt.check((-1.0) ** number if number < 29 else 3.5)
+            optimizer.step()
+        assert attempt.failed == (number == 29), (number, attempt.reason)
+
+
+def test_losses_around_zero_are_no_spikes() -> None:
+    """Their mean is about zero, and any positive loss is larger than three times that."""
+    run_ranks(lose_around_zero, 2)
+
+
 def refuse() -> None:
     model = zerocore.shard(nn.Linear(3, 1), accumulate="full")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -196,3 +196,22 @@ def refuse() -> None:
 
 def test_others_and_damaged_ones_are_refused() -> None:
     run_ranks(refuse, 2)
+
+
+def leave_snapshots_behind() -> None:
+    training = Training(3, "adamw", {}, 0)
+    model, optimizer = training.model, training.optimizer
+    hooks = (
+        model._forward_pre_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    )
+    before = [len(each) for each in hooks]
+    for _ in range(3):
+        zerocore.snapshot(model, optimizer)
+    assert [len(each) for each in hooks] == before
+    training.step()
+
+
+def test_a_snapshot_takes_its_hooks_along() -> None:
+    run_ranks(leave_snapshots_behind, 1)

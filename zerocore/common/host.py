@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +13,28 @@ import torch
 _PROCESSORS = Path("/sys/devices/system/cpu")
 
 
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",  # torchrun
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",  # Hydra: MPICH and Intel MPI
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "PMI_LOCAL_SIZE",
+)
+
+
 def local_ranks() -> int:
-    """Ranks of this machine, as torchrun says; 1 where nobody does."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Ranks of this machine by the variables of torchrun, MPI or srun; 1 without any."""
+    for name in _LOCAL_SIZES:
+        if name in os.environ:
+            return int(os.environ[name])
+    tasks = [  # of each node: "4(x2),3" is 4, 4, 3
+        int(count)
+        for count, times in re.findall(
+            r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )
+        for _ in range(int(times or 1))
+    ]
+    return tasks[int(os.environ.get("SLURM_NODEID", "0"))] if tasks else 1
 
 
 def num_cores(processors: Iterable[int], folder: Path = _PROCESSORS) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +30,7 @@ class _Regroup(Exception):
     """Other processes wait to join."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Life:
     """The time from one meeting of processes to the next; given to the program's function.
 
@@ -39,6 +40,7 @@ class Life:
 
     number: int
     _handler: RendezvousHandler
+    _has_admitted: bool = False
 
     @operation("Life.admit")
     def admit(self) -> None:
@@ -49,6 +51,7 @@ class Life:
         """
         assert dist.group.WORLD is not None
         (num_waiting,) = highest([dist.group.WORLD], [self._handler.num_nodes_waiting()], None)
+        self._has_admitted = True
         if num_waiting > 0:
             finish_writes()
             raise _Regroup(f"{num_waiting} processes join")
@@ -61,6 +64,7 @@ def run_elastic(
     *,
     backend: str | None = None,
     timeout: timedelta | None = None,
+    max_restarts: int = 3,
     job: str = "zerocore",
     **rendezvous: Any,
 ) -> T:
@@ -78,6 +82,8 @@ def run_elastic(
             process on that host makes it; if that one is lost, so is the job.
         ranks: the fewest and the most that train.
         backend, timeout: of ``init_process_group``.
+        max_restarts: the error is raised after so many lives in a row that were lost before their
+            first :meth:`Life.admit`: a mistake in the program would restart them for ever.
         job: a name that no other job at ``endpoint`` has.
         rendezvous: options of torch's ``c10d`` rendezvous, such as ``last_call_timeout``: seconds
             to wait for more ranks when the fewest are there.
@@ -92,22 +98,24 @@ def run_elastic(
     handler = get_rendezvous_handler(
         RendezvousParameters("c10d", endpoint, job, fewest, most, **rendezvous)
     )
-    number = 0
+    number, num_lost = 0, 0.0
     while True:
         met = handler.next_rendezvous()
         if met.rank == 0:
             # Processes that join wait for this; torch's own rank 0 gives it once only.
             RendezvousStoreInfo.build(0, met.store, local_addr=None, server_port=1)
+        life = Life(number, handler)
         try:
             dist.init_process_group(
                 backend, timeout=timeout, store=met.store, rank=met.rank, world_size=met.world_size
             )
-            done = train(Life(number, handler))
+            done = train(life)
             dist.barrier()  # one that is lost shortly before the end is replaced
             handler.shutdown()
             return done
         except (_Regroup, RuntimeError) as error:
-            if not isinstance(error, _Regroup) and not _says_lost(error):
+            num_lost = _lost_in_a_row(num_lost, life, error)
+            if num_lost > max_restarts:
                 raise
             _log.warning("%d ranks meet again: %s", met.world_size, error)
         finally:
@@ -119,7 +127,18 @@ def run_elastic(
         number += 1
 
 
+def _lost_in_a_row(before: float, life: Life, error: BaseException) -> float:
+    """Lives that lost a rank before anything was kept; infinitely many if no rank was lost."""
+    if isinstance(error, _Regroup):
+        return 0
+    if not _says_lost(error):
+        return math.inf
+    return 1 if life._has_admitted else before + 1
+
+
 def _says_lost(error: BaseException) -> bool:
-    """Whether an error comes of a rank that is gone: the alarm's, or gloo's in a program's own
-    collective, which has no class."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    """Whether an error comes of a rank that is gone: the alarm's, or gloo's transport's in a
+    program's own collective, which has no class. Messages of unequal sizes fail a check there."""
+    text = str(error)
+    of_transport = "gloo/transport" in text and "enforce fail" not in text
+    return isinstance(error, dist.DistError) or of_transport

@@ -80,9 +80,9 @@ class Attempt:
     def _look_for_spike(self, loss: float) -> None:
         """``loss``: the mean of all ranks'."""
         known = self._history.losses
-        usual = sum(known) / max(len(known), 1)
-        if self._spike and len(known) >= _FEWEST_LOSSES and loss > self._spike * abs(usual):
-            raise _Undo(f"the loss is {loss:.4g}, and was {usual:.4g} in the last {len(known)}")
+        size = sum(map(abs, known)) / max(len(known), 1)  # their mean may lie around zero
+        if self._spike and len(known) >= _FEWEST_LOSSES and loss > self._spike * size:
+            raise _Undo(f"the loss is {loss:.4g}, and was {size:.4g} in the last {len(known)}")
         known.append(loss)
 
     def _sum(self, numbers: list[float]) -> list[float]:
@@ -152,8 +152,8 @@ def retryable(
         model: sharded.
         optimizer: of its parameters, or several.
         objects: what else is restored, with ``state_dict`` and ``load_state_dict``.
-        spike: fails where the mean loss of all ranks is larger than so many times that of the last
-            100 blocks; from the 11th on.
+        spike: fails where the mean loss of all ranks is larger than so many times the mean absolute
+            loss of the last 100 blocks; from the 11th on.
         copies: of weights and optimizer states are taken before each step, so that what fails in
             the step or behind it is undone, too; else that is raised. They take as much memory as
             the state, and the ranks tell each other at the end of the block, too.

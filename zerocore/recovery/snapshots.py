@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,10 +34,12 @@ class Snapshot:
         self._num_reads = 0
         self._changes: list[Optimizer | None] = []  # which have begun
         self._at_forward: dict[str, Any] | None = None  # what a forward may change
+        begin, end = _weakly(self._begin), _weakly(self._end)
+        hooks = [model.register_forward_pre_hook(_weakly(self._begin_forward))]
         for each in optimizers:
-            each.register_step_pre_hook(lambda optimizer, *_: self._begin(optimizer))
-            each.register_step_post_hook(lambda optimizer, *_: self._end(optimizer))
-        model.register_forward_pre_hook(lambda *_: self._begin_forward())
+            hooks += [each.register_step_pre_hook(begin), each.register_step_post_hook(end)]
+        for hook in hooks:
+            weakref.finalize(self, hook.remove)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -121,12 +124,12 @@ class Snapshot:
                     "was loaded"
                 )
 
-    def _begin(self, optimizer: Optimizer | None) -> None:
+    def _begin(self, optimizer: Optimizer | None, *_: Any) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._num_reads == 0)
             self._changes.append(optimizer)
 
-    def _end(self, optimizer: Optimizer | None) -> None:
+    def _end(self, optimizer: Optimizer | None, *_: Any) -> None:
         """Where others have not stepped yet, the state is no step's before the next forward."""
         with self._changed:
             if optimizer is None or {*self._optimizers} <= {*self._changes}:
@@ -135,7 +138,7 @@ class Snapshot:
             self._changed.notify_all()
 
     @_disable_dynamo
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
             return  # an evaluation, behind which a schedule may step
         with self._changed:
@@ -148,6 +151,17 @@ class Snapshot:
         """Whether no micro-batch went before, also where the last step was left out."""
         grads = (param.grad for param in self._large.params.values())
         return not self._state.engine.holds_back and all(grad is None for grad in grads)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, without keeping its object alive."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (method := found()) is not None:
+            method(*args)
+
+    return call
 
 
 def snapshot(
