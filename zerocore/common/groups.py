@@ -21,7 +21,10 @@ _shared: dict[tuple[str, Any], dist.ProcessGroup] = {}
 def shared_group(key: Any, members: Sequence[int], what: str, **options: Any) -> dist.ProcessGroup:
     """As :func:`new_group`; the group of that key and description as long as it exists."""
     group = _shared.get((what, key))
-    if group is None or group not in dist.distributed_c10d._world.pg_map:  # destroyed since
+    existing = dist.distributed_c10d._world.pg_map
+    if group is None or group not in existing:
+        for destroyed in [each for each in _shared if _shared[each] not in existing]:
+            del _shared[destroyed]
         group = _shared[what, key] = new_group(members, what, **options)
     return group
 
