@@ -59,7 +59,8 @@ for patch in PATCHES:
     owner = resolve_name(patch.owner)
     path = (owner.__module__, owner.__name__) if isinstance(owner, type) else (owner.__name__,)
     due = patch.before is None or torch.__version__ < patch.before
-    if ((*path, patch.name) in found or (*path, patch.name) not in before) != due:
+    patched = (*path, patch.name) in found or (*path, patch.name) not in before  # or inherited
+    if patched != due or not hasattr(owner, patch.name):
         missing.append(patch)
 assert missing == [], missing
 for hooks in (
