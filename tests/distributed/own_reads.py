@@ -60,16 +60,18 @@ class Reader(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.code = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=rng.random() < 0.3)
+        self.uses_all = rng.random() < 0.6  # at its end, so all gradients come first
+        trains = self.uses_all or rng.random() < 0.3
+        self.code = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=trains)
         self.inner = nn.Linear(WIDTH, WIDTH)
         self.reads = rng.choices(READS, k=rng.randint(1, 5))
-        self.has_spare = rng.random() < 0.5  # a parameter without a gradient
-        self.spare = nn.Parameter(torch.ones(3)) if self.has_spare else None
 
     def forward(self, x: Tensor) -> Tensor:
         for name in self.reads:
             read: Callable[[Tensor], Tensor] = getattr(self, name)
             x = x + torch.tanh(read(x))
+        if self.uses_all:
+            x = torch.tanh(self.gained(self.inner(x)) + self.plain(x) + self.frozen(x))
         return x
 
     def plain(self, x: Tensor) -> Tensor:
