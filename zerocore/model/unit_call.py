@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from zerocore._C import Engine
 from zerocore.model.casting import cast_floats
 from zerocore.model.refusals import fsdp_mark
+from zerocore.model.traced import call_traced, is_traced
 
 _UNIT_CALL = "_zerocore_unit_call"
 # (what was raised, the state, units of the module that was called): what to raise instead, or None
@@ -78,6 +79,9 @@ class UnitCall:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
+        if is_traced():
+            params, dtypes = self.state.traced_params(), (self.cast_inputs, self.cast_outputs)
+            return call_traced(params, dtypes, function, args, kwargs)
         engine = self.engine if is_transformed() is None else outside(self.engine)
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
