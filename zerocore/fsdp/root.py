@@ -32,6 +32,7 @@ from zerocore.fsdp.group import (
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
 from zerocore.model.config import Communication, ShardConfig
+from zerocore.model.memory import Extent, check_apart
 from zerocore.model.offload import Offload
 from zerocore.model.precision import unit_param
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
@@ -214,17 +215,25 @@ class Root(Tree):
         self.extensions = [each for _, group in self.groups for each in extensions_of(group)]
 
     def _check_ties(self) -> None:
+        paths = {module: name for name, module in self.module.named_modules()}
         names: dict[object, str] = {}
-        for name, group in self.groups:
-            for param in group.params:
-                fqn = f"{name}.{param.fqn}" if name else param.fqn
-                if param.origin in names:
+        params: list[tuple[str, Extent | None]] = []
+        for param in self.params():
+            owner, key = param.owners[0]
+            fqn = f"{paths[owner]}.{key}" if paths.get(owner) else param.fqn
+            params.append((fqn, param.extent))
+            keys: list[object] = [param.origin]
+            if param.extent is not None:
+                keys.append((param.extent.key, param.shard.requires_grad))
+            for each in keys:
+                if each in names:
                     raise ValueError(
                         f"Parameter '{fqn}' is shared with a parameter already managed by another "
-                        f"FSDP group ('{names[param.origin]}'). For shared/tied parameters, use "
+                        f"FSDP group ('{names[each]}'). For shared/tied parameters, use "
                         "fully_shard([module_a, module_b]) to place them in the same FSDP group."
                     )
-                names[param.origin] = fqn
+            names.update(dict.fromkeys(keys, fqn))
+        check_apart(params, [self.module])
 
     def _check_device(self, name: str, group: Group) -> None:
         prefix = f"{name}." if name else ""

@@ -169,7 +169,7 @@ def _calling_class(cls: Any) -> Any:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_UNIT_CALL].call(original_call, self, *args, **kwargs)
 
-    for function in (__call__, UnitCall.call):
+    for function in (__call__, UnitCall.call, is_traced, call_traced):
         leave_out_of_graphs(function)
 
     def __new__(cls_: Any, *args: Any, **kwargs: Any) -> Any:
