@@ -164,7 +164,7 @@ def build(seed: int) -> tuple[Net, int | str, bool]:
 
 
 def loss_of(net: nn.Module, seed: int, step: int, rank: int, is_joint: bool) -> Tensor:
-    """Of one rank in one step."""
+    """The loss of one rank in one step."""
     generator = torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
     x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
     loss = torch.tanh(net(x)).square().mean()

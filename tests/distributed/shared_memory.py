@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 WIDTH = 4
 STEPS = 2
-# What the second tensor is, and what becomes of it: one parameter with the first, two of their own,
-# or an error.
+# The second tensor, and its fate: one parameter with the first, memory of its own, or an error.
 RELATIONS = {
     "data": "tied",
     "alias": "tied",
@@ -43,9 +42,10 @@ class Holder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.float()
-        return torch.tanh(self.layer(x)) + x @ F.pad(weight, (0, WIDTH - weight.shape[1]))[:1].mean(
-            0
-        ).diag()
+        return (
+            torch.tanh(self.layer(x))
+            + x @ F.pad(weight, (0, WIDTH - weight.shape[1]))[:1].mean(0).diag()
+        )
 
 
 class Net(nn.Module):
@@ -140,7 +140,7 @@ def replace_by_buffers(first: nn.Module, second: nn.Module, value: Tensor) -> No
 
 
 def losses_of(net: nn.Module, ranks: range) -> list[Tensor]:
-    """One of each rank, and their mean."""
+    """The loss of each rank."""
     losses = []
     for rank in ranks:
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))

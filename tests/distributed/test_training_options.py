@@ -137,7 +137,10 @@ def two_forwards_for_a_loss() -> None:
 
 def two_forwards_with_other_buffers() -> None:
     for stage in (0, 3):
-        nets, model = [Centred(), Centred()], zerocore.shard(Centred(), stage=stage, sync_buffers=True)
+        nets, model = (
+            [Centred(), Centred()],
+            zerocore.shard(Centred(), stage=stage, sync_buffers=True),
+        )
         for step in range(3):
             losses: list[Any] = [0.0, 0.0]
             outputs: list[list[Tensor]] = [[], []]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -20,17 +19,10 @@ from zerocore._C import ParamOwner, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.collectives import set_collectives
-from zerocore.fsdp.group import (
-    Group,
-    RowParam,
-    Tree,
-    extensions_of,
-    group_of,
-    groups_below,
-    note_extensions,
-)
+from zerocore.fsdp.group import Group, RowParam, Tree, extensions_of, group_of, note_extensions
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
+from zerocore.fsdp.traced import call_group_traced
 from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.memory import Extent, check_apart
 from zerocore.model.offload import Offload
@@ -38,7 +30,7 @@ from zerocore.model.precision import unit_param
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
 from zerocore.model.refusals import check_trained
 from zerocore.model.state import Param, ShardState, Unit, drop_state
-from zerocore.model.traced import TracedParam, call_traced, is_traced
+from zerocore.model.traced import is_traced
 from zerocore.model.unit_call import UnitCall, note_unit_call
 from zerocore.model.units import call_order, units_by_module
 from zerocore.reporting.out_of_memory import explain_forward
@@ -308,10 +300,7 @@ def ready_state(group: Group) -> ShardState:
 def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs ``function(*args, **kwargs)`` with the group's parameters unsharded."""
     if is_traced():
-        policy = group.policy
-        inputs = policy.param_dtype if policy.cast_forward_inputs else None
-        dtypes = (inputs, policy.output_dtype)
-        return call_traced(_traced_params(group), dtypes, function, args, kwargs)
+        return call_group_traced(group, function, args, kwargs)
     root = root_of(group)
     if root.group is group or root.state is None:
         root.ready()
@@ -328,22 +317,6 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
     if unit_call.is_root and unit_call.state.config.offload is not None:
         unit_call.engine.synchronize()  # loads from the host end before anyone changes parameters
     return output
-
-
-def _traced_params(group: Group) -> list[TracedParam]:
-    """Those of the group and of the groups below it."""
-    return [
-        TracedParam(param.fqn, param.owners, param.shard, param.full, _maker_of(param, each))
-        for _, each in groups_below(*group.modules)
-        for param in each.params
-    ]
-
-
-def _maker_of(param: RowParam, group: Group) -> Callable[[], Tensor] | None:
-    if param.extension is not None or param.rows.whole is not None or param.rows.sums:
-        return None
-    dtype, device = types_of(param, group).model, device_of(group.mesh)
-    return partial(torch.empty, param.shard.shape, dtype=dtype, device=device)
 
 
 def apply_settings(group: Group) -> None:

@@ -53,7 +53,7 @@ def extent_of(tensor: Tensor) -> Extent | None:
         return None
     shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
     last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-    begin = tensor.storage_offset() * size
+    begin = int(tensor.storage_offset()) * size
     return Extent(storage, begin, begin + (last + 1) * size, (shape, strides, tensor.dtype))
 
 

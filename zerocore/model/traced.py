@@ -23,7 +23,7 @@ class TracedParam(NamedTuple):
 
     fqn: str
     owners: list[tuple[nn.Module, str]]
-    shard: Tensor  # what modules hold while the parameter is sharded
+    shard: Tensor  # modules hold it while the parameter is sharded
     full: Tensor | None  # and while it is not
     make: Callable[[], Tensor] | None  # a tensor like the full parameter; None where it is a view
 

@@ -80,8 +80,7 @@ class UnitCall:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
         if is_traced():
-            params, dtypes = self.state.traced_params(), (self.cast_inputs, self.cast_outputs)
-            return call_traced(params, dtypes, function, args, kwargs)
+            return self._call_traced(function, args, kwargs)
         engine = self.engine if is_transformed() is None else outside(self.engine)
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
@@ -120,6 +119,10 @@ class UnitCall:
         if self.is_root:
             engine.end_pass(output)
         return output
+
+    def _call_traced(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        dtypes = (self.cast_inputs, self.cast_outputs)
+        return call_traced(self.state.traced_params(), dtypes, function, args, kwargs)
 
     def _in_range(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function in a range of torch's profiler, by the names of the units."""
