@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.common.options import UNSET, options_of
 from zerocore.install import hook_into_torch
@@ -178,8 +179,9 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     if write_back:
         state.finish_reads()
     _check_write_back(units, write_back)
-    state.encode()
-    state.engine.hold_unsharded(indices)
+    with _disable_current_modes():  # a FakeTensorMode around this has the values of a trace alone
+        state.encode()
+        state.engine.hold_unsharded(indices)
     state.shown_full.update(indices)
     versions = [param.full._version for param in params]
     changed: list[str] = []
@@ -190,7 +192,8 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
                 changed.append(param.fqn)
     finally:
         state.shown_full.subtract(indices)
-        state.engine.release_unsharded(indices, write_back)
+        with _disable_current_modes():
+            state.engine.release_unsharded(indices, write_back)
         if write_back:
             for param in params:
                 param.written_version = param.full._version

@@ -4,10 +4,13 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/py_engine.h"
@@ -20,34 +23,51 @@ namespace zerocore {
 
 namespace {
 
-// Tensors that require grad in nested tuples, lists, dicts and dataclasses.
-void collect_outputs(PyObject* value, std::vector<at::Tensor>& out) {
-  if (THPVariable_Check(value)) {
-    const at::Tensor& tensor = THPVariable_Unpack(value);
-    if (tensor.requires_grad()) {
-      out.push_back(tensor);
+// The values in a tuple, list, dict or dataclass; none of another object.
+std::vector<py::object> values_in(const py::object& container) {
+  std::vector<py::object> values;
+  PyObject* object = container.ptr();
+  if (PyTuple_Check(object) || PyList_Check(object)) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+      values.push_back(py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(object, i)));
     }
-  } else if (PyTuple_Check(value) || PyList_Check(value)) {
-    const Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      collect_outputs(PySequence_Fast_GET_ITEM(value, i), out);
-    }
-  } else if (PyDict_Check(value)) {
+  } else if (PyDict_Check(object)) {
     PyObject* key = nullptr;
-    PyObject* item = nullptr;
+    PyObject* value = nullptr;
     Py_ssize_t position = 0;
-    while (PyDict_Next(value, &position, &key, &item) != 0) {
-      collect_outputs(item, out);
+    while (PyDict_Next(object, &position, &key, &value) != 0) {
+      values.push_back(py::reinterpret_borrow<py::object>(value));
     }
-  } else if (value != Py_None && PyObject_HasAttrString(value, "__dataclass_fields__") != 0) {
-    const py::object fields = py::handle(value).attr("__dict__");
-    collect_outputs(fields.ptr(), out);
+  } else if (py::hasattr(container, "__dataclass_fields__")) {
+    if (py::hasattr(container, "__dict__")) {
+      return {container.attr("__dict__")};
+    }
+    for (const py::handle name : container.attr("__dataclass_fields__")) { // it has slots
+      values.push_back(py::getattr(container, name, py::none()));
+    }
   }
+  return values;
 }
 
+// Tensors that require grad in nested tuples, lists, dicts and dataclasses, which may be in
+// themselves.
 std::vector<at::Tensor> collect_outputs(const py::object& value) {
   std::vector<at::Tensor> outputs;
-  collect_outputs(value.ptr(), outputs);
+  std::vector<py::object> rest{value};
+  std::unordered_set<PyObject*> seen;
+  while (!rest.empty()) {
+    const py::object next = std::move(rest.back());
+    rest.pop_back();
+    if (THPVariable_Check(next.ptr())) {
+      const at::Tensor& tensor = THPVariable_Unpack(next.ptr());
+      if (tensor.requires_grad()) {
+        outputs.push_back(tensor);
+      }
+    } else if (!next.is_none() && seen.insert(next.ptr()).second) {
+      std::vector<py::object> inner = values_in(next);
+      std::move(inner.rbegin(), inner.rend(), std::back_inserter(rest)); // the first one is next
+    }
+  }
   return outputs;
 }
 

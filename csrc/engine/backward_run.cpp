@@ -36,8 +36,7 @@ BackwardRun::BackwardRun(
           context.streams->device(),
           [this](const RecordedCall& recorded) { enter_untracked(recorded); },
           [this](const CallHandle& call) {
-            return is_done(call.unit) || schedule_.is_resident(call.unit) ||
-                !schedule_.passes().reads(call);
+            return schedule_.is_resident(call.unit) || !schedule_.passes().reads(call);
           }) {
   for (const auto& unit : units) {
     progress_.push_back({0, -1, std::vector<uint8_t>(unit->params().size(), 0)});
@@ -206,10 +205,7 @@ void BackwardRun::grad_ready(UnitId id, int param) {
   if (!std::exchange(progress.fired[param], 1)) {
     ++progress.num_fired;
   }
-  // The gradient of the unit's input may still need frozen parameters: released when left, too.
-  const bool needed = units_[id]->context().mesh.shards_parameters &&
-      lifecycle_.trainable().count(id) < static_cast<int>(progress.fired.size());
-  if (progress.num_fired == lifecycle_.trainable().count(id) && !needed) {
+  if (progress.num_fired == lifecycle_.trainable().count(id)) {
     lifecycle_.run([&](Actions& out) { schedule_.walk().ready(id, out); });
   }
 }
@@ -219,14 +215,6 @@ at::Tensor BackwardRun::place_for_grad(UnitId id, int param) {
   const bool keeps_to_order = lifecycle_.in_backward_pass() && !backward_is_selective() &&
       progress_[id].backward == current_backward();
   return keeps_to_order && !has_hooks(full) ? reducer_.place_for_grad(id, param) : at::Tensor();
-}
-
-// Whether the rest of the unit's backward needs no parameters any more.
-bool BackwardRun::is_done(UnitId id) const {
-  const UnitProgress& progress = progress_[id];
-  return lifecycle_.trainable().count(id) > 0 &&
-      progress.num_fired == lifecycle_.trainable().count(id) &&
-      progress.backward == current_backward();
 }
 
 void BackwardRun::forget_fired(UnitId id) {

@@ -83,7 +83,6 @@ class BackwardRun {
   void enter_untracked(const RecordedCall& recorded) noexcept;
   void throw_untracked_error();
   void mute_units();
-  bool is_done(UnitId unit) const;
   void reduce_rest();
   void run_user_hooks(const std::vector<bool>& reduced);
 

@@ -144,6 +144,9 @@ bool BackwardWalk::recompute(const CallHandle& call, Actions& out) {
 }
 
 void BackwardWalk::ready(UnitId unit, Actions& out) {
+  if (residency_.is_released(unit)) {
+    return; // the gradient of its input may still need it, frozen or read detached
+  }
   units_[unit].ready = true;
   ForwardPass* pass = passes_.find(pass_);
   while (pass != nullptr && pass->next < pass->steps.size()) {

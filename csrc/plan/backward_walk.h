@@ -44,7 +44,7 @@ class BackwardWalk {
   bool is_next(const CallHandle& call) const;
   // True as pre_backward; a call that is not next in the order has none here (pass -1).
   bool recompute(const CallHandle& call, Actions& out);
-  // All gradients of the unit exist.
+  // All gradients of the unit exist. One that is released is reduced when the backward has left it.
   void ready(UnitId unit, Actions& out);
   void end(Actions& out);
   // Whether pre_backward is going to unshard the unit out of turn.

@@ -120,7 +120,9 @@ Layout Layout::build(
         : aligned_numel(kShardAlignment, narrowest(regions[i]));
     const int64_t multiple = num_cuts * aligned;
     regions[i].num_across = num_across;
-    regions[i].shard_numel = round_up(by_rows ? used[i] : ceil_div(used[i], num_shards), multiple);
+    const int64_t numel = by_rows ? used[i] : ceil_div(used[i], num_shards);
+    // Parameters without elements have memory, too: backends differ about collectives of no bytes.
+    regions[i].shard_numel = round_up(std::max<int64_t>(1, numel), multiple);
   }
   Layout layout(std::move(regions), std::move(places), num_shards, by_rows);
   layout.validate();

@@ -52,6 +52,10 @@ class Residency {
   bool releases() const {
     return releases_;
   }
+  // Whether this one is, when nothing uses it.
+  bool is_released(UnitId unit) const {
+    return units_.at(unit).releases;
+  }
 
   Uses& uses(UnitId unit) {
     return units_[unit].uses;

@@ -94,6 +94,74 @@ def sync_buffers() -> None:
     assert not torch.allclose(*means)  # without the option ranks differ
 
 
+class Centred(Net):
+    """With a constant table, statistics of a batch norm in evaluation, and a buffer that each
+    forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(4).eval()
+        self.register_buffer("table", torch.arange(1.0, 9.0))
+        self.register_buffer("centre", torch.zeros(2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.centre = 0.9 * self.centre + 0.1 * x.mean((0, 2))[:, None]
+        x = self.conv((x - self.centre) * self.table[: x.shape[2]] * self.scale * self.centre)
+        return self.head(self.frozen(self.norm(x)).flatten(1))
+
+
+def call_twice(model: nn.Module, rank: int, step: int) -> Tensor:
+    pair = [model(sample(rank, 2 * step + index)) for index in range(2)]
+    return (pair[0] - pair[1]).square().mean() + pair[0].mean()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    grads = [param.grad for param in model.parameters()]
+    return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
+
+
+def two_forwards_for_a_loss() -> None:
+    """The broadcast before the second one writes nothing that the first one has saved."""
+    rank = dist.get_rank()
+    for stage in (0, 3):
+        ddp = DistributedDataParallel(Net())
+        model = zerocore.shard(Net(), stage=stage, sync_buffers=True)
+        for step in range(3):
+            for net in (ddp, model):
+                net.zero_grad()
+                call_twice(net, rank, step).backward()
+            torch.testing.assert_close(gradients(model), gradients(ddp.module))
+            found, right = (dict(net.named_buffers()) for net in (model, ddp.module))
+            torch.testing.assert_close(found, right)
+
+
+def two_forwards_with_other_buffers() -> None:
+    for stage in (0, 3):
+        nets, model = (
+            [Centred(), Centred()],
+            zerocore.shard(Centred(), stage=stage, sync_buffers=True),
+        )
+        for step in range(3):
+            losses: list[Any] = [0.0, 0.0]
+            outputs: list[list[Tensor]] = [[], []]
+            for index in range(2):
+                nets[1].centre = nets[0].centre
+                for rank, net in enumerate(nets):
+                    outputs[rank].append(net(sample(rank, 2 * step + index)))
+            for rank, (first, second) in enumerate(outputs):
+                nets[rank].zero_grad()
+                losses[rank] = (first - second).square().mean() + first.mean()
+            model.zero_grad()
+            loss = call_twice(model, dist.get_rank(), step)
+            torch.testing.assert_close(loss, losses[dist.get_rank()])
+            loss.backward()
+            for each in losses:
+                each.backward()
+            pairs = zip(*map(gradients, nets), strict=True)
+            torch.testing.assert_close(gradients(model), [sum(pair) / 2 for pair in pairs])
+        torch.testing.assert_close(model.centre, nets[dist.get_rank()].centre)
+
+
 def divide_gradients() -> None:
     for stage in range(4):
         for factor in (None, 1.0, 5.0):
@@ -156,6 +224,14 @@ def test_groups_by_shape() -> None:
 
 def test_buffers_follow_rank_0_as_under_ddp() -> None:
     run_ranks(sync_buffers, 2)
+
+
+def test_two_forwards_for_a_loss_go_with_a_broadcast_of_buffers() -> None:
+    run_ranks(two_forwards_for_a_loss, 2)
+
+
+def test_a_broadcast_leaves_what_a_forward_has_saved() -> None:
+    run_ranks(two_forwards_with_other_buffers, 2)
 
 
 def test_gradients_are_divided_as_asked() -> None:

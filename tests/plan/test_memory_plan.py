@@ -135,11 +135,11 @@ def test_moments_are_those_of_the_calls() -> None:
         ("all_gather", 0, 0),
         ("reshard", 0, 1),
         ("all_gather", 1, 2),
-        ("reshard", 1, 5),
-        ("reduce_scatter", 1, 5),
+        ("reshard", 1, 6),  # when the backward has left the unit
+        ("reduce_scatter", 1, 6),
         ("all_gather", 0, 6),
-        ("reshard", 0, 7),
-        ("reduce_scatter", 0, 7),
+        ("reshard", 0, 8),
+        ("reduce_scatter", 0, 8),
     ]
 
 

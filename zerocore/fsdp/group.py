@@ -22,9 +22,11 @@ from zerocore._C import Engine
 from zerocore.fsdp.mesh import DataMesh, device_of
 from zerocore.fsdp.rows import Rows, shard_rows
 from zerocore.model.extensions import Extension
+from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
 from zerocore.tensor.place import as_view
+from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import PRE, gathers_itself
 
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
@@ -42,6 +44,7 @@ class RowParam:
     fqn: str
     rows: Rows  # which part of the parameter that is
     origin: object  # the same as another's if both were one parameter
+    extent: Extent | None  # the memory that it had
     kind: type[nn.Parameter]  # the class that it had
     attributes: dict[str, Any]  # what was set on it
     local: torch.Tensor | None = None  # its memory in the engine, once there is one
@@ -214,9 +217,11 @@ class Group:
         or NotImplementedError for a parameter that cannot be sharded, by name."""
         owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         names: dict[nn.Parameter, str] = {}
+        tied: dict[object, nn.Parameter] = {}
         for name, module in _managed_modules(self.modules):
-            for key, param in module._parameters.items():
-                if param is not None and param not in ignored:
+            for key, each in module._parameters.items():
+                if each is not None and each not in ignored:
+                    param = tied.setdefault(tie_key(each), each)
                     owners.setdefault(param, []).append((module, key))
                     names.setdefault(param, f"{name}.{key}" if name else key)
         for param in owners:
@@ -230,11 +235,12 @@ class Group:
         for (param, places), (data, shard, rows) in zip(owners.items(), made, strict=True):
             attributes = _attributes_of(param)
             origin = param.__dict__.setdefault(_ORIGIN, object())
+            extent = extent_of(local_part(param))
             shard.__dict__[_IS_ROWS] = True
             for owner, key in places:
                 owner._parameters[key] = shard
             self._over(data).params.append(
-                RowParam(places, shard, names[param], rows, origin, type(param), attributes)
+                RowParam(places, shard, names[param], rows, origin, extent, type(param), attributes)
             )
 
     def _over(self, data: DataMesh) -> Group:

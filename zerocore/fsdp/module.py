@@ -15,6 +15,7 @@ from zerocore.fsdp.collectives import on_stream
 from zerocore.fsdp.group import Group, extensions_of, group_of, groups_below
 from zerocore.fsdp.root import apply_settings, call, ready_state, root_of
 from zerocore.fsdp.state import read_state
+from zerocore.model.traced import call_traced, is_traced
 from zerocore.model.unit_call import UnitCall, leave_out_of_graphs
 
 
@@ -350,7 +351,7 @@ def _check_modules(modules: Iterable[Any]) -> None:
 @cache
 def fsdp_class(cls: Any) -> Any:
     """The class of fully sharded modules that were of ``cls``: ``FSDP`` before its name."""
-    for function in (FSDPModule.__call__, call, UnitCall.call):
+    for function in (FSDPModule.__call__, call, UnitCall.call, is_traced, call_traced):
         leave_out_of_graphs(function)
     return type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 

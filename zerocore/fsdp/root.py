@@ -22,12 +22,15 @@ from zerocore.fsdp.collectives import set_collectives
 from zerocore.fsdp.group import Group, RowParam, Tree, extensions_of, group_of, note_extensions
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
+from zerocore.fsdp.traced import call_group_traced
 from zerocore.model.config import Communication, ShardConfig
+from zerocore.model.memory import Extent, check_apart
 from zerocore.model.offload import Offload
 from zerocore.model.precision import unit_param
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
 from zerocore.model.refusals import check_trained
 from zerocore.model.state import Param, ShardState, Unit, drop_state
+from zerocore.model.traced import is_traced
 from zerocore.model.unit_call import UnitCall, note_unit_call
 from zerocore.model.units import call_order, units_by_module
 from zerocore.reporting.out_of_memory import explain_forward
@@ -204,17 +207,25 @@ class Root(Tree):
         self.extensions = [each for _, group in self.groups for each in extensions_of(group)]
 
     def _check_ties(self) -> None:
+        paths = {module: name for name, module in self.module.named_modules()}
         names: dict[object, str] = {}
-        for name, group in self.groups:
-            for param in group.params:
-                fqn = f"{name}.{param.fqn}" if name else param.fqn
-                if param.origin in names:
+        params: list[tuple[str, Extent | None]] = []
+        for param in self.params():
+            owner, key = param.owners[0]
+            fqn = f"{paths[owner]}.{key}" if paths.get(owner) else param.fqn
+            params.append((fqn, param.extent))
+            keys: list[object] = [param.origin]
+            if param.extent is not None:
+                keys.append((param.extent.key, param.shard.requires_grad))
+            for each in keys:
+                if each in names:
                     raise ValueError(
                         f"Parameter '{fqn}' is shared with a parameter already managed by another "
-                        f"FSDP group ('{names[param.origin]}'). For shared/tied parameters, use "
+                        f"FSDP group ('{names[each]}'). For shared/tied parameters, use "
                         "fully_shard([module_a, module_b]) to place them in the same FSDP group."
                     )
-                names[param.origin] = fqn
+            names.update(dict.fromkeys(keys, fqn))
+        check_apart(params, [self.module])
 
     def _check_device(self, name: str, group: Group) -> None:
         prefix = f"{name}." if name else ""
@@ -288,6 +299,8 @@ def ready_state(group: Group) -> ShardState:
 
 def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs ``function(*args, **kwargs)`` with the group's parameters unsharded."""
+    if is_traced():
+        return call_group_traced(group, function, args, kwargs)
     root = root_of(group)
     if root.group is group or root.state is None:
         root.ready()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from weakref import ref
 
 import torch
@@ -18,34 +18,62 @@ from zerocore.tensor.rows import local_part
 
 def broadcast(tensors: Iterable[Tensor], ranks: Ranks) -> None:
     """Gives ``tensors``, of any dtypes and strides, the values of rank 0; all ranks call."""
-    found = [local_part(tensor).detach() for tensor in tensors if tensor.numel()]
+    for tensor, value in _values_of_first(tensors, ranks):
+        local_part(tensor).detach().copy_(value)
+
+
+def _values_of_first(tensors: Iterable[Tensor], ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+    """The tensors with rank 0's values; none on rank 0, where not even a version changes."""
+    found = [tensor for tensor in tensors if tensor.numel()]
     if not found or not ranks.groups:
-        return
+        return []
     # Backends know few dtypes and only dense memory in order, so the bytes travel, all at once.
-    data = torch.cat([as_bytes(tensor) for tensor in found])
+    own = [local_part(tensor).detach() for tensor in found]
+    data = torch.cat([as_bytes(tensor) for tensor in own])
     for group in reversed(ranks.groups):  # to the other replicas first
         with waiting(group, "a broadcast of buffers"):
             dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
     if ranks.rank == 0:
-        return  # not even a version counter changes
-    parts = data.split([tensor.nbytes for tensor in found])
-    for tensor, part in zip(found, parts, strict=True):
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        return []
+    parts = data.split([tensor.nbytes for tensor in own])
+    values = [p.clone().view(t.dtype).view(t.shape) for t, p in zip(own, parts, strict=True)]
+    return list(zip(found, values, strict=True))
 
 
-def buffer_sync(model: nn.Module, ranks: Ranks, engine: Engine) -> Callable[[], None]:
+class BufferSync:
     """For all ranks before each call: broadcasts buffers that could be other ones than rank 0's.
 
     These are those of the first call, and behind one that recorded gradients outside of
     ``no_sync``: DistributedDataParallel broadcasts before the same ones.
     """
-    model_ref, is_due = ref(model), True
 
-    def before_call() -> None:
-        nonlocal is_due
-        model = model_ref()
-        if is_due and model is not None:
-            broadcast(model.buffers(), ranks)
-        is_due = torch.is_grad_enabled() and engine.sync
+    def __init__(self, model: nn.Module, ranks: Ranks, engine: Engine) -> None:
+        self._model, self._ranks, self._engine = ref(model), ranks, engine
+        self._is_due = True
+        self._known: dict[int, tuple[ref[Tensor], int]] = {}  # by id, after the last broadcast
 
-    return before_call
+    def __call__(self) -> None:
+        model = self._model()
+        if self._is_due and model is not None:
+            for buffer, value in _values_of_first(model.buffers(), self._ranks):
+                self._write(model, buffer, value)
+            self._known = {id(each): (ref(each), each._version) for each in model.buffers()}
+        self._is_due = torch.is_grad_enabled() and self._engine.sync
+
+    def _write(self, model: nn.Module, buffer: Tensor, value: Tensor) -> None:
+        """A forward before may have saved the buffer for a backward that is still to come.
+
+        If the forward has replaced the buffer, so does the broadcast. A change by torch's functions
+        is one that a backward must hear of. All else is a constant, or statistics that batch norm
+        changes without a word to autograd.
+        """
+        known, version = self._known.get(id(buffer), (None, -1))
+        if self._known and (known is None or known() is not buffer):
+            value = torch.empty_like(buffer).copy_(value)
+            for module in model.modules():
+                for key, each in module._buffers.items():
+                    if each is buffer:
+                        module._buffers[key] = value
+        else:
+            own = local_part(buffer)
+            (own.data if version == buffer._version else own.detach()).copy_(value)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
@@ -19,6 +19,7 @@ from zerocore.model.meters import Meters
 from zerocore.model.parts import PartRanges
 from zerocore.model.precision import BYTES, ParamTypes
 from zerocore.model.ranks import Ranks
+from zerocore.model.traced import TracedParam
 from zerocore.model.unit_call import unit_call_of
 from zerocore.tensor.rows import shard_of
 
@@ -42,6 +43,11 @@ class Param:
     @property
     def fqn(self) -> str:
         return self.fqns[0]
+
+    def make_like(self) -> Tensor:
+        """A tensor like the full parameter, without its values."""
+        like = self.full
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 class Encoded(NamedTuple):
@@ -125,6 +131,16 @@ class ShardState:
     def begin_pass(self) -> None:
         """A forward of the whole model begins."""
         self.meters.begin_pass()
+
+    def traced_params(self) -> list[TracedParam]:
+        """All parameters, for a call that is traced."""
+        return [
+            TracedParam(
+                p.fqn, p.owners, p.shard, p.full, None if p.shard.make_view else p.make_like
+            )
+            for unit in self.units
+            for p in unit.params
+        ]
 
     def finish_reads(self) -> None:
         """Called before weights or optimizer states change."""

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from zerocore._C import Engine
 from zerocore.model.casting import cast_floats
 from zerocore.model.refusals import fsdp_mark
+from zerocore.model.traced import call_traced, is_traced
 
 _UNIT_CALL = "_zerocore_unit_call"
 # (what was raised, the state, units of the module that was called): what to raise instead, or None
@@ -78,6 +79,8 @@ class UnitCall:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
+        if is_traced():
+            return self._call_traced(function, args, kwargs)
         engine = self.engine if is_transformed() is None else outside(self.engine)
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
@@ -116,6 +119,10 @@ class UnitCall:
         if self.is_root:
             engine.end_pass(output)
         return output
+
+    def _call_traced(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        dtypes = (self.cast_inputs, self.cast_outputs)
+        return call_traced(self.state.traced_params(), dtypes, function, args, kwargs)
 
     def _in_range(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function in a range of torch's profiler, by the names of the units."""
@@ -165,7 +172,7 @@ def _calling_class(cls: Any) -> Any:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_UNIT_CALL].call(original_call, self, *args, **kwargs)
 
-    for function in (__call__, UnitCall.call):
+    for function in (__call__, UnitCall.call, is_traced, call_traced):
         leave_out_of_graphs(function)
 
     def __new__(cls_: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerocore._C import CallEvent
+from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.precision import MixedPrecision, ParamTypes, gathered_types
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import Wrapper, gathers_itself, is_wrapped, plain_part, wrapper_of
@@ -38,6 +39,11 @@ class ParamChoice:
     def tensor(self) -> Tensor:
         """This rank's values, a plain tensor; one of a class that consists of several as it is."""
         return plain_part(local_part(self.param))
+
+    @property
+    def extent(self) -> Extent | None:
+        """Where it lies."""
+        return extent_of(self.tensor)
 
     @property
     def wrapper(self) -> Wrapper | None:
@@ -110,19 +116,23 @@ def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[U
 
 
 def collect_params(model: nn.Module) -> list[ParamChoice]:
-    """Every parameter once, tied ones with all their names, in order of registration."""
+    """Every parameter once, tied ones with all their names, in order of registration. Those that
+    are the same memory, as after ``a.weight.data = b.weight.data``, are tied, too."""
     found: dict[int, ParamChoice] = {}
+    keys: dict[object, ParamChoice] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():
             if param is None:
                 continue
-            choice = found.setdefault(id(param), ParamChoice(param))
+            choice = found.get(id(param))
+            if choice is None:
+                choice = found[id(param)] = keys.setdefault(tie_key(param), ParamChoice(param))
             fqn = f"{prefix}.{name}" if prefix else name
             if fqn not in choice.fqns:
                 choice.fqns.append(fqn)
             if all(owner is not module or key != name for owner, key in choice.owners):
                 choice.owners.append((module, name))
-    return list(found.values())
+    return list(dict.fromkeys(found.values()))
 
 
 def split_units(

@@ -26,7 +26,7 @@ from zerocore.common.links import emulated_host_link
 from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.registration import watch_loads, watch_registrations
-from zerocore.model.buffers import buffer_sync
+from zerocore.model.buffers import BufferSync
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.extensions import Extension
@@ -297,7 +297,7 @@ def _fuse_linears(state: ShardState) -> None:
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
     mixed = state.config.mixed_precision or MixedPrecision()
     synced = state.config.communication.sync_buffers
-    sync = buffer_sync(model, state.meshes[0], state.engine) if synced else None
+    sync = BufferSync(model, state.meshes[0], state.engine) if synced else None
     narrow = mixed.param_dtype if mixed.cast_inputs else None
     for module in list(model.modules()):
         units = units_of.get(id(module), ())

@@ -29,6 +29,7 @@ from zerocore.common.alarm import stall_seconds
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
+from zerocore.model.memory import check_apart
 from zerocore.model.parts import (
     ModelPart,
     assign_parts,
@@ -97,6 +98,8 @@ def validate(
         check_kinds(model, ranks.world_size)
         parts = find_parts(groups, ranks)
         planned = split_several(choose_units(model, units), config)
+        chosen = [(each.fqns[0], each.extent) for unit in planned for each in unit.params]
+        check_apart(chosen, [model])
         planned = assign_parts(planned, [part.pattern for part in parts])
         tensor_ranks = find_tensor_ranks(planned, ranks, bool(parts))
         if known.replicas_share is not None:
@@ -105,11 +108,11 @@ def validate(
             planned = split_replicated(planned, len(parts) + 1)
         _check_types(planned, config)
         check_options(planned, config)
-        chosen = _find_device(planned, device)
+        device = _find_device(planned, device)
         if config.offload is not None:
             config.offload.check_path()
         request = ShardRequest(
-            model, config, ranks, parts, planned, chosen, init_fn, stall_seconds(),
+            model, config, ranks, parts, planned, device, init_fn, stall_seconds(),
             tensor_ranks, ranks,
         )  # fmt: skip
         if memory_budget is not None and tensor_ranks is None:

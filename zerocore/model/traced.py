@@ -1,0 +1,78 @@
+"""Calls that train nothing: of torch.export, torch.jit.trace, make_fx and under a FakeTensorMode.
+
+Ranks may make them alone, and tensors of theirs have no values. Nothing is sent for such a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerocore.model.casting import cast_floats
+
+_C: Any = torch._C
+_FAKE, _PROXY = _C._TorchDispatchModeKey.FAKE, _C._TorchDispatchModeKey.PROXY
+
+
+class TracedParam(NamedTuple):
+    """A parameter of a model that may be traced."""
+
+    fqn: str
+    owners: list[tuple[nn.Module, str]]
+    shard: Tensor  # modules hold it while the parameter is sharded
+    full: Tensor | None  # and while it is not
+    make: Callable[[], Tensor] | None  # a tensor like the full parameter; None where it is a view
+
+
+def is_traced() -> bool:
+    """Whether operators are recorded or imitated, instead of being run for training."""
+    if _C._get_tracing_state() is not None:
+        return True
+    return _C._len_torch_dispatch_stack() > 0 and any(map(_C._get_dispatch_mode, (_FAKE, _PROXY)))
+
+
+def call_traced(
+    params: Iterable[TracedParam],
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Calls ``function`` with floating-point arguments and outputs of ``dtypes``. Raises
+    RuntimeError if a parameter is sharded and its values would be read."""
+    with _fakes_shown(params):
+        if dtypes[0] is not None:
+            args, kwargs = cast_floats((args, kwargs), dtypes[0])
+        output = function(*args, **kwargs)
+        return output if dtypes[1] is None else cast_floats(output, dtypes[1])
+
+
+@contextmanager
+def _fakes_shown(params: Iterable[TracedParam]) -> Iterator[None]:
+    """Under a FakeTensorMode modules hold fake full parameters, which no gradient leaves."""
+    hidden: list[tuple[dict[str, Any], str, Any]] = []
+    has_fakes = _C._get_dispatch_mode(_FAKE) is not None
+    keeps_full = not has_fakes or _C._get_dispatch_mode(_PROXY) is not None  # as constants
+    try:
+        for fqn, owners, shard, full, make in params:
+            found = owners[0][0]._parameters.get(owners[0][1])
+            if found is not shard and (found is not full or keeps_full or make is None):
+                continue
+            if make is None or not has_fakes:
+                raise RuntimeError(
+                    f"parameter '{fqn}' is sharded and no trace gathers it. Run torch.jit.trace or "
+                    "torch.export inside `with zerocore.unsharded(model):`, which all ranks enter; "
+                    "of a fully_shard model, trace a plain one that has loaded its full state dict"
+                )
+            fake = nn.Parameter(make(), requires_grad=shard.requires_grad)
+            for owner, name in owners:
+                hidden.append((owner._parameters, name, found))
+                owner._parameters[name] = fake
+        yield
+    finally:
+        for entries, name, found in hidden:
+            entries[name] = found
