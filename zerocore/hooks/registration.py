@@ -129,7 +129,7 @@ def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
     if not isinstance(value, Placed):
         return
     saved, own = value.place, param.place
-    if saved.elements != own.elements:
+    if not own.can_take(saved):
         raise ValueError(
             f"parameter '{key}': the state dict holds elements {saved.text}, this rank {own.text}. "
             "Shards load on the rank, stage and number of ranks that saved them; for others use "

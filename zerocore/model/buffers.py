@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from weakref import ref
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from zerocore._C import Engine
 from zerocore.common.alarm import waiting
 from zerocore.model.casting import as_bytes
 from zerocore.model.ranks import Ranks
@@ -31,21 +29,3 @@ def broadcast(tensors: Iterable[Tensor], ranks: Ranks) -> None:
     parts = data.split([tensor.nbytes for tensor in found])
     for tensor, part in zip(found, parts, strict=True):
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def buffer_sync(model: nn.Module, ranks: Ranks, engine: Engine) -> Callable[[], None]:
-    """For all ranks before each call: broadcasts buffers that could be other ones than rank 0's.
-
-    These are those of the first call, and behind one that recorded gradients outside of
-    ``no_sync``: DistributedDataParallel broadcasts before the same ones.
-    """
-    model_ref, is_due = ref(model), True
-
-    def before_call() -> None:
-        nonlocal is_due
-        model = model_ref()
-        if is_due and model is not None:
-            broadcast(model.buffers(), ranks)
-        is_due = torch.is_grad_enabled() and engine.sync
-
-    return before_call

@@ -74,6 +74,7 @@ def call_with_full(
     """
     units = {(id(param.state_ref()), param.unit): param for param in params}
     entered: list[tuple[Any, int]] = []
+    is_inside = any(in_call(param) for param in params)
     try:
         for (_, unit), param in sorted(units.items(), key=lambda item: item[0][1]):
             state = param.state_ref()
@@ -86,9 +87,9 @@ def call_with_full(
                 state.engine.enter(unit)
                 entered.append((state.engine, unit))
         full = tree_map_only(Placed, _with_full, (args, kwargs))
-        fulls = _replaced((args, kwargs), full) if entered else []
+        fulls = [] if is_inside else _replaced((args, kwargs), full)
         output = func(*full[0], **full[1])
-        if entered:
+        if fulls:
             _check_unchanged(func, fulls)
             with torch._C.DisableTorchFunctionSubclass():
                 output = _without([full for _, full, _ in fulls], output)

@@ -1,0 +1,67 @@
+"""Sharded models behave as under DistributedDataParallel: ``no_sync``, and buffers of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from zerocore.model.buffers import broadcast
+from zerocore.model.state import ShardState, state_of
+
+_SYNCS = "require_backward_grad_sync"  # an attribute of the model, as DDP has it
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulates gradients without communicating, as far as the stage holds full gradients.
+
+    Stages 0 and 1, and 2 and 3 with ``accumulate="full"``: gradients are reduced in the first
+    backward outside. Stages 2 and 3 with ``accumulate="sharded"`` reduce in every backward.
+    ``model.no_sync()`` does the same, as does ``model.require_backward_grad_sync = False`` before
+    a forward.
+
+    Raises:
+        ValueError: the model is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
+    """
+    state = state_of(model, by_rows=False)
+    root = vars(state.model())
+    before = root[_SYNCS], state.engine.sync
+    root[_SYNCS] = state.engine.sync = False
+    try:
+        yield
+    finally:
+        root[_SYNCS], state.engine.sync = before
+
+
+def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
+    """Gives ``model`` DDP's methods. Returns a function for all ranks before each of its calls."""
+    root, is_due = ref(model), True
+    vars(model).setdefault(_SYNCS, True)
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = lambda: no_sync(_alive(root))
+    syncs_buffers = state.config.communication.sync_buffers
+
+    def before_call() -> None:
+        nonlocal is_due
+        model = _alive(root)
+        state.engine.sync = bool(vars(model)[_SYNCS])
+        if syncs_buffers:
+            # DistributedDataParallel broadcasts before the same calls: the first one, and one
+            # behind a call that recorded gradients to be reduced.
+            if is_due:
+                broadcast(model.buffers(), state.meshes[0])
+            is_due = torch.is_grad_enabled() and state.engine.sync
+
+    return before_call
+
+
+def _alive(root: Callable[[], nn.Module | None]) -> nn.Module:
+    model = root()
+    assert model is not None
+    return model
