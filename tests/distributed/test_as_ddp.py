@@ -82,6 +82,74 @@ def test_a_sharded_model_says_so() -> None:
     run_ranks(ask_models, 2)
 
 
+class Buffered(nn.Linear):
+    """Counts its calls in buffers, by its rank."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(4, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("own", torch.zeros(2))
+        self.inner = nn.Module()
+        self.inner.register_buffer("own", torch.zeros(2, dtype=torch.bfloat16))
+        self._ddp_params_and_buffers_to_ignore = ["own"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x) + self.count + self.inner.own.sum()
+        for buffer in self.buffers():
+            buffer[..., :1].add_(dist.get_rank() + 1) if buffer.dim() else buffer.add_(1)
+        return result
+
+
+def change_buffers(stage: int) -> None:
+    ddp, model = DistributedDataParallel(Buffered()), zerocore.shard(Buffered(), stage=stage)
+    for number in range(6):
+        is_training = number % 3 < 2
+        seen = []
+        for each in (ddp, model):
+            inner = each.module if each is ddp else each
+            if number == 3:
+                inner.inner.register_buffer("late", torch.full((2,), dist.get_rank()))
+            inner.inner.own += dist.get_rank()  # by hand, between calls
+            with torch.set_grad_enabled(is_training):
+                seen.append(each(sample(number)))
+            if is_training:
+                seen[-1].sum().backward()
+        torch.testing.assert_close(*seen)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(ddp.module.named_buffers()))
+
+
+def test_buffers_follow_rank_0_as_under_ddp(stage: int) -> None:
+    run_ranks(change_buffers, 2, stage)
+
+
+def send_an_expanded_buffer() -> None:
+    """DistributedDataParallel refuses one."""
+    layer = nn.Linear(4, 3)
+    layer.register_buffer("rows", torch.full((2, 1), 1.0 + dist.get_rank()).expand(2, 3))
+    model = zerocore.shard(layer)
+    model(sample(0))
+    assert model.rows.tolist() == [[1.0] * 3] * 2
+    assert model.rows.stride() == (1, 0)
+
+
+def test_an_expanded_buffer() -> None:
+    run_ranks(send_an_expanded_buffer, 2)
+
+
+def count_broadcasts() -> None:
+    """A model without buffers sends nothing."""
+    model = zerocore.shard(net(), stage=0)
+    with torch.profiler.profile() as profile:
+        model(sample(0)).sum().backward()
+    calls = [event.name for event in profile.events()]
+    assert not any("broadcast" in name for name in calls)
+
+
+def test_nothing_is_sent_without_buffers() -> None:
+    run_ranks(count_broadcasts, 2)
+
+
 class Named(nn.Linear):
     """Has a method of DDP's name that does something else."""
 

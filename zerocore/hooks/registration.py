@@ -33,6 +33,7 @@ def watch_registrations(model: nn.Module, state: ShardState) -> None:
 def _adopt(module: nn.Module, state: ShardState, prefix: str) -> None:
     for name, inner in module.named_modules(prefix=prefix):
         _homes[inner] = (ref(state), name)
+        state.modules.append((name, ref(inner)))
 
 
 def _home_of(module: nn.Module) -> tuple[ShardState, str] | None:

@@ -14,13 +14,16 @@ from zerocore.model.ranks import Ranks
 from zerocore.tensor.rows import local_part
 
 
-def broadcast(tensors: Iterable[Tensor], ranks: Ranks) -> None:
-    """Gives ``tensors``, of any dtypes and strides, the values of rank 0; all ranks call."""
-    found = [local_part(tensor).detach() for tensor in tensors if tensor.numel()]
-    if not found or not ranks.groups:
+def broadcast(tensors: Iterable[Tensor], ranks: Ranks, device: torch.device) -> None:
+    """Gives ``tensors``, of any dtypes, strides and devices, the values of rank 0, by way of the
+    ranks' ``device``; all ranks call."""
+    if not ranks.groups:
+        return
+    found = [_written(local_part(tensor).detach()) for tensor in tensors if tensor.numel()]
+    if not found:
         return
     # Backends know few dtypes and only dense memory in order, so the bytes travel, all at once.
-    data = torch.cat([as_bytes(tensor) for tensor in found])
+    data = torch.cat([as_bytes(tensor).to(device) for tensor in found])
     for group in reversed(ranks.groups):  # to the other replicas first
         with waiting(group, "a broadcast of buffers"):
             dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
@@ -29,3 +32,8 @@ def broadcast(tensors: Iterable[Tensor], ranks: Ranks) -> None:
     parts = data.split([tensor.nbytes for tensor in found])
     for tensor, part in zip(found, parts, strict=True):
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _written(tensor: Tensor) -> Tensor:
+    """Each element of an expanded tensor once; others as they are."""
+    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]

@@ -103,6 +103,7 @@ class ShardState:
     given_units: Sequence[Any] | None = None  # of zerocore.shard
     given_ranks: Ranks = field(default_factory=Ranks)
     model: Callable[[], nn.Module | None] = lambda: None  # the root
+    modules: list[tuple[str, ref[nn.Module]]] = field(default_factory=list)  # by their names
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)
