@@ -8,6 +8,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from zerocore.model.buffers import broadcast
 from zerocore.model.state import ShardState, state_of
@@ -46,6 +47,7 @@ def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
         vars(model)["no_sync"] = lambda: no_sync(_alive(root))
     syncs_buffers = state.config.communication.sync_buffers
 
+    @_disable_dynamo
     def before_call() -> None:
         nonlocal is_due
         model = _alive(root)

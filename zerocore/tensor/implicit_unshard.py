@@ -107,9 +107,14 @@ def _version(tensor: Tensor) -> int:
 
 
 def _replaced(given: Any, full: Any) -> list[tuple[Any, Tensor, int]]:
-    """Shards, what they were replaced by, and its version."""
+    """Shards, the copies in their place, and the versions of these."""
     pairs = zip(leaves(given), leaves(full), strict=True)
-    return [(shard, value, _version(value)) for shard, value in pairs if value is not shard]
+    copied = ((shard, value) for shard, value in pairs if value is not shard and _is_copied(shard))
+    return [(shard, value, _version(value)) for shard, value in copied]
+
+
+def _is_copied(shard: Placed) -> bool:
+    return isinstance(shard, PlacedParameter) or not shard.place.is_whole
 
 
 def _check_unchanged(func: Function, fulls: list[tuple[Any, Tensor, int]]) -> None:
@@ -127,7 +132,10 @@ def _with_full(shard: Placed) -> Tensor:
     # A shard beside a parameter is wanted in full as well.
     if isinstance(shard, PlacedParameter):
         return shard.shown()
-    return shard.place.gather(local_of(shard))
+    if _is_copied(shard):
+        return shard.place.gather(local_of(shard))
+    outline = shard.place.outline(shard.dtype)
+    return local_of(shard).as_strided(outline.shape, outline.stride())
 
 
 def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:
