@@ -28,8 +28,8 @@ def check_kinds(model: nn.Module, world_size: int) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ValueError(
-                f"'{name or type(module).__name__}' is a module of TorchScript, whose compiled code holds its parameters: "
-                "they cannot be sharded. Leave it as a plain nn.Module (torch.compile works), and "
+                f"'{name or type(module).__name__}' is a module of TorchScript, whose compiled code "
+                "holds its parameters: they cannot be sharded. Leave it as a plain nn.Module (torch.compile works), and "
                 "script a plain copy of the trained model"
             )
         limited = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None

@@ -109,7 +109,7 @@ def _on_shards(
             return result
     except NotLocal as error:
         reason = str(error)
-    if reads or (read and all(value.place.is_whole for value in read)):
+    if reads:
         return call_with_full(func, args, kwargs, params)
     found = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
     refuse(name_of(func), found[0], reason)
