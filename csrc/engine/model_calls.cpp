@@ -190,8 +190,7 @@ void ModelCalls::enter_forward(UnitId id) {
       lifecycle_.order_gathers();
     }
   }
-  if (context_.control != nullptr && schedule_.residency().gathers() &&
-      schedule_.in_rooted_pass() && schedule_.follows_order() &&
+  if (context_.control != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
       !schedule_.order().find(id).has_value()) {
     lifecycle_.run([&](Actions& out) { schedule_.finish_order(out); });
     consensus_.ask_for(id);

@@ -28,9 +28,9 @@ def check_kinds(model: nn.Module, world_size: int) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ValueError(
-                f"'{name or type(module).__name__}' is a module of TorchScript, whose compiled code "
-                "holds its parameters: they cannot be sharded. Leave it as a plain nn.Module (torch.compile works), and "
-                "script a plain copy of the trained model"
+                f"'{name or type(module).__name__}' is a module of TorchScript, whose code holds "
+                "its parameters: they cannot be sharded. Leave it as a plain nn.Module "
+                "(torch.compile works), and script a plain copy of the trained model"
             )
         limited = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
         if limited and world_size > 1:
@@ -108,7 +108,7 @@ class _Registry(OrderedDict[str, Any]):
     model = "model"
 
     def __contains__(self, name: object) -> bool:
-        if name in ("fully_shard", "replicate"):  # the second is asked of modules inside
+        if name == "fully_shard":
             raise refusal("fully_shard", self.model)
         return super().__contains__(name)
 
@@ -118,6 +118,15 @@ def refuse_fully_shard(module: nn.Module) -> None:
     registry = _Registry(module.__dict__.get(REGISTRY_KEY, {}))
     registry.model = type(module).__name__
     module.__dict__[REGISTRY_KEY] = registry
+
+
+@around
+def takes_no_sharded(validate: Any, module: Any, name: str, *args: Any) -> None:
+    """FSDP2's check of a module that refuses one that holds sharded ones."""
+    for each in module if isinstance(module, list | tuple) else [module]:
+        if any(isinstance(param, ShardedParameter) for param in each.parameters()):
+            raise refusal(name, type(each).__name__)
+    validate(module, name, *args)
 
 
 @around

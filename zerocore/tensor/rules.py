@@ -116,7 +116,7 @@ def _on_shards(
 
 
 def _note_read(result: Any) -> None:
-    """What is made of parameters is read as they are: in full, where a function needs that."""
+    """Marks shards that were computed from parameters: functions read both in full alike."""
     for value in leaves(result):
         if isinstance(value, Placed):
             value.is_read = True
