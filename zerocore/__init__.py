@@ -4,7 +4,7 @@ import torch  # noqa: F401  # loads the libraries the extension links to
 
 import zerocore.extension  # noqa: F401  # an extension that does not fit is the first error
 from zerocore import emulated, optim
-from zerocore.api import no_sync, register_forward_method, reset, shard, unsharded
+from zerocore.api import register_forward_method, reset, shard, unsharded
 from zerocore.checkpoint.checkpoints import Checkpoints, PendingSave
 from zerocore.checkpoint.safetensors.models import load_safetensors, save_safetensors
 from zerocore.common.events import Event
@@ -12,10 +12,12 @@ from zerocore.common.links import Link
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.emulated import Emulation, emulate
 from zerocore.install import register
+from zerocore.model.as_ddp import no_sync
 from zerocore.model.config import Communication
 from zerocore.model.offload import Offload
 from zerocore.model.parts import Part
 from zerocore.model.precision import MixedPrecision
+from zerocore.model.state import is_sharded
 from zerocore.optim.clipping import NonFiniteGradError, clip_grad_norm_
 from zerocore.optim.groups import param_groups
 from zerocore.planning.plan import plan
@@ -37,7 +39,7 @@ from zerocore.reporting.timeline import Timeline
 from zerocore.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
 from zerocore.tensor.functions import register_elementwise
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
-from zerocore.tensor.place import Place, is_sharded
+from zerocore.tensor.place import Place
 from zerocore.weights.buckets import Bucket, Export, export
 from zerocore.weights.clones import clone_sharded, copy_weights
 from zerocore.weights.info import ExportInfo, export_info, fused

@@ -141,26 +141,6 @@ def _without_modules(model: nn.Module, units: Sequence[UnitChoice]) -> Sequence[
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulates gradients without communicating, as far as the stage holds full gradients.
-
-    Stages 0 and 1, and 2 and 3 with ``accumulate="full"``: gradients are reduced in the first
-    backward outside. Stages 2 and 3 with ``accumulate="sharded"`` reduce in every backward.
-
-    Raises:
-        ValueError: the model is not sharded.
-        RuntimeError: this process was forked from the one that sharded it.
-    """
-    engine = state_of(model, by_rows=False).engine
-    before = engine.sync
-    engine.sync = False
-    try:
-        yield
-    finally:
-        engine.sync = before
-
-
-@contextmanager
 def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     """Full parameters of ``module`` (a sharded model or a part of it) in their usual places.
 

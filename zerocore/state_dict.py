@@ -146,7 +146,7 @@ def load_full_state_dict(
         if source:
             buffer.copy_(values[key])
     if broadcast:
-        broadcast_tensors(buffers.values(), state.ranks)
+        broadcast_tensors(buffers.values(), state.ranks, state.device)
 
 
 def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:

@@ -99,8 +99,10 @@ void OrderConsensus::leave_pass() {
   }
   say({std::nullopt, order.changed(), order.skipped(), failed_});
   leaving_ = true;
-  const bool has_much_to_say = order.changed() || order.skipped() || lifecycle_.keeps_writes();
-  if (has_much_to_say || !c10::GradMode::is_enabled()) {
+  // Where no unit is gathered the backward is the first to need an answer: ranks may sum their
+  // losses before it.
+  const bool differs = schedule_.residency().gathers() && (order.changed() || order.skipped());
+  if (differs || lifecycle_.keeps_writes() || !c10::GradMode::is_enabled()) {
     settle_pass();
   }
 }

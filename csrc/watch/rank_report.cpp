@@ -135,6 +135,14 @@ std::string position(const RankReport& report, int64_t number) {
   return "has not come to it (in no collective of this model)";
 }
 
+// Whether a rank that answers waits in nothing that is known, while others wait for it.
+bool any_outside(const Reports& reports, int64_t number) {
+  return waits_in(reports, number) &&
+      std::ranges::any_of(reports, [number](const RankReport& report) {
+           return report.answered && report.elsewhere.empty() && find(report, number) == nullptr;
+         });
+}
+
 std::string name_trainable(const Reports& reports, const std::vector<std::string>& params) {
   constexpr size_t kNamed = 3;
   std::string text;
@@ -233,6 +241,10 @@ std::string describe(
       name_trainable(reports, params);
   if (!silent.empty()) {
     text += "Look for the first error in the output of the other ranks. ";
+  } else if (difference < 0 && any_outside(reports, number)) {
+    text +=
+        "A collective of the program between a forward and its backward, such as the sum of a loss "
+        "for the log, comes too early while ranks call other units: call it behind the backward. ";
   } else if (difference >= 0) {
     text +=
         "All ranks must call the same units in the same order: look for branches that depend on "

@@ -149,7 +149,7 @@ def wrap(system: str, model: nn.Module, stage: int) -> nn.Module:
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     if zerocore.is_sharded(model):
-        return zerocore.full_state_dict(model)
+        return zerocore.full_state_dict(model, rank0_only=False)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     copy = {name: value.clone() for name, value in state.items()}
     found = [copy] if dist.get_rank() == 0 else [None]  # FSDP2 gives it to one rank

@@ -25,7 +25,7 @@ from zerocore.hooks import (
     optimizer_steps,
     registration,
 )
-from zerocore.model import refusals, state
+from zerocore.model import refusals, state, unit_call
 from zerocore.tensor import rules
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 
@@ -45,6 +45,13 @@ _ELEMENTWISE = [cls.__name__ for cls in optimizer_rules.ELEMENTWISE]
 PATCHES = (
     *(Patch("torch.nn.init", name, rules.initialises_shards) for name in _INITIALISERS),
     Patch("torch.nn.Module", "_apply", module_moves.spares_shards),
+    Patch("torch.nn.Module", "compile", unit_call.compiles_inside),
+    Patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_init",
+        "_validate_module",
+        refusals.takes_no_sharded,
+    ),
+    Patch("torch.distributed.fsdp.FullyShardedDataParallel", "__init__", refusals.wraps_no_shards),
     Patch("torch.nn.utils.parametrize.ParametrizationList", "__init__", refusals.takes_no_shard),
     Patch("torch.optim.Optimizer", "add_param_group", optimizer_rules.checks_shards),
     *(

@@ -33,6 +33,7 @@ def watch_registrations(model: nn.Module, state: ShardState) -> None:
 def _adopt(module: nn.Module, state: ShardState, prefix: str) -> None:
     for name, inner in module.named_modules(prefix=prefix):
         _homes[inner] = (ref(state), name)
+        state.modules.append((name, ref(inner)))
 
 
 def _home_of(module: nn.Module) -> tuple[ShardState, str] | None:
@@ -129,7 +130,7 @@ def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
     if not isinstance(value, Placed):
         return
     saved, own = value.place, param.place
-    if saved.elements != own.elements:
+    if not own.can_take(saved):
         raise ValueError(
             f"parameter '{key}': the state dict holds elements {saved.text}, this rank {own.text}. "
             "Shards load on the rank, stage and number of ranks that saved them; for others use "

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore.api import no_sync
 from zerocore.common.extras import missing
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.integrations.common import ShardFolders, check_precision
+from zerocore.model.as_ddp import no_sync
 from zerocore.model.state import find_state
 from zerocore.state_dict import full_state_dict
 from zerocore.tensor.parameter import ShardedParameter

@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zerocore.api import no_sync, shard
+from zerocore.api import shard
 from zerocore.common.extras import missing
 from zerocore.integrations.common import mixed_precision
+from zerocore.model.as_ddp import no_sync
 from zerocore.model.state import find_state
 from zerocore.state_dict import full_optimizer_state_dict, full_state_dict
 

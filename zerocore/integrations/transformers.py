@@ -94,7 +94,7 @@ class ShardedTrainerMixin:
         else:
             options: dict[str, Any] = {
                 "mixed_precision": mixed_precision(self.args.mixed_precision),
-                "sync_buffers": bool(self.args.ddp_broadcast_buffers),
+                "sync_buffers": self.args.ddp_broadcast_buffers is not False,
             }
             device = self.args.device  # makes the process group
             if any(param.is_meta for param in model.parameters()):

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerocore.api import no_sync, shard
+from zerocore.api import shard
 from zerocore.checkpoint.checkpoints import Checkpoints
+from zerocore.model.as_ddp import no_sync
 from zerocore.model.precision import MixedPrecision
 from zerocore.optim.clipping import clip_grad_norm_
 from zerocore.weights.buckets import export

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerocore._C import Engine
 from zerocore.common.alarm import waiting
 from zerocore.model.casting import as_bytes
 from zerocore.model.ranks import Ranks
 from zerocore.tensor.rows import local_part
 
 
-def broadcast(tensors: Iterable[Tensor], ranks: Ranks) -> None:
-    """Gives ``tensors``, of any dtypes and strides, the values of rank 0; all ranks call."""
-    for tensor, value in _values_of_first(tensors, ranks):
-        local_part(tensor).detach().copy_(value)
+def broadcast(tensors: Iterable[Tensor], ranks: Ranks, device: torch.device) -> None:
+    """Gives ``tensors``, of any dtypes, strides and devices, the values of rank 0, by way of the
+    ranks' ``device``; all ranks call."""
+    for tensor, value in _values_of_first(tensors, ranks, device):
+        _written(local_part(tensor).detach()).copy_(value)
 
 
-def _values_of_first(tensors: Iterable[Tensor], ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+def _values_of_first(
+    tensors: Iterable[Tensor], ranks: Ranks, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
     """The tensors with rank 0's values; none on rank 0, where not even a version changes."""
     found = [tensor for tensor in tensors if tensor.numel()]
     if not found or not ranks.groups:
         return []
     # Backends know few dtypes and only dense memory in order, so the bytes travel, all at once.
-    own = [local_part(tensor).detach() for tensor in found]
-    data = torch.cat([as_bytes(tensor) for tensor in own])
+    own = [_written(local_part(tensor).detach()) for tensor in found]
+    data = torch.cat([as_bytes(tensor).to(device) for tensor in own])
     for group in reversed(ranks.groups):  # to the other replicas first
         with waiting(group, "a broadcast of buffers"):
             dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
@@ -40,25 +42,22 @@ def _values_of_first(tensors: Iterable[Tensor], ranks: Ranks) -> list[tuple[Tens
     return list(zip(found, values, strict=True))
 
 
+def _written(tensor: Tensor) -> Tensor:
+    """Each element of an expanded tensor once; others as they are."""
+    return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+
+
 class BufferSync:
-    """For all ranks before each call: broadcasts buffers that could be other ones than rank 0's.
+    """Broadcasts of rank 0's buffers before calls of a model; all ranks call."""
 
-    These are those of the first call, and behind one that recorded gradients outside of
-    ``no_sync``: DistributedDataParallel broadcasts before the same ones.
-    """
-
-    def __init__(self, model: nn.Module, ranks: Ranks, engine: Engine) -> None:
-        self._model, self._ranks, self._engine = ref(model), ranks, engine
-        self._is_due = True
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
         self._known: dict[int, tuple[ref[Tensor], int]] = {}  # by id, after the last broadcast
 
-    def __call__(self) -> None:
-        model = self._model()
-        if self._is_due and model is not None:
-            for buffer, value in _values_of_first(model.buffers(), self._ranks):
-                self._write(model, buffer, value)
-            self._known = {id(each): (ref(each), each._version) for each in model.buffers()}
-        self._is_due = torch.is_grad_enabled() and self._engine.sync
+    def __call__(self, model: nn.Module, buffers: Sequence[Tensor]) -> None:
+        for buffer, value in _values_of_first(buffers, self._ranks, self._device):
+            self._write(model, buffer, value)
+        self._known = {id(each): (ref(each), each._version) for each in model.buffers()}
 
     def _write(self, model: nn.Module, buffer: Tensor, value: Tensor) -> None:
         """A forward before may have saved the buffer for a backward that is still to come.
@@ -76,4 +75,4 @@ class BufferSync:
                         module._buffers[key] = value
         else:
             own = local_part(buffer)
-            (own.data if version == buffer._version else own.detach()).copy_(value)
+            _written(own.data if version == buffer._version else own.detach()).copy_(value)

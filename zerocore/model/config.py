@@ -53,8 +53,11 @@ class Communication:
             parameters, and none raises alone. Ranks then exchange no control messages once they
             have agreed on a pass; a rank that breaks the promise gets the error of the alarm.
         gradient_divide_factor: of the sum of the ranks' gradients; None averages them, 1 sums.
-        sync_buffers: buffers take rank 0's values before the calls before which
-            DistributedDataParallel broadcasts them: batch norm's statistics stay alike.
+        sync_buffers: buffers take rank 0's values, in one broadcast, before the calls before which
+            DistributedDataParallel sends them: the first one, and one behind a call that recorded
+            gradients outside of ``no_sync``. Names in the model's
+            ``_ddp_params_and_buffers_to_ignore`` are left out, and a model without buffers sends
+            nothing. Off, each rank keeps its own (``broadcast_buffers=False``).
         registered: the group's backend allocates the bucket pool's arena, parameters and kept
             gradients and registers them with its communicator, so that collectives copy less (NCCL
             on GPUs with multicast; other backends offer none). At stage 3 reductions need
@@ -80,7 +83,7 @@ class Communication:
     retain_last: bool = True
     static_graph: bool = False
     gradient_divide_factor: float | None = None
-    sync_buffers: bool = False
+    sync_buffers: bool = True
     registered: bool = False
     fuse_wgrad: bool = False
 

@@ -26,6 +26,12 @@ def check_kinds(model: nn.Module, world_size: int) -> None:
             _check_wrapped(name, param, local_part(param))
         check_trained(name, param)
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ValueError(
+                f"'{name or type(module).__name__}' is a module of TorchScript, whose code holds "
+                "its parameters: they cannot be sharded. Leave it as a plain nn.Module "
+                "(torch.compile works), and script a plain copy of the trained model"
+            )
         limited = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
         if limited and world_size > 1:
             raise ValueError(
@@ -114,14 +120,21 @@ def refuse_fully_shard(module: nn.Module) -> None:
     module.__dict__[REGISTRY_KEY] = registry
 
 
-def _refuse_mark(module: nn.Module, value: bool) -> None:
-    if value:
+@around
+def takes_no_sharded(validate: Any, module: Any, name: str, *args: Any) -> None:
+    """FSDP2's check of a module that refuses one that holds sharded ones."""
+    for each in module if isinstance(module, list | tuple) else [module]:
+        if any(isinstance(param, ShardedParameter) for param in each.parameters()):
+            raise refusal(name, type(each).__name__)
+    validate(module, name, *args)
+
+
+@around
+def wraps_no_shards(init: Any, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``FullyShardedDataParallel.__init__`` that refuses shards before its first collective."""
+    if any(isinstance(param, ShardedParameter) for param in module.parameters()):
         raise refusal("FullyShardedDataParallel", type(module).__name__)
-
-
-# The class attribute `_is_fsdp_managed_module` of sharded modules: FSDP sets it on every module
-# before its first collective.
-fsdp_mark = property(lambda module: False, _refuse_mark)
+    init(self, module, *args, **kwargs)
 
 
 @around

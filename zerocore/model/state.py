@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, cast
-from weakref import WeakSet
+from typing import Any, ClassVar, NamedTuple, cast, overload
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
+from typing_extensions import TypeIs
 
 from zerocore._C import Engine, ParamSpec
 from zerocore.model.config import ShardConfig
@@ -21,6 +22,7 @@ from zerocore.model.precision import BYTES, ParamTypes
 from zerocore.model.ranks import Ranks
 from zerocore.model.traced import TracedParam
 from zerocore.model.unit_call import unit_call_of
+from zerocore.tensor.place import Placed
 from zerocore.tensor.rows import shard_of
 
 _STATE = "_zerocore_state"
@@ -106,6 +108,8 @@ class ShardState:
     explain_backward: Explain = lambda error, state: None
     given_units: Sequence[Any] | None = None  # of zerocore.shard
     given_ranks: Ranks = field(default_factory=Ranks)
+    model: Callable[[], nn.Module | None] = lambda: None  # the root
+    modules: list[tuple[str, ref[nn.Module]]] = field(default_factory=list)  # by their names
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)
@@ -207,6 +211,7 @@ _states: WeakSet[ShardState] = WeakSet()
 
 def set_state(model: nn.Module, state: ShardState) -> None:
     model.__dict__[_STATE] = state
+    state.model = ref(model)
     _states.add(state)
     ShardState.num_made += 1
 
@@ -237,9 +242,24 @@ def find_state(module: nn.Module) -> ShardState | None:
     return next((state for state in _states_in(module) if not state.config.by_rows), None)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether ``module`` is, contains or belongs to a sharded model, of either kind."""
-    return next(_states_in(module), None) is not None or _maker_in(module) is not None
+@overload
+def is_sharded(value: nn.Module) -> bool: ...
+
+
+@overload
+def is_sharded(value: object) -> TypeIs[Placed]: ...
+
+
+def is_sharded(value: object) -> bool:
+    """Whether a parameter, a gradient or an optimizer's state is a shard of ``zerocore.shard``.
+
+    Behind it type checkers know ``local()``, ``shard_range`` and ``full_tensor()``. DTensors of
+    :mod:`zerocore.fsdp` are none. A module is sharded if it is, contains or belongs to a model of
+    ``shard`` or of ``fully_shard``.
+    """
+    if isinstance(value, nn.Module):
+        return next(_states_in(value), None) is not None or _maker_in(value) is not None
+    return isinstance(value, Placed)
 
 
 def _states_in(module: nn.Module) -> Iterator[ShardState]:

@@ -1,4 +1,4 @@
-"""The per-class subclass whose ``__call__`` enters and leaves units.
+"""The calls of modules, which enter and leave units.
 
 Inside of ``torch.func.jvp`` the engine works outside of it: forward mode leaves parameters, and the
 graph that a backward goes through, as they are. The other transforms compute with something else
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, wraps
-from typing import Any, cast
+from functools import partial, wraps
+from typing import Any, NoReturn, cast
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,12 @@ from torch.autograd import profiler
 from torch.utils._pytree import tree_map_only
 
 from zerocore._C import Engine
+from zerocore.common.patching import around
 from zerocore.model.casting import cast_floats
-from zerocore.model.refusals import fsdp_mark
 from zerocore.model.traced import call_traced, is_traced
 
 _UNIT_CALL = "_zerocore_unit_call"
+_COMPILED, _CALL = "_compiled_call_impl", "_call_impl"  # attributes that nn.Module.__call__ reads
 # (what was raised, the state, units of the module that was called): what to raise instead, or None
 Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
 
@@ -159,46 +161,70 @@ def note_unit_call(module: nn.Module, unit_call: UnitCall | None) -> None:
 
 
 def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
-    """Makes ``module`` enter units when called; its class keeps its name."""
+    """Makes ``module`` enter units when called. Its class stays as it is: programs ask for it."""
     note_unit_call(module, unit_call)
+    attributes = vars(module)
+    for name in ("__deepcopy__", "__reduce_ex__", "__getstate__"):
+        attributes[name] = partial(_refuse_copy, type(module).__name__)
     cls: Any = type(module)
-    module.__class__ = _calling_class(cls)
-
-
-@cache
-def _calling_class(cls: Any) -> Any:
-    original_call = cls.__call__
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_UNIT_CALL].call(original_call, self, *args, **kwargs)
-
-    for function in (__call__, UnitCall.call, is_traced, call_traced):
+    if cls.__call__ is not nn.Module.__call__:
+        _enter_in_class(cls)
+        return
+    # Torch's own __call__ takes this way. The second one keeps torch.compile off the short one.
+    compiled = attributes.get(_COMPILED)
+    inner = cls._call_impl if compiled is None else partial(_without_self, compiled)
+    attributes[_COMPILED] = attributes[_CALL] = partial(_enter, ref(module), inner)
+    for function in (_enter, UnitCall.call, is_traced, call_traced):
         leave_out_of_graphs(function)
 
-    def __new__(cls_: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls(*args, **kwargs)  # type(model)(...) and a slice of a Sequential are not sharded
 
-    def _refuse_copy(self: nn.Module, *args: Any) -> Any:
-        raise TypeError(
-            f"this {cls.__name__} is sharded and cannot be copied or pickled; copy it before "
-            "zerocore.shard, or save zerocore.full_state_dict(model) and load that"
-        )
+def _enter(
+    module_ref: ref[nn.Module], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    module: Any = module_ref()
+    return module.__dict__[_UNIT_CALL].call(function, module, *args, **kwargs)
 
-    namespace = {
-        "__new__": __new__,
-        "__call__": __call__,
-        "_is_fsdp_managed_module": fsdp_mark,
-        "__deepcopy__": _refuse_copy,
-        "__reduce_ex__": _refuse_copy,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-    }
-    meta = type(cls)
-    if any(isinstance(value, property) for value in vars(cls).values()):
-        # remove_parametrizations deletes one, and goes on to the error of registration.py.
-        meta = type("Calling", (meta,), {"__delattr__": lambda _, name: delattr(cls, name)})
-    return meta(cls.__name__, (cls,), namespace)
+
+def _without_self(function: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+_classes: WeakSet[type] = WeakSet()  # whose own __call__ enters units of their objects
+
+
+def _enter_in_class(cls: Any) -> None:
+    if cls in _classes:
+        return
+    original = cls.__call__
+
+    @wraps(original)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit_call = self.__dict__.get(_UNIT_CALL) if type(self) is cls else None
+        if unit_call is None:
+            return original(self, *args, **kwargs)
+        return unit_call.call(original, self, *args, **kwargs)
+
+    cls.__call__ = __call__
+    leave_out_of_graphs(UnitCall.call)
+    _classes.add(cls)
+
+
+@around
+def compiles_inside(compile_module: Any, self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``nn.Module.compile``, of what the call of a unit goes around."""
+    unit_call = unit_call_of(self)
+    if unit_call is None or vars(self).pop(_CALL, None) is None:
+        compile_module(self, *args, **kwargs)
+        return
+    compile_module(self, *args, **kwargs)
+    set_unit_call(self, unit_call)
+
+
+def _refuse_copy(name: str, *args: Any) -> NoReturn:
+    raise TypeError(
+        f"this {name} is sharded and cannot be copied or pickled; copy it before "
+        "zerocore.shard, or save zerocore.full_state_dict(model) and load that"
+    )
 
 
 def leave_out_of_graphs(function: Any) -> None:

@@ -26,7 +26,7 @@ from zerocore.common.links import emulated_host_link
 from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.registration import watch_loads, watch_registrations
-from zerocore.model.buffers import BufferSync
+from zerocore.model.as_ddp import behave_as_ddp
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.extensions import Extension
@@ -42,6 +42,7 @@ from zerocore.reporting.out_of_memory import explain_backward, explain_forward
 from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
+from zerocore.tensor.cuts import Cut
 from zerocore.tensor.implicit_unshard import replace
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import PartOf, Place, spread
@@ -239,14 +240,16 @@ def _shard_param(
     engine, old, fqn = state.engine, choice.param, choice.fqns[0]
     layout = engine.layout(unit.index)
     shared = layout.num_shards > 1
-    is_gathered = layout.regions[layout.places[position].region].is_gathered
+    placed = layout.places[position]
+    region = layout.regions[placed.region]
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
     ranks = state.meshes[unit.mesh]
     owned = layout.owned(position, ranks.shard_rank if shared else 0)
     group = ranks.shard if shared else None
-    strides = None if full.is_contiguous() or not is_gathered else full.stride()
+    strides = None if full.is_contiguous() or not region.is_gathered else full.stride()
+    cut = Cut(placed.offset, region.shard_numel, region.num_across)
     place = Place(
-        fqn, choice.tensor.shape, (owned.begin, owned.end), group, strides, wholes.get(fqn)
+        fqn, choice.tensor.shape, (owned.begin, owned.end), group, strides, wholes.get(fqn), cut
     )
     data = engine.make_shard(unit.index, position)
     shard = Tensor._make_subclass(ShardedParameter, data, old.requires_grad)
@@ -296,8 +299,7 @@ def _fuse_linears(state: ShardState) -> None:
 
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
     mixed = state.config.mixed_precision or MixedPrecision()
-    synced = state.config.communication.sync_buffers
-    sync = BufferSync(model, state.meshes[0], state.engine) if synced else None
+    before_call = behave_as_ddp(model, state)
     narrow = mixed.param_dtype if mixed.cast_inputs else None
     for module in list(model.modules()):
         units = units_of.get(id(module), ())
@@ -318,7 +320,7 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 is_root,
                 cast_inputs=narrow if is_root or narrow in computes else None,
                 cast_outputs=mixed.output_dtype if is_root else None,
-                before_call=sync if is_root else None,
+                before_call=before_call if is_root else None,
                 looked_at=tuple(sorted(looked_at)),
                 **encodes,
                 viewed=tuple(unit for unit in units if state.units[unit].is_viewed),

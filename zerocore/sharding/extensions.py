@@ -138,7 +138,7 @@ def _first_rows(
     if (wrapper := choice.wrapper) is None:
         full: Any = choice.tensor.detach()
         if config.sync_params:
-            broadcast([getattr(full, name) for name in full.__tensor_flatten__()[0]], ranks)
+            broadcast([getattr(full, name) for name in full.__tensor_flatten__()[0]], ranks, device)
         return own_chunk(full, ranks.num_shards, ranks.shard_rank).to(device)
     param = choice.param
     types = param_types(config.mixed_precision, choice.fqns[0], param.dtype, param.requires_grad)

@@ -109,17 +109,19 @@ def _fit_row(name: str, row: Sequence[Any]) -> list[Any]:
 def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> list[Tensor]:
     """Plain local tensors for each of ``tensors``, or full ones if they change a full one.
 
-    All shards must lie at one place. A plain tensor may have one element, the full shape (this
+    Shards that lie elsewhere than the one that is changed, or the first one, are moved to its
+    place: all ranks must call. A plain tensor may have one element, the full shape (this
     rank's part of it is taken) or the shape of the shard. If the first one is changed, is plain
     and has the full shape, the shards are gathered: all ranks must call. Raises NotLocal.
     """
     sources = [tensor for tensor in tensors if isinstance(tensor, Placed)]
     sources.sort(key=lambda source: source.place.group is None)  # who knows the ranks comes first
-    place, local_shape = sources[0].place, local_of(sources[0]).shape
-    for other in sources[1:]:
-        if not place.holds_same(other.place):
-            raise NotLocal(f"; '{other.fqn}' beside it lies elsewhere ({other!r})")
     changed = out if out is not None else tensors[0] if in_place else None
+    first = changed if isinstance(changed, Placed) else sources[0]
+    place, local_shape = first.place, local_of(first).shape
+    for other in sources:
+        if not place.can_take(other.place):
+            raise NotLocal(f"; '{other.fqn}' beside it lies elsewhere ({other!r})")
     if changed is not None and not isinstance(changed, Placed):
         if _is_full(changed, place, local_shape):
             return [place.gather(local_of(t)) if isinstance(t, Placed) else t for t in tensors]
@@ -132,7 +134,7 @@ def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> lis
 
 def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
     if isinstance(tensor, Placed):
-        return local_of(tensor)
+        return place.take(local_of(tensor), tensor.place)
     if tensor.numel() == 1 and tensor.dim() <= 1:
         return tensor
     if tensor.shape == place.global_shape:
@@ -204,7 +206,11 @@ def get_items(shard: Any, index: Any) -> Any:
     kind: Any = type(shard)
     result = part.as_subclass(kind.result_type)
     result.place = replace(
-        shard.place, global_shape=torch.Size([len(whole)]), shard_range=(first, last), strides=None
+        shard.place,
+        global_shape=torch.Size([len(whole)]),
+        shard_range=(first, last),
+        strides=None,
+        cut=None,
     )
     return result
 

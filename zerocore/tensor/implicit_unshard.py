@@ -74,6 +74,7 @@ def call_with_full(
     """
     units = {(id(param.state_ref()), param.unit): param for param in params}
     entered: list[tuple[Any, int]] = []
+    is_inside = any(in_call(param) for param in params)
     try:
         for (_, unit), param in sorted(units.items(), key=lambda item: item[0][1]):
             state = param.state_ref()
@@ -86,9 +87,9 @@ def call_with_full(
                 state.engine.enter(unit)
                 entered.append((state.engine, unit))
         full = tree_map_only(Placed, _with_full, (args, kwargs))
-        fulls = _replaced((args, kwargs), full) if entered else []
+        fulls = [] if is_inside else _replaced((args, kwargs), full)
         output = func(*full[0], **full[1])
-        if entered:
+        if fulls:
             _check_unchanged(func, fulls)
             with torch._C.DisableTorchFunctionSubclass():
                 output = _without([full for _, full, _ in fulls], output)
@@ -106,9 +107,14 @@ def _version(tensor: Tensor) -> int:
 
 
 def _replaced(given: Any, full: Any) -> list[tuple[Any, Tensor, int]]:
-    """Shards, what they were replaced by, and its version."""
+    """Shards, the copies in their place, and the versions of these."""
     pairs = zip(leaves(given), leaves(full), strict=True)
-    return [(shard, value, _version(value)) for shard, value in pairs if value is not shard]
+    copied = ((shard, value) for shard, value in pairs if value is not shard and _is_copied(shard))
+    return [(shard, value, _version(value)) for shard, value in copied]
+
+
+def _is_copied(shard: Placed) -> bool:
+    return isinstance(shard, PlacedParameter) or not shard.place.is_whole
 
 
 def _check_unchanged(func: Function, fulls: list[tuple[Any, Tensor, int]]) -> None:
@@ -126,7 +132,10 @@ def _with_full(shard: Placed) -> Tensor:
     # A shard beside a parameter is wanted in full as well.
     if isinstance(shard, PlacedParameter):
         return shard.shown()
-    return shard.place.gather(local_of(shard))
+    if _is_copied(shard):
+        return shard.place.gather(local_of(shard))
+    outline = shard.place.outline(shard.dtype)
+    return local_of(shard).as_strided(outline.shape, outline.stride())
 
 
 def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:

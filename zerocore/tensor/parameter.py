@@ -133,9 +133,11 @@ class _InPlace(_Shard):
         if not isinstance(value, Placed) and value.shape == self.global_shape:
             part = self.place.part_of(value.detach())
             return part if self.place.group is None else part.clone()  # the rest is not kept alive
-        same = not isinstance(value, Placed) or value.place.holds_same(self.place)
-        if value.shape == self.shape and same:
+        known = value.place if isinstance(value, Placed) else self.place
+        if value.shape == self.shape and known.holds_same(self.place):
             return value
+        if isinstance(value, Placed) and self.place.can_take(known):
+            return self.place.take(local_of(value), known)
         given = repr(value) if isinstance(value, Placed) else f"shape {tuple(value.shape)}"
         start, end = self.shard_range
         raise ValueError(
@@ -281,11 +283,14 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:
         raise TypeError(
-            f"parameter '{self.fqn}' is sharded and cannot be deep-copied or pickled; copy the "
-            "model before zerocore.shard, or use zerocore.full_state_dict(model)"
+            f"parameter '{self.fqn}' is sharded and cannot be pickled; use "
+            "zerocore.full_state_dict(model)"
         )
 
-    __deepcopy__ = __reduce_ex__  # type: ignore[assignment]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A shard of its own, without gradient, as ``p.detach().clone()``."""
+        memo[id(self)] = copied = self.detach().clone()
+        return copied
 
 
 def make_alike(full: nn.Parameter, kind: type[nn.Parameter], attributes: dict[str, Any]) -> None:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import TypeIs  # torch needs it, too
 
 from zerocore.common.alarm import waiting
 from zerocore.tensor import pending_host_updates
+from zerocore.tensor.cuts import Cut, move, ranges_of
 from zerocore.tensor.functions import BEHIND_OPERATORS, base_of, is_elementwise
 
 _LEAF = "_zerocore_leaf"  # on what modules see: the parameter that autograd knows
@@ -71,6 +71,8 @@ class Place:
             shard that was loaded from a file.
         strides: those of the full parameter; None if it is C-contiguous.
         part: the larger tensor of which the parameter is a part; None if it is none.
+        cut: says which elements the other ranks have; None in a shard that was loaded from a file,
+            in a slice, and by rows.
     """
 
     fqn: str
@@ -79,6 +81,7 @@ class Place:
     group: dist.ProcessGroup | None = None
     strides: tuple[int, ...] | None = None
     part: PartOf | None = None
+    cut: Cut | None = None
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -94,14 +97,44 @@ class Place:
     def without_groups(self) -> Place:
         """The same place for another process."""
         part = None if self.part is None else replace(self.part, group=None)
-        return replace(self, group=None, part=part)
+        return replace(self, group=None, part=part, cut=None)
 
     def holds_same(self, other: Place) -> bool:
-        """Whether shards at both places hold the same elements of a tensor of one layout.
+        """Whether shards at both places hold the same elements of a tensor of one layout; where
+        both know their cut, on all ranks.
 
         One that was loaded from a file knows no group, and goes with any.
         """
-        return len({self.group, other.group} - {None}) < 2 and self.elements == other.elements
+        if self.cut is None or other.cut is None:
+            return len({self.group, other.group} - {None}) < 2 and self.elements == other.elements
+        is_alike = (self.global_shape, self.strides) == (other.global_shape, other.strides)
+        is_alike = is_alike and self.group is other.group
+        return is_alike and (self.cut == other.cut or self._ranges == other._ranges)
+
+    def can_take(self, other: Place) -> bool:
+        """Whether :meth:`take` finds the elements of a shard at the ``other`` place; the same on
+        all ranks where both know their cut."""
+        is_known = self.cut is not None and other.cut is not None
+        return self.holds_same(other) or (is_known and self.global_shape == other.global_shape)
+
+    def take(self, local: Tensor, other: Place) -> Tensor:
+        """The elements of this place, of a tensor of which ``local`` lies at the ``other`` one.
+
+        Collective, unless the two hold the same.
+        """
+        if self.holds_same(other):
+            return local
+        if self.group is None or self.group is not other.group or self.strides != other.strides:
+            return self.part_of(other.gather(local))
+        what = f"a move of '{other.fqn}' to the elements of '{self.fqn}'"
+        return move(local, other._ranges, self._ranges, self.group, what)
+
+    @property
+    def _ranges(self) -> tuple[tuple[int, int], ...]:
+        """Those of all ranks, where the cut is known."""
+        assert self.cut is not None
+        count = 1 if self.group is None else self.group.size()
+        return ranges_of(self.cut, self.global_shape.numel(), count)
 
     @property
     def elements(self) -> tuple[torch.Size, tuple[int, int], tuple[int, ...] | None]:
@@ -114,9 +147,14 @@ class Place:
         start, end = self.shard_range
         return f"{start}:{end} of shape {tuple(self.global_shape)}"
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all elements."""
+        return self.group is None and self.shard_range == (0, self.global_shape.numel())
+
     def check_whole(self) -> None:
         """Raises RuntimeError if the other elements lie on ranks that are not known."""
-        if self.group is None and self.shard_range != (0, self.global_shape.numel()):
+        if self.group is None and not self.is_whole:
             raise RuntimeError(
                 f"'{self.fqn}': this shard (elements {self.shard_range[0]}:{self.shard_range[1]}) "
                 "was loaded from a file or copied by pickle, and does not know the ranks that "
@@ -205,6 +243,7 @@ class Placed:
     place: Place
     dtype: torch.dtype
     what = "the shard of"  # how errors call it
+    is_read = False  # made of a parameter by a function that changes nothing
 
     @property
     def fqn(self) -> str:
@@ -235,15 +274,6 @@ class Placed:
     def whole_tensor(self) -> Tensor:
         """As :meth:`full_tensor`; the larger tensor of a part, see :class:`zerocore.Part`."""
         return self.place.whole_of(self.full_tensor())
-
-
-def is_sharded(value: object) -> TypeIs[Placed]:
-    """Whether a parameter, a gradient or an optimizer's state is a shard of ``zerocore.shard``.
-
-    Behind it type checkers know ``local()``, ``shard_range`` and ``full_tensor()``. DTensors of
-    :mod:`zerocore.fsdp` are none.
-    """
-    return isinstance(value, Placed)
 
 
 class PlacedParameter(Placed):

@@ -67,10 +67,10 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if writes:
             check_not_shown_full(name, changed)
             _check_no_leaf(name, changed)
-            params = []  # full ones would be changed in their place
+            found = []  # full ones would be changed in their place
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
-        return _on_shards(func, args, kwargs, changed, params)
+        return _on_shards(func, args, kwargs, changed, found)
 
 
 def _tell_trained(param: Any) -> None:
@@ -96,19 +96,30 @@ def _changes_gradients(name: str, args: Args) -> bool:
 
 
 def _on_shards(
-    func: Function, args: Args, kwargs: Kwargs, changed: list[Any], params: list[Any]
+    func: Function, args: Args, kwargs: Kwargs, changed: list[Any], read: list[Any]
 ) -> Any:
+    params = [value for value in read if isinstance(value, PlacedParameter)]
+    reads = bool(params) or any(value.is_read for value in read)
     reason = ""
     try:
         result = _local_or_global(func, args, kwargs, changed)
         if result is not NotImplemented:
+            if reads and functions.base_of(name_of(func)) not in functions.LIKES:
+                _note_read(result)
             return result
     except NotLocal as error:
         reason = str(error)
-    if params:
+    if reads:
         return call_with_full(func, args, kwargs, params)
     found = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
     refuse(name_of(func), found[0], reason)
+
+
+def _note_read(result: Any) -> None:
+    """Marks shards that were computed from parameters: functions read both in full alike."""
+    for value in leaves(result):
+        if isinstance(value, Placed):
+            value.is_read = True
 
 
 def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:

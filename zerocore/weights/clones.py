@@ -46,7 +46,8 @@ def clone_sharded(model: _Model, make: Callable[[], _Model] | None = None) -> _M
         make = lambda: type(model)(model.config)  # noqa: E731
     with torch.device("meta"):
         copied = make().requires_grad_(False).eval()
-    communication = Communication(prefetch=state.config.communication.prefetch)
+    given = state.config.communication
+    communication = Communication(prefetch=given.prefetch, sync_buffers=given.sync_buffers)
     config = replace(state.config, communication=communication, sync_params=False, offload=None)
     request = validate(
         copied,

@@ -23,7 +23,8 @@ class ZerocoreRun(ParallelRun):
 
     def __init__(self, seed: int, unused: bool, stage: int) -> None:
         super().__init__(seed, unused)
-        self.options: dict[str, Any] = {"stage": stage}
+        # Buffers stay each rank's own, as with the peers.
+        self.options: dict[str, Any] = {"stage": stage, "sync_buffers": False}
 
     def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
         return zerocore.shard(model, units=units, **self.options)

@@ -1,0 +1,80 @@
+"""Sharded models behave as under DistributedDataParallel: ``no_sync``, and buffers of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from zerocore.model.buffers import BufferSync
+from zerocore.model.state import ShardState, state_of
+
+_SYNCS = "require_backward_grad_sync"  # an attribute of the model, as DDP has it
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulates gradients without communicating, as far as the stage holds full gradients.
+
+    Stages 0 and 1, and 2 and 3 with ``accumulate="full"``: gradients are reduced in the first
+    backward outside. Stages 2 and 3 with ``accumulate="sharded"`` reduce in every backward.
+    ``model.no_sync()`` does the same, as does ``model.require_backward_grad_sync = False`` before
+    a forward.
+
+    Raises:
+        ValueError: the model is not sharded.
+        RuntimeError: this process was forked from the one that sharded it.
+    """
+    state = state_of(model, by_rows=False)
+    root = vars(state.model())
+    before = root[_SYNCS], state.engine.sync
+    root[_SYNCS] = state.engine.sync = False
+    try:
+        yield
+    finally:
+        root[_SYNCS], state.engine.sync = before
+
+
+def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
+    """Gives ``model`` DDP's methods. Returns a function for all ranks before each of its calls."""
+    root, is_due = ref(model), True
+    vars(model).setdefault(_SYNCS, True)
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = lambda: no_sync(_alive(root))
+    synced = state.config.communication.sync_buffers
+    sync_buffers = BufferSync(state.meshes[0], state.device) if synced else None
+
+    @_disable_dynamo
+    def before_call() -> None:
+        nonlocal is_due
+        model = _alive(root)
+        state.engine.sync = bool(vars(model)[_SYNCS])
+        if sync_buffers is not None:
+            if is_due:
+                sync_buffers(model, _buffers(model, state))
+            is_due = torch.is_grad_enabled() and state.engine.sync
+
+    return before_call
+
+
+def _buffers(model: nn.Module, state: ShardState) -> list[Tensor]:
+    """Those that DistributedDataParallel would send."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    found: dict[int, Tensor] = {}
+    for prefix, module_ref in state.modules:
+        module = module_ref()
+        for name, buffer in () if module is None else module._buffers.items():
+            is_sent = not ignored or f"{prefix}.{name}".lstrip(".") not in ignored
+            if buffer is not None and is_sent:
+                found[id(buffer)] = buffer
+    return list(found.values())
+
+
+def _alive(root: Callable[[], nn.Module | None]) -> nn.Module:
+    model = root()
+    assert model is not None
+    return model

@@ -1,0 +1,69 @@
+"""Where a parameter is cut into shards, and moves of elements between two such cuts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerocore.common.alarm import waiting
+
+_Range = tuple[int, int]
+
+
+class Cut(NamedTuple):
+    """The place of a parameter among the shards of its region: every rank knows all ranges."""
+
+    offset: int  # of the parameter's first element in the region
+    shard_numel: int  # of the region
+    num_across: int = 1  # shards of different replicas that follow each other
+
+
+@lru_cache(maxsize=4096)
+def ranges_of(cut: Cut, numel: int, num_shards: int) -> tuple[_Range, ...]:
+    """Each rank's elements of a parameter of ``numel`` elements, (0, 0) if it has none."""
+    num_within = num_shards // cut.num_across
+    ranges = []
+    for shard in range(num_shards):
+        place = shard % num_within * cut.num_across + shard // num_within
+        begin = place * cut.shard_numel - cut.offset
+        ranges.append(_overlap((0, numel), (begin, begin + cut.shard_numel)))
+    return tuple(ranges)
+
+
+def _overlap(one: _Range, other: _Range) -> _Range:
+    begin, end = max(one[0], other[0]), min(one[1], other[1])
+    return (begin, end) if begin < end else (0, 0)
+
+
+def move(
+    local: Tensor,
+    given: tuple[_Range, ...],
+    wanted: tuple[_Range, ...],
+    group: dist.ProcessGroup,
+    what: str,
+) -> Tensor:
+    """This rank's ``wanted`` elements, of which each rank has the ``given`` ones; collective."""
+    rank, nbytes = group.rank(), local.element_size()
+    sent = [_overlap(given[rank], each) for each in wanted]
+    received = [_overlap(wanted[rank], each) for each in given]
+    first = given[rank][0]
+    outgoing = torch.cat([local[begin - first : end - first] for begin, end in sent])
+    incoming = local.new_empty(sum(end - begin for begin, end in received))
+    with waiting(group, what):
+        dist.all_to_all_single(
+            incoming.view(torch.uint8),
+            outgoing.view(torch.uint8),
+            [(end - begin) * nbytes for begin, end in received],
+            [(end - begin) * nbytes for begin, end in sent],
+            group=group,
+        )
+    result = local.new_empty(wanted[rank][1] - wanted[rank][0])
+    first = wanted[rank][0]
+    parts = incoming.split([end - begin for begin, end in received])
+    for (begin, end), part in zip(received, parts, strict=True):
+        result[begin - first : end - first] = part
+    return result
