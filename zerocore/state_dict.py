@@ -183,8 +183,12 @@ def _check_values(
     places += [("buffer", key, buffer, buffer.shape) for key, buffer in buffers.items()]
     for kind, key, place, shape in places:
         value = values[key]
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{kind} '{key}': the state dict has a {type(value).__name__}")
+        if not isinstance(value, Tensor) or isinstance(value, Placed):
+            given = repr(value) if isinstance(value, Placed) else type(value).__name__
+            raise TypeError(
+                f"{kind} '{key}': the state dict has a {given}; expected a full tensor, as "
+                "zerocore.full_state_dict(model) gives them"
+            )
         if value.shape != shape:
             raise ValueError(
                 f"{kind} '{key}': the state dict has shape {tuple(value.shape)}, the model "

@@ -30,6 +30,7 @@ from zerocore.common.quantities import parse_nbytes
 from zerocore.model.extensions import check_plain
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.planning.other_bytes import MEMORY_BUDGET
+from zerocore.tensor.pickling import pickled_as_parts
 from zerocore.tensor.place import Placed
 
 _log = logging.getLogger("zerocore")
@@ -266,7 +267,9 @@ class Checkpoints:
             "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
             "rng": training_state.random_state() if self._rng else None,
         }
-        return saved_state(self._kept, nested, copy=self._background), saved_bytes(own)
+        with pickled_as_parts():
+            own_bytes = saved_bytes(own)
+        return saved_state(self._kept, nested, copy=self._background), own_bytes
 
     def _load(self, folder: Path, state: ShardState) -> None:
         options = (self._model, self._optimizers, self._verify, self._budget)

@@ -141,7 +141,8 @@ def _check_place(param: ShardedParameter, key: str, saved: Place) -> None:
     own = param.place
     if (saved.fqn, saved.elements) != (own.fqn, own.elements):
         raise ValueError(
-            f"the optimizer's state {key} is that of '{saved.fqn}', elements {saved.text}, but "
+            f"the optimizer's state {key}{saved.origin} is that of '{saved.fqn}', elements "
+            f"{saved.text}, but "
             f"this rank's parameter in its place is '{own.fqn}', elements {own.text}. Shards load "
             "on the rank, stage and number of ranks that saved them, in the same order of "
             "parameters; for others save with torch.distributed.checkpoint or zerocore.Checkpoints"

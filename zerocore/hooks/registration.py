@@ -131,7 +131,7 @@ def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
     saved, own = value.place, param.place
     if saved.elements != own.elements:
         raise ValueError(
-            f"parameter '{key}': the state dict holds elements {saved.text}, this rank {own.text}. "
-            "Shards load on the rank, stage and number of ranks that saved them; for others use "
+            f"parameter '{key}': the state dict holds elements {saved.text}{saved.origin}, this "
+            f"rank {own.text}. Shards load on the rank, stage and number of ranks that saved them; for others use "
             "torch.distributed.checkpoint or zerocore.Checkpoints, or zerocore.full_state_dict"
         )

@@ -118,7 +118,9 @@ def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> lis
     place, local_shape = sources[0].place, local_of(sources[0]).shape
     for other in sources[1:]:
         if not place.holds_same(other.place):
-            raise NotLocal(f"; '{other.fqn}' beside it lies elsewhere ({other!r})")
+            raise NotLocal(
+                f"; '{other.fqn}'{other.place.origin} beside it lies elsewhere ({other!r})"
+            )
     changed = out if out is not None else tensors[0] if in_place else None
     if changed is not None and not isinstance(changed, Placed):
         if _is_full(changed, place, local_shape):

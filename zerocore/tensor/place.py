@@ -71,6 +71,7 @@ class Place:
             shard that was loaded from a file.
         strides: those of the full parameter; None if it is C-contiguous.
         part: the larger tensor of which the parameter is a part; None if it is none.
+        is_own: the shard goes to files and other processes as it is, this rank's part.
     """
 
     fqn: str
@@ -79,6 +80,7 @@ class Place:
     group: dist.ProcessGroup | None = None
     strides: tuple[int, ...] | None = None
     part: PartOf | None = None
+    is_own: bool = False
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -94,7 +96,7 @@ class Place:
     def without_groups(self) -> Place:
         """The same place for another process."""
         part = None if self.part is None else replace(self.part, group=None)
-        return replace(self, group=None, part=part)
+        return replace(self, group=None, part=part, is_own=True)
 
     def holds_same(self, other: Place) -> bool:
         """Whether shards at both places hold the same elements of a tensor of one layout.
@@ -114,13 +116,19 @@ class Place:
         start, end = self.shard_range
         return f"{start}:{end} of shape {tuple(self.global_shape)}"
 
+    @property
+    def origin(self) -> str:
+        """As errors name where it comes from, if that is a file with one rank's part."""
+        return " from a file with one rank's part of it" if self.is_own else ""
+
     def check_whole(self) -> None:
         """Raises RuntimeError if the other elements lie on ranks that are not known."""
         if self.group is None and self.shard_range != (0, self.global_shape.numel()):
             raise RuntimeError(
-                f"'{self.fqn}': this shard (elements {self.shard_range[0]}:{self.shard_range[1]}) "
-                "was loaded from a file or copied by pickle, and does not know the ranks that "
-                "hold the others. Load it with model.load_state_dict first"
+                f"'{self.fqn}': this is the part of one rank, elements {self.text}, from a file "
+                "which that rank saved for itself; the other elements are not in it. "
+                "model.load_state_dict takes it on the rank that saved it, and needs the files of "
+                "all ranks. To save all elements, call zerocore.full_state_dict(model) on all ranks"
             )
 
     def like_full(self, local: Tensor) -> Tensor:
