@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from zerocore.common.agreement import together
 from zerocore.common.alarm import operation
-from zerocore.hooks.optimizer_states import params_of
+from zerocore.hooks.optimizer_states import mapped, params_of
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.parts import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, state_of
@@ -94,20 +95,33 @@ def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> 
     """
     packed = optimizer.state_dict()
     shards = [param for param in params_of(optimizer) if isinstance(param, ShardedParameter)]
-    ranks = {state.rank for param in shards if (state := param.state_ref()) is not None}
-    keep = not rank0_only or ranks <= {0}
-    states = {
-        index: {key: _full_value(value, keep) for key, value in values.items()}
-        for index, values in packed["state"].items()
-    }
-    return {**packed, "state": states} if keep else {}
+    states = dict.fromkeys(state for p in shards if (state := p.state_ref()) is not None)
+    keep = not rank0_only or {state.rank for state in states} <= {0}
+    for state in states:
+        _check_alike(packed["state"], state)
+    full = mapped(packed, partial(_full_value, keep=keep))
+    return {**packed, **full} if keep else {}
 
 
-def _full_value(value: Any, keep: bool) -> Any:
+def _check_alike(states: Mapping[Any, Any], state: ShardState) -> None:
+    """Raises RuntimeError if the states of ranks differ in what has to be gathered."""
+    facts: list[str] = []
+
+    def note(value: Tensor) -> Tensor:
+        if isinstance(value, Placed):
+            facts.append(f"a state of '{value.fqn}' of shape {list(value.place.whole_shape)}")
+        return value
+
+    mapped(dict(states), note)
+    with together(state.ranks.groups, state.device) as own:
+        own.extend(facts)
+
+
+def _full_value(value: Tensor, keep: bool) -> Any:
     if isinstance(value, Placed):
         full = value.whole_tensor()  # on all ranks
         return full.cpu() if keep else None
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return value.detach().cpu().clone()
 
 
 @operation("load_full_state_dict")

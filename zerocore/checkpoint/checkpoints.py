@@ -21,8 +21,9 @@ from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.saving import Save
 from zerocore.checkpoint.commit.writer import finish_writes, writer_of
 from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own
-from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_bytes, saved_state
+from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_state
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
+from zerocore.checkpoint.plain_values import readable, saved_bytes
 from zerocore.checkpoint.safe_files import DamagedError
 from zerocore.common.agreement import from_rank, on_all_ranks
 from zerocore.common.alarm import operation
@@ -264,7 +265,10 @@ class Checkpoints:
             "step": step,
             "buffers": {key: v for key, v in buffers.items() if isinstance(v, Tensor)},
             "world_size": state.world_size,
-            "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
+            "stateful": {
+                name: readable(value.state_dict(), f"{name}.state_dict()")
+                for name, value in self._stateful.items()
+            },
             "rng": training_state.random_state() if self._rng else None,
         }
         with pickled_as_parts():

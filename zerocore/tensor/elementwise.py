@@ -135,8 +135,8 @@ def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> lis
 def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
     if isinstance(tensor, Placed):
         return local_of(tensor)
-    if tensor.numel() == 1 and tensor.dim() <= 1:
-        return tensor
+    if tensor.numel() == 1 and tensor.dim() <= max(1, len(place.global_shape)):
+        return tensor.view(-1) if tensor.dim() > 1 else tensor
     if tensor.shape == place.global_shape:
         return place.part_of(tensor)
     is_vector = tensor.dim() == 1 and len(place.global_shape) > 1

@@ -5,7 +5,6 @@ The next save of the same tensors uses the plan and metadata of the last one.
 
 from __future__ import annotations
 
-import io
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from zerocore.checkpoint.checksums import FileSums
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, Spread
 from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, frame
+from zerocore.checkpoint.plain_values import saved_bytes
 from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
 from zerocore.model.parts import check_has_places
 from zerocore.model.state import ShardState
@@ -187,12 +187,6 @@ def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedStat
         elif is_first:
             plain[key] = deepcopy(value)
     return SavedState(kept, facts, tensors, plain, paths)
-
-
-def saved_bytes(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def write_rank_file(
