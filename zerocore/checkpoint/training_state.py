@@ -179,18 +179,39 @@ def fit_optimizers(
     trouble = f"{folder} was saved with another kind of optimizer"
     wanted: State = {}
     for optimizer in optimizers:
-        needed = first_keys(optimizer)
-        for name, param in _names(model, optimizer).items():
-            facts = saved.get(name, {})
-            if missing := sorted(needed(param) - set(facts)) if facts else []:
-                keys = [f"optim.state.{name}.{key}" for key in missing]
-                raise ValueError(f"{trouble}: missing {shown(keys)}")
-            make = None if makes_all(optimizer) else param
-            states = wanted.setdefault(name, {}) if facts else {}
-            known = own.get(name, {})
+        params = {name: p for name, p in _names(model, optimizer).items() if name in saved}
+        _check_keys(optimizer, params, saved, trouble)
+        others = _other_keys(params, saved)
+        for name, param in params.items():
+            facts, known = saved[name], {**own.get(name, {})}
+            known.update({k: None for k in others if isinstance(known.get(k), Placed)})
+            states = wanted.setdefault(name, {})
             for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
+                make = None if makes_all(optimizer) or key in others else param
                 states[key] = _target(f"optim.state.{name}.{key}", known.get(key), facts[key], make)
     return {"state": {k: wanted[k] for k in (*own, *wanted) if k in wanted}, "param_groups": groups}
+
+
+def _check_keys(optimizer: Optimizer, params: State, saved: State, trouble: str) -> None:
+    """Raises ValueError if a state that the first step makes was saved of no parameter."""
+    needed = first_keys(optimizer)
+    found = {key for name in params for key in saved[name]}
+    for name, param in params.items():
+        if missing := sorted(needed(param) - found):
+            keys = [f"optim.state.{name}.{key}" for key in missing]
+            raise ValueError(f"{trouble}: missing {shown(keys)}, unexpected {shown(sorted(found))}")
+
+
+def _other_keys(params: State, saved: State) -> set[str]:
+    """Keys of states that are not a parameter's elements: of some parameter they have another
+    shape."""
+    return {
+        key
+        for name, param in params.items()
+        for key, facts in saved[name].items()
+        if isinstance(facts, TensorStorageMetadata) and facts.size.numel() != 1
+        if facts.size != (param.place.whole_shape if isinstance(param, Placed) else param.shape)
+    }
 
 
 def saved_states(metadata: Metadata) -> dict[str, State]:
@@ -200,8 +221,9 @@ def saved_states(metadata: Metadata) -> dict[str, State]:
     for full, facts in metadata.state_dict_metadata.items():
         if full.startswith("optim.state."):
             name, _, key = full.removeprefix("optim.state.").rpartition(".")
-            if len(path := paths.get(full, ())) > 3:
-                name, key = path[2], ".".join(map(str, path[3:]))
+            path = paths.get(full, ())
+            if full == ".".join(map(str, path)) and isinstance(path[2], str):
+                name, key = path[2], full.removeprefix(f"optim.state.{path[2]}.")
             found.setdefault(name, {})[key] = facts
     return found
 

@@ -140,10 +140,17 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     saved = list(chain.from_iterable(group["params"] for group in groups))
     owners = dict(zip(saved, params_of(optimizer), strict=False))
     is_number = _numbers(optimizer)
+    others = {
+        key
+        for index, values in state_dict["state"].items()
+        if isinstance(owners.get(index), ShardedParameter) and isinstance(values, dict)
+        for key, value in values.items()
+        if isinstance(value, Tensor) and is_other(value, owners[index])
+    }
     state = {
         index: {
             key: value
-            if is_number(owners[index], key, value)
+            if key in others or is_number(owners[index], key, value)
             else mapped(value, partial(fitted, owners[index], key))
             for key, value in values.items()
         }
@@ -152,6 +159,22 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
         for index, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def is_other(value: Tensor, param: ShardedParameter) -> bool:
+    """Whether a loaded state of several elements is none of the parameter's elements (rows of a
+    matrix): then no parameter's state of this name is, also where the shapes are the same."""
+    place = param.place
+    if isinstance(value, Placed) or value.numel() == 1 or value.shape == local_of(param).shape:
+        return False
+    if value.dim() == 1 and len(place.global_shape) == 1 and value.shape != place.whole_shape:
+        raise ValueError(
+            f"the loaded state of parameter '{param.fqn}' has shape {tuple(value.shape)}, expected "
+            f"the full {tuple(place.global_shape)}, or this rank's elements of it. Save with "
+            "torch.distributed.checkpoint or zerocore.Checkpoints to load with another stage or "
+            "number of ranks"
+        )
+    return value.shape not in (place.global_shape, place.whole_shape)
 
 
 def _numbers(optimizer: Optimizer) -> Callable[[ShardedParameter, str, Any], bool]:
@@ -186,20 +209,13 @@ def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
     if isinstance(value, Placed):
         _check_place(param, key, value.place)
         return as_shard(local_of(value), place)
-    if value.dim() == 0 and key in NUMBERS:
+    if not isinstance(value, Tensor) or (value.dim() == 0 and key in NUMBERS):
         return value
     if place.part is not None and value.shape == place.whole_shape:
         value = place.part_of_whole(value)
     if value.shape == place.global_shape:
         part = place.part_of(value)
         return as_shard(part if place.group is None else part.clone(), place)
-    if value.dim() == 1 and value.numel() not in (1, local_of(param).numel(), *place.global_shape):
-        raise ValueError(
-            f"the loaded {key} of parameter '{param.fqn}' has shape {tuple(value.shape)}, expected "
-            f"the full {tuple(place.global_shape)}, or this rank's elements of it. Save with "
-            "torch.distributed.checkpoint or zerocore.Checkpoints to load with another stage or "
-            "number of ranks"
-        )
     return value
 
 
