@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.common.agreement import together
+from zerocore.common.agreement import from_rank, together
 from zerocore.common.alarm import operation
+from zerocore.hooks.loading import EXTRA_STATE, as_loaded, has_extra_state
 from zerocore.hooks.optimizer_states import mapped, params_of
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.parts import check_has_places
@@ -39,6 +41,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     check_has_places(state)
     keys = param_keys(model, state)
     keep = not rank0_only or state.rank == 0
+    known = {key for names in keys.values() for key in names} | set(state.several())
     full: dict[str, Tensor] = {}
     for unit in state.units:
         gathered = state.engine.full_values(unit.index)
@@ -51,14 +54,17 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
                 full.update(dict.fromkeys(keys[param], value.to("cpu", copy=True)))
             full.update(_several(unit, gathered[len(unit.params) :]))
         del gathered, values
-    if not keep:
-        return {}
-    result: dict[str, Any] = {}
-    for key, value in model.state_dict().items():
+    result: dict[str, Any] = OrderedDict()
+    state_dict = model.state_dict()
+    for key, value in state_dict.items():
         if key in full:
             result[key] = full[key]
-        else:
-            result[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+        elif key not in known:  # a hook made it of what it was given
+            result[key] = _full_value(value, keep) if isinstance(value, Tensor) else value
+    if not keep:
+        return {}
+    if hasattr(state_dict, "_metadata"):  # versions of modules
+        result._metadata = state_dict._metadata  # type: ignore[attr-defined]
     return result
 
 
@@ -146,10 +152,11 @@ def load_full_state_dict(
     buffers = buffers_of(model, keys)
     for name in state.several():
         buffers.pop(name, None)
-    values = state_dict or {}
+    values, extra = state_dict or {}, has_extra_state(model)
     with together(state.ranks.groups, state.device) as facts:
         if source:
             _check_several(state, values)
+            values = as_loaded(model, state, values)
             _check_values(model, keys, buffers, values)
         if broadcast:
             for key, buffer in buffers.items():
@@ -161,6 +168,18 @@ def load_full_state_dict(
             buffer.copy_(values[key])
     if broadcast:
         broadcast_tensors(buffers.values(), state.ranks)
+    if extra:
+        _set_extra_state(model, state, values, broadcast)
+
+
+def _set_extra_state(
+    model: nn.Module, state: ShardState, values: Mapping[str, Any], broadcast: bool
+) -> None:
+    keys = [key for key in model.state_dict() if key.endswith(EXTRA_STATE)]
+    own = {key: values[key] for key in keys if key in values}
+    given = from_rank(state.ranks.groups, own, state.device) if broadcast else own
+    for key, value in given.items():
+        model.get_submodule(key.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(value)
 
 
 def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:

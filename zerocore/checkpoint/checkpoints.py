@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -178,7 +179,8 @@ class Checkpoints:
         try:
             if self._known.get(final) and final.exists():  # else the first rank looks into it
                 raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
-            saved, own = self._collect(step, state)
+            with changes_counted():
+                saved, own = self._collect(step, state)
             save = self._make_save(final, saved, own)
         except Exception as error:  # without this the others would wait for this rank
             wait([self._writer.writes.submit(self._fail, error)])
@@ -277,7 +279,8 @@ class Checkpoints:
 
     def _load(self, folder: Path, state: ShardState) -> None:
         options = (self._model, self._optimizers, self._verify, self._budget)
-        self._run_load(TrainingLoad(folder, state, *options), state)
+        with changes_counted():
+            self._run_load(TrainingLoad(folder, state, *options), state)
 
     def _run_load(self, load: TrainingLoad, state: ShardState) -> None:
         load.run(self._stateful)
@@ -288,6 +291,14 @@ class Checkpoints:
             restore_buffers(self._model, own["buffers"])
         if self._rng:
             restore_own(own, state.rank, state.world_size)
+
+
+@contextmanager
+def changes_counted() -> Iterator[None]:
+    """Inside, new tensors have version counters, also within ``torch.inference_mode``."""
+    records = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
+        yield
 
 
 @contextmanager

@@ -81,7 +81,32 @@ def training_state(model: nn.Module, optimizers: Optimizers) -> State:
 def load_model(model: nn.Module, state: State) -> None:
     """Gives the model what was loaded into the tensors of :func:`training_state`."""
     owners = model.state_dict(keep_vars=True)
+    resize_buffers(model, state)
     model.load_state_dict({key: as_rows(value, owners[key]) for key, value in state.items()})
+
+
+def resize_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Gives buffers that have grown or shrunk the sizes of the values to be loaded."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            value = values.get(f"{prefix}.{name}" if prefix else name)
+            if isinstance(value, Tensor) and isinstance(buffer, Tensor):
+                if value.shape != buffer.shape and not isinstance(value, Placed):
+                    module._buffers[name] = buffer.new_empty(value.shape)
+
+
+def resized(state: State, metadata: Metadata) -> State:
+    """A model's state with memory of the saved sizes for buffers of others."""
+    facts = metadata.state_dict_metadata
+    sizes = {key: getattr(facts.get(f"model.{key}"), "size", None) for key in state}
+    return {
+        key: value
+        if not isinstance(value, Tensor)
+        or isinstance(value, Placed)
+        or sizes[key] in (None, value.shape)
+        else value.new_empty(sizes[key])
+        for key, value in state.items()
+    }
 
 
 def _by_names(model: nn.Module, optimizers: Optimizers) -> State:

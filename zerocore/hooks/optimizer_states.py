@@ -42,6 +42,7 @@ def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
 # Numbers, not elements: in the state of a parameter without dimensions they look alike.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
+_ADDED = "_zerocore_added_options"
 _P = TypeVar("_P", bound=Tensor)
 
 
@@ -91,6 +92,8 @@ def _mapped_object(value: Any, change: Callable[[Tensor], Any]) -> Any:
 def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Gives elements of shards in a state dict their place, on the same memory."""
     params = params_of(optimizer)
+    for group, added in zip(state_dict["param_groups"], getattr(optimizer, _ADDED, ()), strict=False):
+        group.update({key: value for key, value in added.items() if key not in group})
     state_dict["state"] = {
         index: _wrapped(params[index], state) if isinstance(index, int) else state
         for index, state in state_dict["state"].items()
@@ -272,9 +275,30 @@ def _probed(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """The state of a vector of two elements, other than a number's, after a step."""
+    return stepped_state(optimizer, group, _probe(dtype, device))
+
+
+def _probe(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     probe = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
     probe.grad = torch.zeros_like(probe)
-    return stepped_state(optimizer, group, probe)
+    return probe
+
+
+def note_added_options(optimizer: Optimizer) -> None:
+    """State dicts have the options that steps add to groups, also before the first step: zeros."""
+    added: list[dict[str, Any]] = []
+    for group in () if makes_all(optimizer) else optimizer.param_groups:
+        local = own_elements(group["params"][0]) if group["params"] else torch.empty(0)
+        twin = _stepped(optimizer, group, _probe(local.dtype, local.device))
+        new = {key: v for key, v in options_of(twin.param_groups[0]).items() if key not in group}
+        added.append({key: _zero(value) for key, value in new.items()})
+    setattr(optimizer, _ADDED, added)
+
+
+def _zero(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    return type(value)(0) if type(value) in (int, float) else value
 
 
 def without_state(params: Iterable[_P], states: Mapping[Any, Any]) -> list[_P]:
@@ -302,12 +326,16 @@ def stepped_state(
     optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter
 ) -> dict[str, Any]:
     """The state of a parameter that is none of the optimizer's, after a step with its ``grad``."""
+    return _stepped(optimizer, group, probe).state[probe]  # type: ignore[no-any-return]
+
+
+def _stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> Any:
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, which counts the optimizer's steps
-    twin.param_groups = [{**options_of(group), "params": [probe]}]
+    twin.param_groups = [{**deepcopy(options_of(group)), "params": [probe]}]
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     twin.step()
-    return twin.state[probe]
+    return twin

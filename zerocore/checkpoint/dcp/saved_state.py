@@ -138,11 +138,11 @@ class SavedState:
 
     def watch_changes(self) -> Callable[[], None]:
         """Returns what raises RuntimeError if a tensor has changed in the meantime."""
-        before = [local._version for local, _ in self.tensors.values()]
+        before = [_version(local) for local, _ in self.tensors.values()]
 
         def check() -> None:
             for (key, (local, _)), version in zip(self.tensors.items(), before, strict=True):
-                if local._version != version:
+                if _version(local) != version:
                     raise RuntimeError(
                         f"'{key}' was changed while it was being saved, and not by an optimizer's "
                         "step, which waits. Call wait() of what save returned before changing it"
@@ -166,6 +166,10 @@ class SavedState:
             if device.type not in ("cpu", "meta"):  # this thread has streams of its own
                 torch.get_device_module(device).synchronize(device)
         return (part.cpu() for part in self.parts())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedState:

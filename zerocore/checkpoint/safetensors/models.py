@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -192,8 +193,8 @@ def save_safetensors(
     """Saves parameters and buffers as Hugging Face does; every rank writes its own bytes.
 
     All ranks must call, and see the same file system. The folder gets ``model.safetensors``, or
-    several files and ``model.safetensors.index.json``, all at once when they are on disk. Main
-    weights are saved; of tied parameters the first name, as ``save_pretrained`` does.
+    several files and ``model.safetensors.index.json``, the index last, when all are on disk; a save
+    that fails leaves nothing. Main weights are saved; of tied parameters the first name, as ``save_pretrained`` does.
 
     Args:
         folder: made if need be; may hold other files, such as a configuration.
@@ -226,18 +227,27 @@ def save_safetensors(
                 with open(temporary / plan.name, "wb") as file:
                     file.truncate(plan.nbytes)
 
-    on_all_ranks(groups, prepare, device)
-    sums = _joined(_write_all(state, temporary, plans, targets))
+    moved: list[str] = []
 
     def commit() -> None:
         if state.rank == 0:
             lists = write_lists(temporary, plans, sums)
-            for name in [lists.pop(), *(file.name for file in plans), *lists]:  # an index is last
+            for name in [*(file.name for file in plans), *reversed(lists)]:  # an index is last
                 os.replace(temporary / name, path / name)
+                moved.append(name)
             temporary.rmdir()
             files.flush_path(path)
 
-    on_all_ranks(groups, commit, device)
+    try:
+        on_all_ranks(groups, prepare, device)
+        sums = _joined(_write_all(state, temporary, plans, targets))
+        on_all_ranks(groups, commit, device)
+    except BaseException:
+        if state.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            for name in moved:
+                (path / name).unlink(missing_ok=True)
+        raise
 
 
 def _first_names(all_targets: Mapping[str, Tensor], kept: dict[str, Tensor]) -> dict[str, str]:
