@@ -68,13 +68,17 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     return result
 
 
-def param_keys(model: nn.Module, state: ShardState) -> Keys:
-    """Each parameter's name in ``model.state_dict()``; wrappers in the model rename theirs."""
+def param_keys(model: nn.Module, state: ShardState, by_name: bool = False) -> Keys:
+    """Each parameter's name in ``model.state_dict()``; wrappers in the model rename theirs.
+    ``by_name``: also where a hook has put another tensor there."""
     faces = {id(face): param for param in state.params() for face in (param.shard, param.full)}
     keys: dict[Param, list[str]] = {param: [] for param in state.params()}
     for key, value in model.state_dict(keep_vars=True).items():
         if id(value) in faces:
             keys[faces[id(value)]].append(key)
+    saved = model.state_dict().keys() if by_name else ()
+    for param, names in keys.items():
+        names.extend(() if names else (fqn for fqn in param.fqns if fqn in saved))
     return keys
 
 
@@ -148,7 +152,7 @@ def load_full_state_dict(
     """
     state = state_of(model, by_rows=False)
     source = not broadcast or state.rank == 0
-    keys = param_keys(model, state)
+    keys = param_keys(model, state, by_name=True)
     buffers = buffers_of(model, keys)
     for name in state.several():
         buffers.pop(name, None)
@@ -186,7 +190,12 @@ def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
     """Tensors of ``model.state_dict()`` that are no parameters."""
     names = {key for names in keys.values() for key in names}
     items = model.state_dict(keep_vars=True).items()  # inference_mode does not detach DTensors
-    return {key: value for key, value in items if key not in names and isinstance(value, Tensor)}
+    own = dict(model.named_buffers(remove_duplicate=False))  # hooks may put others in their place
+    return {
+        key: own.get(key, value)
+        for key, value in items
+        if key not in names and isinstance(value, Tensor)
+    }
 
 
 def _check_several(state: ShardState, values: Mapping[str, Any]) -> None:

@@ -109,7 +109,7 @@ def plain_resumes(make: Make) -> bool | str:
 
 
 def resume(make: Make, stage: int, way: str, to_stage: int | None = None) -> str:
-    """"resumes", "refused: ..." where the optimizer does not train shards, else what went wrong."""
+    """``resumes``, ``refused: ...`` where the optimizer trains no shards, else what went wrong."""
     model = zerocore.shard(build(), stage=stage)
     try:
         optimizer = make(model.parameters())

@@ -1,4 +1,4 @@
-"""``torch.save`` on rank 0: the file of DistributedDataParallel, or an error that names the line."""
+"""``torch.save`` on rank 0: the file that DDP would write, or an error that names the line."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def save_alone(stage: int, path: Path) -> None:
             torch.save(optimizer.state_dict(), path.with_suffix(".optimizer"))
     dist.barrier()
     model(batch()).square().mean().backward()  # the model goes on
-    refused(lambda: next(model.parameters()).grad, r"gradient of '\S+'.*\d of \d+") if stage else None
+    if stage > 0:
+        refused(lambda: next(model.parameters()).grad, r"gradient of '\S+'.*\d of \d+")
     optimizer.step()
 
 
@@ -151,8 +152,10 @@ def test_main_weights_are_no_model_weights() -> None:
 
 def load_parts(stage: int) -> None:
     """A file of one rank's part says what it is, wherever it is loaded."""
-    model, _, optimizer = trained_pair(stage)
-    parts = {k: v.own_part() if zerocore.is_sharded(v) else v for k, v in model.state_dict().items()}
+    model, _, _ = trained_pair(stage)
+    parts = {
+        k: v.own_part() if zerocore.is_sharded(v) else v for k, v in model.state_dict().items()
+    }
     files: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files, saved(parts))
     first = loaded(files[0])

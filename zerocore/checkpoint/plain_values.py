@@ -1,4 +1,4 @@
-"""Values beside tensors: what a load gives back as it was, and containers of tensors taken apart."""
+"""Values beside tensors: those that a load gives back, and containers of tensors taken apart."""
 
 from __future__ import annotations
 

@@ -89,16 +89,16 @@ def resize_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Gives buffers that have grown or shrunk the sizes of the values to be loaded."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            value = values.get(f"{prefix}.{name}" if prefix else name)
-            if isinstance(value, Tensor) and isinstance(buffer, Tensor):
-                if value.shape != buffer.shape and not isinstance(value, Placed):
-                    module._buffers[name] = buffer.new_empty(value.shape)
+            value: Any = values.get(f"{prefix}.{name}" if prefix else name)
+            is_plain = isinstance(value, Tensor) and not isinstance(value, Placed)
+            if is_plain and buffer is not None and value.shape != buffer.shape:
+                module._buffers[name] = buffer.new_empty(value.shape)
 
 
 def resized(state: State, metadata: Metadata) -> State:
     """A model's state with memory of the saved sizes for buffers of others."""
     facts = metadata.state_dict_metadata
-    sizes = {key: getattr(facts.get(f"model.{key}"), "size", None) for key in state}
+    sizes: State = {key: getattr(facts.get(f"model.{key}"), "size", None) for key in state}
     return {
         key: value
         if not isinstance(value, Tensor)

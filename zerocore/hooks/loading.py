@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerocore.hooks.registration import is_our_hook
+from zerocore.hooks.registration import is_our_hook, recording
 from zerocore.model.state import ShardState
 from zerocore.tensor.functions import name_of
 from zerocore.tensor.parameter import ShardedParameter
@@ -60,25 +60,44 @@ def as_loaded(model: nn.Module, state: ShardState, values: Mapping[str, Any]) ->
     given: Any = OrderedDict(rest)
     if hasattr(values, "_metadata"):
         given._metadata = values._metadata
-    with _recording(model, shapes) as recorders:
+    with _recording(model, shapes):
         try:
             found = model.load_state_dict(given, strict=False)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
-        keys = {id(v): key for key, v in model.state_dict(keep_vars=True).items()}
+        both = (_tensors_by_name(model), model.state_dict(keep_vars=True))
     loaded = {
-        key: each.given
-        for each in recorders
-        if hasattr(each, "given") and (key := keys.get(id(each)))
+        key: tensor.given
+        for names in both
+        for key, tensor in names.items()
+        if isinstance(tensor, _Recorder) and hasattr(tensor, "given")
     }
     unexpected = {key: given[key] for key in found.unexpected_keys if key in given}
     extra = {key: value for key, value in values.items() if key not in rest}
     return {**loaded, **unexpected, **extra}
 
 
+def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Those that ``state_dict`` gives; a hook may put others into their places there."""
+    saved = model.state_dict().keys()
+    return {
+        key: tensor
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and (key := f"{prefix}.{name}" if prefix else name) in saved
+    }
+
+
+def changed_by_hooks(model: nn.Module) -> list[str]:
+    """Names in ``model.state_dict()`` for which a hook gives another tensor than the module's."""
+    saved = model.state_dict(keep_vars=True)
+    return [key for key, tensor in _tensors_by_name(model).items() if saved[key] is not tensor]
+
+
 @contextmanager
-def _recording(model: nn.Module, shapes: Mapping[int, torch.Size]) -> Iterator[list[Any]]:
-    """Shows recorders in place of all parameters and buffers; yields them."""
+def _recording(model: nn.Module, shapes: Mapping[int, torch.Size]) -> Iterator[None]:
+    """Shows recorders in place of all parameters and buffers."""
+    token = recording.set(True)
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     made: dict[int, Any] = {}
     try:
@@ -89,8 +108,9 @@ def _recording(model: nn.Module, shapes: Mapping[int, torch.Size]) -> Iterator[l
                     if isinstance(tensor, Tensor):
                         new = made.setdefault(id(tensor), _recorder(tensor, shapes))
                         dict.__setitem__(tensors, name, new)
-        yield list(made.values())
+        yield
     finally:
+        recording.reset(token)
         for tensors, before in kept:
             for name, tensor in before.items():
                 dict.__setitem__(tensors, name, tensor)

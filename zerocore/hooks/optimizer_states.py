@@ -92,7 +92,9 @@ def _mapped_object(value: Any, change: Callable[[Tensor], Any]) -> Any:
 def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Gives elements of shards in a state dict their place, on the same memory."""
     params = params_of(optimizer)
-    for group, added in zip(state_dict["param_groups"], getattr(optimizer, _ADDED, ()), strict=False):
+    for group, added in zip(
+        state_dict["param_groups"], getattr(optimizer, _ADDED, ()), strict=False
+    ):
         group.update({key: value for key, value in added.items() if key not in group})
     state_dict["state"] = {
         index: _wrapped(params[index], state) if isinstance(index, int) else state
@@ -242,7 +244,7 @@ def makes_all(optimizer: Optimizer) -> bool:
 def make_states(optimizer: Optimizer) -> None:
     """Makes the states that are not there yet, as a first step would find them; takes no step."""
     if makes_all(optimizer):
-        optimizer.make_states()  # type: ignore[attr-defined]
+        optimizer.make_states()
         return
     for group in optimizer.param_groups:
         probed: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = {}
@@ -326,7 +328,7 @@ def stepped_state(
     optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter
 ) -> dict[str, Any]:
     """The state of a parameter that is none of the optimizer's, after a step with its ``grad``."""
-    return _stepped(optimizer, group, probe).state[probe]  # type: ignore[no-any-return]
+    return _stepped(optimizer, group, probe).state[probe]
 
 
 def _stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> Any:

@@ -6,6 +6,7 @@ Loads of state dicts take the model's own shards, or full values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -107,6 +108,8 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
 
     @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if recording.get():
+            return
         with together(state.ranks.groups, state.device):
             for param in state.params():
                 for fqn in param.fqns:
@@ -116,6 +119,9 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
     model.register_load_state_dict_pre_hook(check)
     for module in {owner for param in state.params() for owner, _ in param.owners}:
         module.register_load_state_dict_pre_hook(_check)
+
+
+recording = ContextVar("recording", default=False)  # a load that only notes what it would copy
 
 
 def is_our_hook(hook: Any) -> bool:
@@ -148,6 +154,7 @@ def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
     if saved.elements != own.elements:
         raise ValueError(
             f"parameter '{key}': the state dict holds elements {saved.text}{saved.origin}, this "
-            f"rank {own.text}. Shards load on the rank, stage and number of ranks that saved them; for others use "
-            "torch.distributed.checkpoint or zerocore.Checkpoints, or zerocore.full_state_dict"
+            f"rank {own.text}. Shards load on the rank, stage and number of ranks that saved them; "
+            "for others use torch.distributed.checkpoint or zerocore.Checkpoints, or "
+            "zerocore.full_state_dict"
         )

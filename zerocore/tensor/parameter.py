@@ -67,8 +67,6 @@ class _Shard(Placed):
         return whole_of(self).__reduce_ex__(proto)
 
     def own_part(self) -> Any:
-        """A copy that is pickled as this rank's part, for a file of each rank; the same rank loads
-        it, at the same stage and on the same number of ranks."""
         return as_shard(local_of(self).clone(), self.place.without_groups())
 
     # torch.distributed.checkpoint asks these of tensors that are parts of others.

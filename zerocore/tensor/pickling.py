@@ -38,7 +38,7 @@ def goes_as_part(place: Place) -> bool:
 def keep_owner(copy: Any, source: Any) -> Any:
     """``copy`` has the values that a shard of a parameter has now: they are its parameter's as long
     as that does not change."""
-    param = getattr(source, "owner", lambda: None)()
+    param: Any = getattr(source, "owner", lambda: None)()
     state = param.state_ref() if isinstance(param, PlacedParameter) else None
     if state is not None and type(copy) is type(source) and copy is not source:
         copy.owner = source.owner
@@ -73,8 +73,8 @@ def _check_held(shard: Any, param: Any) -> None:
     state = None if param is None else param.state_ref()
     if state is None or not _stays_whole(param, state):
         raise TypeError(
-            f"{shard.what} '{place.fqn}' cannot be pickled: it is this rank's part, {held}, and the "
-            f"parts of other ranks would be in no file. To save all, {lines}. To save this part "
+            f"{shard.what} '{place.fqn}' cannot be pickled: it is this rank's part, {held}, and "
+            f"the parts of other ranks would be in no file. To save all, {lines}. To save this part "
             "alone, pickle .own_part()"
         )
     version = state.engine.param_version(param.unit, param.position)

@@ -232,6 +232,11 @@ class Placed:
         """The local elements as a plain 1-D tensor on the same memory."""
         return local_of(self)
 
+    def own_part(self) -> Tensor:
+        """A copy that is pickled as this rank's part, for a file of each rank; the same rank loads
+        it, at the same stage and on the same number of ranks."""
+        raise NotImplementedError
+
     def full_tensor(self) -> Tensor:
         """The full value, a new plain tensor of ``global_shape``; all ranks must call.
 
