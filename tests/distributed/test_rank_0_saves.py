@@ -96,7 +96,8 @@ def refused(value: Callable[[], Any], match: str, kind: type[Exception] = TypeEr
 PLAIN = """
 import sys, torch
 state = torch.load(sys.argv[1], weights_only=True)
-assert all(type(value) is torch.Tensor for value in state.values()) and "zerocore" not in sys.modules
+assert all(type(value) is torch.Tensor for value in state.values())
+assert "zerocore" not in sys.modules
 """
 
 

@@ -206,25 +206,40 @@ def fit_optimizers(
     for optimizer in optimizers:
         params = {name: p for name, p in _names(model, optimizer).items() if name in saved}
         _check_keys(optimizer, params, saved, trouble)
-        others = _other_keys(params, saved)
-        for name, param in params.items():
-            facts, known = saved[name], {**own.get(name, {})}
-            known.update({k: None for k in others if isinstance(known.get(k), Placed)})
-            states = wanted.setdefault(name, {})
-            for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
-                make = None if makes_all(optimizer) or key in others else param
-                states[key] = _target(f"optim.state.{name}.{key}", known.get(key), facts[key], make)
+        for name, states in _targets(optimizer, params, own, saved).items():
+            wanted.setdefault(name, {}).update(states)
     return {"state": {k: wanted[k] for k in (*own, *wanted) if k in wanted}, "param_groups": groups}
 
 
 def _check_keys(optimizer: Optimizer, params: State, saved: State, trouble: str) -> None:
-    """Raises ValueError if a state that the first step makes was saved of no parameter."""
+    """Raises ValueError if a parameter lacks a state that its first step makes; matrices may have
+    others in place of those of vectors, by which first steps are known."""
     needed = first_keys(optimizer)
     found = {key for name in params for key in saved[name]}
     for name, param in params.items():
-        if missing := sorted(needed(param) - found):
+        own = needed(param)
+        allowed = found if saved[name].keys() - own else saved[name].keys()
+        if missing := sorted(own - allowed):
             keys = [f"optim.state.{name}.{key}" for key in missing]
-            raise ValueError(f"{trouble}: missing {shown(keys)}, unexpected {shown(sorted(found))}")
+            raise ValueError(f"{trouble}: missing {shown(keys)}")
+
+
+def _targets(optimizer: Optimizer, params: State, own: State, saved: State) -> State:
+    """What the saved states of an optimizer's parameters are read into."""
+    others = _other_keys(params, saved)
+    found: State = {}
+    for name, param in params.items():
+        facts, known = saved[name], own.get(name, {})
+        states: State = {}
+        found[name] = states
+        for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
+            if (key == "average") != isinstance(optimizer, EMA):  # of another optimizer
+                continue
+            is_other = key in others and isinstance(known.get(key), Placed)
+            used = None if is_other else known.get(key)
+            make = None if makes_all(optimizer) or key in others else param
+            states[key] = _target(f"optim.state.{name}.{key}", used, facts[key], make)
+    return found
 
 
 def _other_keys(params: State, saved: State) -> set[str]:

@@ -243,8 +243,9 @@ def makes_all(optimizer: Optimizer) -> bool:
 
 def make_states(optimizer: Optimizer) -> None:
     """Makes the states that are not there yet, as a first step would find them; takes no step."""
+    own: Any = optimizer
     if makes_all(optimizer):
-        optimizer.make_states()
+        own.make_states()
         return
     for group in optimizer.param_groups:
         probed: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = {}

@@ -74,8 +74,8 @@ def _check_held(shard: Any, param: Any) -> None:
     if state is None or not _stays_whole(param, state):
         raise TypeError(
             f"{shard.what} '{place.fqn}' cannot be pickled: it is this rank's part, {held}, and "
-            f"the parts of other ranks would be in no file. To save all, {lines}. To save this part "
-            "alone, pickle .own_part()"
+            f"the parts of other ranks would be in no file. To save all, {lines}. To save this "
+            "part alone, pickle .own_part()"
         )
     version = state.engine.param_version(param.unit, param.position)
     is_old = getattr(shard, "version", version) != version

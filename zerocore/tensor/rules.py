@@ -74,7 +74,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
         result = _on_shards(func, args, kwargs, changed, params)
-        return keep_owner(result, args[0]) if name in functions.CLONES else result
+        return keep_owner(result, found[0]) if name in functions.CLONES else result
 
 
 def _tell_trained(param: Any) -> None:
