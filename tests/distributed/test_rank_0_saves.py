@@ -166,10 +166,8 @@ def load_parts(stage: int) -> None:
         first["cube"].mean()
     with pytest.raises(RuntimeError, match=r"one rank"):
         AwkwardNet().load_state_dict(first)
-    if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match=r"from a file with one rank's part"):
-            model.load_state_dict(first)
-    else:
+    match = r"from a file with one rank's part"
+    with pytest.raises((ValueError, RuntimeError), match=match):  # rank 1's, on all
         model.load_state_dict(first)
 
 

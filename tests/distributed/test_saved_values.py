@@ -1,4 +1,4 @@
-"""Whatever ``Checkpoints.save`` takes, ``load`` gives; the rest is refused by name."""
+"""Values that ``Checkpoints.save`` takes are loaded as they were; others are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values beside tensors: those that a load gives back, and containers of tensors taken apart."""
+"""Plain values of a checkpoint: readable ones, and containers of tensors taken apart."""
 
 from __future__ import annotations
 

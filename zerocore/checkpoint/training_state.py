@@ -225,7 +225,7 @@ def _check_keys(optimizer: Optimizer, params: State, saved: State, trouble: str)
 
 
 def _targets(optimizer: Optimizer, params: State, own: State, saved: State) -> State:
-    """What the saved states of an optimizer's parameters are read into."""
+    """The memory for the saved states of an optimizer's parameters, by name and key."""
     others = _other_keys(params, saved)
     found: State = {}
     for name, param in params.items():
@@ -269,7 +269,7 @@ def saved_states(metadata: Metadata) -> dict[str, State]:
 
 
 def _target(key: str, known: Any, facts: Any, param: Any) -> Any:
-    """What a saved state is read into: ``known``, or new memory, like the parameter if it is of its
+    """The memory for a saved state: ``known``, or new memory, like the parameter if it is of its
     shape and ``param`` is given. ValueError for other kinds of numbers."""
     if not isinstance(facts, TensorStorageMetadata):
         return None

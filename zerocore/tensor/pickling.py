@@ -1,4 +1,4 @@
-"""What a shard is in a pickle: the full tensor where this rank has all of it, else an error.
+"""Pickles of shards: the full tensor where this rank has all of it, else an error.
 
 A file with one rank's part looks like a checkpoint until somebody loads it.
 """

@@ -237,13 +237,7 @@ def save_safetensors(
     def prepare() -> None:
         for old in (old for name in ("*.safetensors", INDEX_NAME, NAME) for old in path.glob(name)):
             raise FileExistsError(f"{old} exists; nothing is overwritten, delete it first")
-        kinds = {k: v for k, v in model.state_dict().items() if not isinstance(v, Tensor)}
-        for key in (*kinds, *changed_by_hooks(model)):
-            reason = "is no tensor" if key in kinds else "is changed by a hook of state_dict"
-            raise ValueError(
-                f"'{key}' {reason}, which save_safetensors does not write; save with "
-                "zerocore.Checkpoints, or zerocore.full_state_dict(model)"
-            )
+        _check_can_be_saved(model)
         nbytes = parse_nbytes(max_file_size, "max_file_size")
         metadata = {"format": "pt", **_first_names(_targets(model, state), targets)}
         plans.extend(plan_files(temporary, _facts(targets, dtype), nbytes, metadata))
@@ -253,27 +247,49 @@ def save_safetensors(
                 with open(temporary / plan.name, "wb") as file:
                     file.truncate(plan.nbytes)
 
-    moved: list[str] = []
-
-    def commit() -> None:
-        if state.rank == 0:
-            lists = write_lists(temporary, plans, sums)
-            for name in [*(file.name for file in plans), *reversed(lists)]:  # an index is last
-                os.replace(temporary / name, path / name)
-                moved.append(name)
-            temporary.rmdir()
-            files.flush_path(path)
-
-    try:
+    with _nothing_left(temporary if state.rank == 0 else None) as moved:
         on_all_ranks(groups, prepare, device)
         sums = _joined(_write_all(state, temporary, plans, targets))
-        on_all_ranks(groups, commit, device)
+        on_all_ranks(groups, lambda: _commit(state, temporary, plans, sums, moved), device)
+
+
+def _check_can_be_saved(model: nn.Module) -> None:
+    kinds = {k: v for k, v in model.state_dict().items() if not isinstance(v, Tensor)}
+    for key in (*kinds, *changed_by_hooks(model)):
+        reason = "is no tensor" if key in kinds else "is changed by a hook of state_dict"
+        raise ValueError(
+            f"'{key}' {reason}, which save_safetensors does not write; save with "
+            "zerocore.Checkpoints, or zerocore.full_state_dict(model)"
+        )
+
+
+@contextmanager
+def _nothing_left(temporary: Path | None) -> Iterator[list[Path]]:
+    """Deletes the folder, and the files of the list that it yields, if the block fails."""
+    moved: list[Path] = []
+    try:
+        yield moved
     except BaseException:
-        if state.rank == 0:
+        if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-            for name in moved:
-                (path / name).unlink(missing_ok=True)
+            for path in moved:
+                path.unlink(missing_ok=True)
         raise
+
+
+def _commit(
+    state: ShardState, temporary: Path, plans: list[FilePlan], sums: Checksums, moved: list[Path]
+) -> None:
+    """On the first rank: gives the files their names; notes each in ``moved``."""
+    if state.rank != 0:
+        return
+    folder = temporary.parent
+    lists = write_lists(temporary, plans, sums)
+    for name in [*(file.name for file in plans), *reversed(lists)]:  # an index is last
+        os.replace(temporary / name, folder / name)
+        moved.append(folder / name)
+    temporary.rmdir()
+    files.flush_path(folder)
 
 
 def _first_names(all_targets: Mapping[str, Tensor], kept: dict[str, Tensor]) -> dict[str, str]:
