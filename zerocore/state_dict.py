@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.common.agreement import together
+from zerocore.common.agreement import from_rank, together
 from zerocore.common.alarm import operation
-from zerocore.hooks.optimizer_states import params_of
+from zerocore.hooks.loading import EXTRA_STATE, as_loaded, has_extra_state
+from zerocore.hooks.optimizer_states import mapped, params_of
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.parts import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, state_of
@@ -38,6 +41,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     check_has_places(state)
     keys = param_keys(model, state)
     keep = not rank0_only or state.rank == 0
+    known = {key for names in keys.values() for key in names} | set(state.several())
     full: dict[str, Tensor] = {}
     for unit in state.units:
         gathered = state.engine.full_values(unit.index)
@@ -50,24 +54,31 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
                 full.update(dict.fromkeys(keys[param], value.to("cpu", copy=True)))
             full.update(_several(unit, gathered[len(unit.params) :]))
         del gathered, values
-    if not keep:
-        return {}
-    result: dict[str, Any] = {}
-    for key, value in model.state_dict().items():
+    result: dict[str, Any] = OrderedDict()
+    state_dict = model.state_dict()
+    for key, value in state_dict.items():
         if key in full:
             result[key] = full[key]
-        else:
-            result[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+        elif key not in known:  # a hook made it of what it was given
+            result[key] = _full_value(value, keep) if isinstance(value, Tensor) else value
+    if not keep:
+        return {}
+    if hasattr(state_dict, "_metadata"):  # versions of modules
+        result._metadata = state_dict._metadata  # type: ignore[attr-defined]
     return result
 
 
-def param_keys(model: nn.Module, state: ShardState) -> Keys:
-    """Each parameter's name in ``model.state_dict()``; wrappers in the model rename theirs."""
+def param_keys(model: nn.Module, state: ShardState, by_name: bool = False) -> Keys:
+    """Each parameter's name in ``model.state_dict()``; wrappers in the model rename theirs.
+    ``by_name``: also where a hook has put another tensor there."""
     faces = {id(face): param for param in state.params() for face in (param.shard, param.full)}
     keys: dict[Param, list[str]] = {param: [] for param in state.params()}
     for key, value in model.state_dict(keep_vars=True).items():
         if id(value) in faces:
             keys[faces[id(value)]].append(key)
+    saved = model.state_dict().keys() if by_name else ()
+    for param, names in keys.items():
+        names.extend(() if names else (fqn for fqn in param.fqns if fqn in saved))
     return keys
 
 
@@ -94,20 +105,33 @@ def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> 
     """
     packed = optimizer.state_dict()
     shards = [param for param in params_of(optimizer) if isinstance(param, ShardedParameter)]
-    ranks = {state.rank for param in shards if (state := param.state_ref()) is not None}
-    keep = not rank0_only or ranks <= {0}
-    states = {
-        index: {key: _full_value(value, keep) for key, value in values.items()}
-        for index, values in packed["state"].items()
-    }
-    return {**packed, "state": states} if keep else {}
+    states = dict.fromkeys(state for p in shards if (state := p.state_ref()) is not None)
+    keep = not rank0_only or {state.rank for state in states} <= {0}
+    for state in states:
+        _check_alike(packed["state"], state)
+    full = mapped(packed, partial(_full_value, keep=keep))
+    return {**packed, **full} if keep else {}
 
 
-def _full_value(value: Any, keep: bool) -> Any:
+def _check_alike(states: Mapping[Any, Any], state: ShardState) -> None:
+    """Raises RuntimeError if the states of ranks differ in what has to be gathered."""
+    facts: list[str] = []
+
+    def note(value: Tensor) -> Tensor:
+        if isinstance(value, Placed):
+            facts.append(f"a state of '{value.fqn}' of shape {list(value.place.whole_shape)}")
+        return value
+
+    mapped(dict(states), note)
+    with together(state.ranks.groups, state.device) as own:
+        own.extend(facts)
+
+
+def _full_value(value: Tensor, keep: bool) -> Any:
     if isinstance(value, Placed):
         full = value.whole_tensor()  # on all ranks
         return full.cpu() if keep else None
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return value.detach().cpu().clone()
 
 
 @operation("load_full_state_dict")
@@ -128,14 +152,15 @@ def load_full_state_dict(
     """
     state = state_of(model, by_rows=False)
     source = not broadcast or state.rank == 0
-    keys = param_keys(model, state)
+    keys = param_keys(model, state, by_name=True)
     buffers = buffers_of(model, keys)
     for name in state.several():
         buffers.pop(name, None)
-    values = state_dict or {}
+    values, extra = state_dict or {}, has_extra_state(model)
     with together(state.ranks.groups, state.device) as facts:
         if source:
             _check_several(state, values)
+            values = as_loaded(model, state, values)
             _check_values(model, keys, buffers, values)
         if broadcast:
             for key, buffer in buffers.items():
@@ -147,13 +172,30 @@ def load_full_state_dict(
             buffer.copy_(values[key])
     if broadcast:
         broadcast_tensors(buffers.values(), state.ranks, state.device)
+    if extra:
+        _set_extra_state(model, state, values, broadcast)
+
+
+def _set_extra_state(
+    model: nn.Module, state: ShardState, values: Mapping[str, Any], broadcast: bool
+) -> None:
+    keys = [key for key in model.state_dict() if key.endswith(EXTRA_STATE)]
+    own = {key: values[key] for key in keys if key in values}
+    given = from_rank(state.ranks.groups, own, state.device) if broadcast else own
+    for key, value in given.items():
+        model.get_submodule(key.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(value)
 
 
 def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
     """Tensors of ``model.state_dict()`` that are no parameters."""
     names = {key for names in keys.values() for key in names}
     items = model.state_dict(keep_vars=True).items()  # inference_mode does not detach DTensors
-    return {key: value for key, value in items if key not in names and isinstance(value, Tensor)}
+    own = dict(model.named_buffers(remove_duplicate=False))  # hooks may put others in their place
+    return {
+        key: own.get(key, value)
+        for key, value in items
+        if key not in names and isinstance(value, Tensor)
+    }
 
 
 def _check_several(state: ShardState, values: Mapping[str, Any]) -> None:
@@ -183,8 +225,12 @@ def _check_values(
     places += [("buffer", key, buffer, buffer.shape) for key, buffer in buffers.items()]
     for kind, key, place, shape in places:
         value = values[key]
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{kind} '{key}': the state dict has a {type(value).__name__}")
+        if not isinstance(value, Tensor) or isinstance(value, Placed):
+            given = repr(value) if isinstance(value, Placed) else type(value).__name__
+            raise TypeError(
+                f"{kind} '{key}': the state dict has a {given}; expected a full tensor, as "
+                "zerocore.full_state_dict(model) gives them"
+            )
         if value.shape != shape:
             raise ValueError(
                 f"{kind} '{key}': the state dict has shape {tuple(value.shape)}, the model "

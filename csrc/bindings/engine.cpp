@@ -150,6 +150,11 @@ void register_setup(py::class_<PyEngine>& engine) {
           [](PyEngine& self, UnitId unit, int i) -> ParamSpec {
             return self.engine->unit(unit).params().at(i).spec;
           })
+      .def(
+          "holds_values",
+          [](PyEngine& self, UnitId unit, int i) {
+            return self.engine->unit(unit).holds_values(i);
+          })
       .def("make_grad", method(&Reducer::make_grad))
       .def("bind_grad", method(&Reducer::bind_grad))
       .def(

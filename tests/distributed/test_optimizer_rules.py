@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.test_shard_files import parts_of
 from tests.distributed.training import compare_with_one_process
 
 
@@ -224,7 +225,7 @@ def exchange_states(stage: int) -> None:
         optimizer: Any = make(model.parameters())
         optimizer.step()
         file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
+        torch.save(parts_of(optimizer.state_dict()), file)
         files: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(files, file.getvalue())
         own, other = dist.get_rank(), 1 - dist.get_rank()
@@ -247,7 +248,7 @@ def exchange_named_states(stage: int) -> None:
     optimizer = zerocore.optim.AdamW(model.parameters())
     optimizer.step()
     states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, optimizer.fqn_state_dict())
+    dist.all_gather_object(states, parts_of(optimizer.fqn_state_dict()))
     reordered = zerocore.optim.AdamW(reversed(list(model.parameters())))
     reordered.load_fqn_state_dict(states[dist.get_rank()])
     if stage > 0:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,8 +22,9 @@ from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.saving import Save
 from zerocore.checkpoint.commit.writer import finish_writes, writer_of
 from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own
-from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_bytes, saved_state
+from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_state
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
+from zerocore.checkpoint.plain_values import readable, saved_bytes
 from zerocore.checkpoint.safe_files import DamagedError
 from zerocore.common.agreement import from_rank, on_all_ranks
 from zerocore.common.alarm import operation
@@ -30,6 +32,7 @@ from zerocore.common.quantities import parse_nbytes
 from zerocore.model.extensions import check_plain
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.planning.other_bytes import MEMORY_BUDGET
+from zerocore.tensor.pickling import pickled_as_parts
 from zerocore.tensor.place import Placed
 
 _log = logging.getLogger("zerocore")
@@ -176,7 +179,8 @@ class Checkpoints:
         try:
             if self._known.get(final) and final.exists():  # else the first rank looks into it
                 raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
-            saved, own = self._collect(step, state)
+            with changes_counted():
+                saved, own = self._collect(step, state)
             save = self._make_save(final, saved, own)
         except Exception as error:  # without this the others would wait for this rank
             wait([self._writer.writes.submit(self._fail, error)])
@@ -263,14 +267,20 @@ class Checkpoints:
             "step": step,
             "buffers": {key: v for key, v in buffers.items() if isinstance(v, Tensor)},
             "world_size": state.world_size,
-            "stateful": {name: value.state_dict() for name, value in self._stateful.items()},
+            "stateful": {
+                name: readable(value.state_dict(), f"{name}.state_dict()")
+                for name, value in self._stateful.items()
+            },
             "rng": training_state.random_state() if self._rng else None,
         }
-        return saved_state(self._kept, nested, copy=self._background), saved_bytes(own)
+        with pickled_as_parts():
+            own_bytes = saved_bytes(own)
+        return saved_state(self._kept, nested, copy=self._background), own_bytes
 
     def _load(self, folder: Path, state: ShardState) -> None:
         options = (self._model, self._optimizers, self._verify, self._budget)
-        self._run_load(TrainingLoad(folder, state, *options), state)
+        with changes_counted():
+            self._run_load(TrainingLoad(folder, state, *options), state)
 
     def _run_load(self, load: TrainingLoad, state: ShardState) -> None:
         load.run(self._stateful)
@@ -281,6 +291,14 @@ class Checkpoints:
             restore_buffers(self._model, own["buffers"])
         if self._rng:
             restore_own(own, state.rank, state.world_size)
+
+
+@contextmanager
+def changes_counted() -> Iterator[None]:
+    """Inside, new tensors have version counters, also within ``torch.inference_mode``."""
+    records = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
+        yield
 
 
 @contextmanager

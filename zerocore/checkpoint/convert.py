@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -101,10 +102,15 @@ def convert(source: Weights, target: Path, kind: str, advance: Callable[[int], N
         advance(value.nbytes)
         return value
 
-    writers[kind](source, temporary, read)
-    for path in [*temporary.glob("*"), temporary]:
-        files.flush_path(path)
-    os.rename(temporary, target)
+    try:
+        writers[kind](source, temporary, read)
+        for path in [*temporary.glob("*"), temporary]:
+            files.flush_path(path)
+        os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
+        raise
     files.flush_path(target.parent)
 
 

@@ -14,13 +14,23 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from zerocore.checkpoint.plain_values import as_leaf, leaf_value, put_together, taken_apart
 from zerocore.checkpoint.safe_files import shown
-from zerocore.hooks.optimizer_states import filled_later, make_states, params_of
+from zerocore.hooks.optimizer_states import (
+    NUMBERS,
+    filled_later,
+    first_keys,
+    make_states,
+    makes_all,
+    params_of,
+)
 from zerocore.optim.ema import EMA
-from zerocore.tensor.place import Placed
-from zerocore.tensor.rows import as_range, as_rows
+from zerocore.tensor.parameter import as_shard
+from zerocore.tensor.place import Place, Placed
+from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of, shard_of
 
 State = dict[str, Any]
+_OTHERS = "zerocore_other_states"  # among a first group's options: states of no parameter
 Optimizers = Sequence[Optimizer]
 
 
@@ -71,23 +81,57 @@ def training_state(model: nn.Module, optimizers: Optimizers) -> State:
 def load_model(model: nn.Module, state: State) -> None:
     """Gives the model what was loaded into the tensors of :func:`training_state`."""
     owners = model.state_dict(keep_vars=True)
+    resize_buffers(model, state)
     model.load_state_dict({key: as_rows(value, owners[key]) for key, value in state.items()})
+
+
+def resize_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Gives buffers that have grown or shrunk the sizes of the values to be loaded."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            value: Any = values.get(f"{prefix}.{name}" if prefix else name)
+            is_plain = isinstance(value, Tensor) and not isinstance(value, Placed)
+            if is_plain and buffer is not None and value.shape != buffer.shape:
+                module._buffers[name] = buffer.new_empty(value.shape)
+
+
+def resized(state: State, metadata: Metadata) -> State:
+    """A model's state with memory of the saved sizes for buffers of others."""
+    facts = metadata.state_dict_metadata
+    sizes: State = {key: getattr(facts.get(f"model.{key}"), "size", None) for key in state}
+    return {
+        key: value
+        if not isinstance(value, Tensor)
+        or isinstance(value, Placed)
+        or sizes[key] in (None, value.shape)
+        else value.new_empty(sizes[key])
+        for key, value in state.items()
+    }
 
 
 def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
     merged: State = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         params, packed = _names(model, optimizer), optimizer.state_dict()
-        names = list(params)
+        names, others = list(params), {}
         for index, state in packed["state"].items():
+            if not isinstance(index, int) or not isinstance(state, Mapping):
+                others[index] = state  # of no parameter
+                continue
             param = params[names[index]]
+            apart = taken_apart(state, f"the optimizer's state of '{names[index]}'")
             known = merged["state"].setdefault(names[index], {})
-            known.update({k: as_range(v, param) for k, v in state.items()})
-        merged["param_groups"].extend(
-            {**group, "params": [names[index] for index in group["params"]]}
-            for group in packed["param_groups"]
-        )
+            known.update({k: as_range(v, param) for k, v in apart.items()})
+        groups = [{**group} for group in packed["param_groups"]]
+        if others:
+            groups[0][_OTHERS] = others
+        merged["param_groups"].extend(_named_group(group, names) for group in groups)
     return merged
+
+
+def _named_group(group: State, names: list[str]) -> State:
+    options = {k: as_leaf(v, f"the optimizer's option '{k}'") for k, v in group.items()}
+    return {**options, "params": [names[index] for index in group["params"]]}
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -150,17 +194,104 @@ def fit_optimizers(
             f"{folder} has parameter groups of {_outline(groups)}, the optimizer of "
             f"{_outline(own_groups)}; build it as it was"
         )
-    saved = {key for key in metadata.state_dict_metadata if key.startswith("optim.state.")}
-    stated = {key.removeprefix("optim.state.").rpartition(".")[0] for key in saved}
+    saved = saved_states(metadata)
     new = params_without_state(model, optimizers)
     with filled_later():
         for optimizer in optimizers:
             make_states(optimizer)
-    drop_states(model, optimizers, new - stated)
-    state = {k: v for k, v in _by_names(model, optimizers)["state"].items() if k in stated}
+    drop_states(model, optimizers, new - set(saved))
+    own = _by_names(model, optimizers)["state"]
     trouble = f"{folder} was saved with another kind of optimizer"
-    check_tensors(state, "optim.state.", metadata, trouble)
-    return {"state": state, "param_groups": groups}
+    wanted: State = {}
+    for optimizer in optimizers:
+        params = {name: p for name, p in _names(model, optimizer).items() if name in saved}
+        _check_keys(optimizer, params, saved, trouble)
+        for name, states in _targets(optimizer, params, own, saved).items():
+            wanted.setdefault(name, {}).update(states)
+    return {"state": {k: wanted[k] for k in (*own, *wanted) if k in wanted}, "param_groups": groups}
+
+
+def _check_keys(optimizer: Optimizer, params: State, saved: State, trouble: str) -> None:
+    """Raises ValueError if a parameter lacks a state that its first step makes; matrices may have
+    others in place of those of vectors, by which first steps are known."""
+    needed = first_keys(optimizer)
+    found = {key for name in params for key in saved[name]}
+    for name, param in params.items():
+        own = needed(param)
+        allowed = found if saved[name].keys() - own else saved[name].keys()
+        if missing := sorted(own - allowed):
+            keys = [f"optim.state.{name}.{key}" for key in missing]
+            raise ValueError(f"{trouble}: missing {shown(keys)}")
+
+
+def _targets(optimizer: Optimizer, params: State, own: State, saved: State) -> State:
+    """The memory for the saved states of an optimizer's parameters, by name and key."""
+    others = _other_keys(params, saved)
+    found: State = {}
+    for name, param in params.items():
+        facts, known = saved[name], own.get(name, {})
+        states: State = {}
+        found[name] = states
+        for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
+            if (key == "average") != isinstance(optimizer, EMA):  # of another optimizer
+                continue
+            is_other = key in others and isinstance(known.get(key), Placed)
+            used = None if is_other else known.get(key)
+            make = None if makes_all(optimizer) or key in others else param
+            states[key] = _target(f"optim.state.{name}.{key}", used, facts[key], make)
+    return found
+
+
+def _other_keys(params: State, saved: State) -> set[str]:
+    """Keys of states that are not a parameter's elements: of some parameter they have another
+    shape."""
+    return {
+        key
+        for name, param in params.items()
+        for key, facts in saved[name].items()
+        if isinstance(facts, TensorStorageMetadata) and facts.size.numel() != 1
+        if facts.size != (param.place.whole_shape if isinstance(param, Placed) else param.shape)
+    }
+
+
+def saved_states(metadata: Metadata) -> dict[str, State]:
+    """The states that a checkpoint has: parameter, key, and what is known of each."""
+    found: dict[str, State] = {}
+    paths: Any = metadata.planner_data or {}
+    for full, facts in metadata.state_dict_metadata.items():
+        if full.startswith("optim.state."):
+            name, _, key = full.removeprefix("optim.state.").rpartition(".")
+            path = paths.get(full, ())
+            if full == ".".join(map(str, path)) and isinstance(path[2], str):
+                name, key = path[2], full.removeprefix(f"optim.state.{path[2]}.")
+            found.setdefault(name, {})[key] = facts
+    return found
+
+
+def _target(key: str, known: Any, facts: Any, param: Any) -> Any:
+    """The memory for a saved state: ``known``, or new memory, like the parameter if it is of its
+    shape and ``param`` is given. ValueError for other kinds of numbers."""
+    if not isinstance(facts, TensorStorageMetadata):
+        return None
+    dtype, shape = facts.properties.dtype, facts.size
+    if isinstance(known, Tensor):
+        own = known.place.whole_shape if isinstance(known, Placed) else known.shape
+        if own == shape:
+            _check_tensor(key, known, facts, "the optimizer's state does not fit")
+            return known
+    place = None if param is None else _place(param)
+    is_number = shape.numel() == 1 and key.rpartition(".")[2] in NUMBERS
+    if place is None or place.whole_shape != shape or is_number:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    local = own_elements(param)
+    return as_shard(torch.empty(local.numel(), dtype=dtype, device=local.device), place)
+
+
+def _place(param: Any) -> Place | None:
+    if isinstance(param, Placed):
+        return param.place
+    shard = shard_of(param) if hasattr(param, "_spec") else None
+    return None if shard is None else place_of(param, shard)  # type: ignore[arg-type]
 
 
 def params_without_state(model: nn.Module, optimizers: Optimizers) -> set[str]:
@@ -185,25 +316,38 @@ def _outline(groups: list[State]) -> str:
     )
 
 
+def _options(saved: State, own: State) -> State:
+    """A saved group's options, tensors where the optimizer has them."""
+    options = {key: leaf_value(value) for key, value in saved.items()}
+    for key, value in options.items():
+        if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
+            options[key] = value.to(own[key].device)
+    return options
+
+
 def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> None:
     """Gives optimizers states and options of ``fit_optimizers``, whose tensors are loaded."""
     saved = iter(state["param_groups"])
     for optimizer in optimizers:
         params = _names(model, optimizer)
         numbers = {name: number for number, name in enumerate(params)}
+        num_groups = len(optimizer.param_groups)
         groups = [
-            {**group, "params": [numbers[name] for name in group["params"]]}
-            for group in islice(saved, len(optimizer.param_groups))
+            {**_options(group, own), "params": [numbers[name] for name in group["params"]]}
+            for own, group in zip(optimizer.param_groups, islice(saved, num_groups), strict=True)
         ]
         states = {
-            numbers[name]: {
-                k: as_rows(v, params[name])
-                for k, v in values.items()
-                if (k == "average") == isinstance(optimizer, EMA)
-            }
+            numbers[name]: put_together(
+                {
+                    k: as_rows(v, params[name])
+                    for k, v in values.items()
+                    if (k == "average") == isinstance(optimizer, EMA)
+                }
+            )
             for name, values in state["state"].items()
             if name in numbers
         }
+        states |= groups[0].pop(_OTHERS, {})
         optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 

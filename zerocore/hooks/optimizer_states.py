@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import deepcopy
+from copy import copy, deepcopy
+from functools import cache, partial
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from zerocore.tensor.parameter import ShardedParameter, as_shard
 from zerocore.tensor.place import Place, Placed, local_of
@@ -40,6 +42,7 @@ def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
 # Numbers, not elements: in the state of a parameter without dimensions they look alike.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
+_ADDED = "_zerocore_added_options"
 _P = TypeVar("_P", bound=Tensor)
 
 
@@ -64,9 +67,35 @@ def as_state(local: Tensor, param: Any) -> Tensor:
     return as_part(local, param)
 
 
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """``value`` with ``change`` of each tensor, in containers and in objects of other classes."""
+
+    def each(leaf: Any) -> Any:
+        return change(leaf) if isinstance(leaf, Tensor) else _mapped_object(leaf, change)
+
+    return tree_map(each, value)
+
+
+def _mapped_object(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A copy of an object with other tensors among its attributes, or itself."""
+    attributes = getattr(value, "__dict__", None)
+    if not attributes or isinstance(value, type | nn.Module | Optimizer) or callable(value):
+        return value
+    new = {key: mapped(item, change) for key, item in attributes.items()}
+    if all(new[key] is item for key, item in attributes.items()):
+        return value
+    copied = copy(value)
+    copied.__dict__.update(new)
+    return copied
+
+
 def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Gives elements of shards in a state dict their place, on the same memory."""
     params = params_of(optimizer)
+    for group, added in zip(
+        state_dict["param_groups"], getattr(optimizer, _ADDED, ()), strict=False
+    ):
+        group.update({key: value for key, value in added.items() if key not in group})
     state_dict["state"] = {
         index: _wrapped(params[index], state) if isinstance(index, int) else state
         for index, state in state_dict["state"].items()
@@ -76,13 +105,23 @@ def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _wrapped(param: Any, state: Any) -> Any:
     if not isinstance(param, ShardedParameter) or not isinstance(state, dict):
         return state
-    shape = local_of(param).shape
     return {
         key: as_shard(value, param.place)
-        if isinstance(value, Tensor) and not isinstance(value, Placed) and value.shape == shape
+        if isinstance(value, Tensor) and is_part(value, param)
         else value
         for key, value in state.items()
     }
+
+
+def is_part(value: Tensor, param: ShardedParameter) -> bool:
+    """Whether a plain tensor is this rank's elements of a state: 1-D, and neither a number nor a
+    row, a column or all of the full state."""
+    local = local_of(param).shape
+    return (
+        not isinstance(value, Placed)
+        and value.shape == local
+        and value.numel() not in (1, *param.place.global_shape)
+    )
 
 
 def place_states(optimizer: Optimizer) -> None:
@@ -105,13 +144,68 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     ]
     saved = list(chain.from_iterable(group["params"] for group in groups))
     owners = dict(zip(saved, params_of(optimizer), strict=False))
+    is_number = _numbers(optimizer)
+    others = {
+        key
+        for index, values in state_dict["state"].items()
+        if isinstance(owners.get(index), ShardedParameter) and isinstance(values, dict)
+        for key, value in values.items()
+        if isinstance(value, Tensor) and is_other(value, owners[index])
+    }
     state = {
-        index: {key: fitted(owners[index], key, value) for key, value in values.items()}
+        index: {
+            key: value
+            if key in others or is_number(owners[index], key, value)
+            else mapped(value, partial(fitted, owners[index], key))
+            for key, value in values.items()
+        }
         if isinstance(owners.get(index), ShardedParameter) and isinstance(values, dict)
         else values
         for index, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def is_other(value: Tensor, param: ShardedParameter) -> bool:
+    """Whether a loaded state of several elements is none of the parameter's elements (rows of a
+    matrix): then no parameter's state of this name is, also where the shapes are the same."""
+    place = param.place
+    if isinstance(value, Placed) or value.numel() == 1 or value.shape == local_of(param).shape:
+        return False
+    if value.dim() == 1 and len(place.global_shape) == 1 and value.shape != place.whole_shape:
+        raise ValueError(
+            f"the loaded state of parameter '{param.fqn}' has shape {tuple(value.shape)}, expected "
+            f"the full {tuple(place.global_shape)}, or this rank's elements of it. Save with "
+            "torch.distributed.checkpoint or zerocore.Checkpoints to load with another stage or "
+            "number of ranks"
+        )
+    return value.shape not in (place.global_shape, place.whole_shape)
+
+
+def _numbers(optimizer: Optimizer) -> Callable[[ShardedParameter, str, Any], bool]:
+    """Tells numbers from the states of parameters of one element, which have no other shape."""
+
+    @cache
+    def probed(number: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        try:
+            return _probed(optimizer, optimizer.param_groups[number], dtype, device)
+        except Exception:  # what it needs a probe may lack
+            return {}
+
+    def is_number(param: ShardedParameter, key: str, value: Any) -> bool:
+        if not isinstance(value, Tensor) or isinstance(value, Placed) or value.numel() != 1:
+            return False
+        if param.place.whole_shape.numel() != 1 or (value.dim() == 0 and key in NUMBERS):
+            return True
+        own = optimizer.state.get(param, {}).get(key)
+        if own is None and not makes_all(optimizer):
+            groups = enumerate(optimizer.param_groups)
+            number = next(n for n, group in groups if any(p is param for p in group["params"]))
+            own = probed(number, local_of(param).dtype, param.device).get(key)
+            return isinstance(own, Tensor) and own.shape != (2,)
+        return isinstance(own, Tensor) and not isinstance(own, Placed)
+
+    return is_number
 
 
 def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
@@ -127,13 +221,6 @@ def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
     if value.shape == place.global_shape:
         part = place.part_of(value)
         return as_shard(part if place.group is None else part.clone(), place)
-    if value.dim() > 0 and value.shape != local_of(param).shape:
-        raise ValueError(
-            f"the loaded {key} of parameter '{param.fqn}' has shape {tuple(value.shape)}, expected "
-            f"the full {tuple(place.global_shape)}, or this rank's elements of it. Save with "
-            "torch.distributed.checkpoint or zerocore.Checkpoints to load with another stage or "
-            "number of ranks"
-        )
     return value
 
 
@@ -141,18 +228,24 @@ def _check_place(param: ShardedParameter, key: str, saved: Place) -> None:
     own = param.place
     if (saved.fqn, saved.elements) != (own.fqn, own.elements):
         raise ValueError(
-            f"the optimizer's state {key} is that of '{saved.fqn}', elements {saved.text}, but "
+            f"the optimizer's state {key}{saved.origin} is that of '{saved.fqn}', elements "
+            f"{saved.text}, but "
             f"this rank's parameter in its place is '{own.fqn}', elements {own.text}. Shards load "
             "on the rank, stage and number of ranks that saved them, in the same order of "
             "parameters; for others save with torch.distributed.checkpoint or zerocore.Checkpoints"
         )
 
 
+def makes_all(optimizer: Optimizer) -> bool:
+    """Whether the optimizer makes its states itself, all of them at once."""
+    return hasattr(optimizer, "make_states")
+
+
 def make_states(optimizer: Optimizer) -> None:
     """Makes the states that are not there yet, as a first step would find them; takes no step."""
-    make = getattr(optimizer, "make_states", None)
-    if make is not None:
-        make()
+    own: Any = optimizer
+    if makes_all(optimizer):
+        own.make_states()
         return
     for group in optimizer.param_groups:
         probed: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = {}
@@ -160,12 +253,55 @@ def make_states(optimizer: Optimizer) -> None:
             local = own_elements(param)
             kind = (local.dtype, local.device)
             if kind not in probed:
-                probe = nn.Parameter(torch.zeros(1, dtype=local.dtype, device=local.device))
-                probe.grad = torch.zeros_like(probe)
-                probed[kind] = stepped_state(optimizer, group, probe)
+                probed[kind] = _probed(optimizer, group, *kind)
             state = dict(_first_states(param, probed[kind]))
             if state:
                 optimizer.state[param] = state
+
+
+def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
+    """Keys of the states that each parameter's first step makes, of those that it has."""
+    known: dict[int, set[str]] = {}
+    for group in () if makes_all(optimizer) else optimizer.param_groups:
+        some = group["params"][:1]
+        keys = [_probed(optimizer, group, own_elements(p).dtype, p.device) for p in some]
+        known.update({id(param): set(keys[0]) for param in group["params"]})
+
+    def needed(param: Any) -> set[str]:
+        own = set(optimizer.state.get(param, {}))
+        return own & known.get(id(param), own)
+
+    return needed
+
+
+def _probed(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """The state of a vector of two elements, other than a number's, after a step."""
+    return stepped_state(optimizer, group, _probe(dtype, device))
+
+
+def _probe(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    probe = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
+    probe.grad = torch.zeros_like(probe)
+    return probe
+
+
+def note_added_options(optimizer: Optimizer) -> None:
+    """State dicts have the options that steps add to groups, also before the first step: zeros."""
+    added: list[dict[str, Any]] = []
+    for group in () if makes_all(optimizer) else optimizer.param_groups:
+        local = own_elements(group["params"][0]) if group["params"] else torch.empty(0)
+        twin = _stepped(optimizer, group, _probe(local.dtype, local.device))
+        new = {key: v for key, v in options_of(twin.param_groups[0]).items() if key not in group}
+        added.append({key: _zero(value) for key, value in new.items()})
+    setattr(optimizer, _ADDED, added)
+
+
+def _zero(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    return type(value)(0) if type(value) in (int, float) else value
 
 
 def without_state(params: Iterable[_P], states: Mapping[Any, Any]) -> list[_P]:
@@ -174,18 +310,18 @@ def without_state(params: Iterable[_P], states: Mapping[Any, Any]) -> list[_P]:
 
 
 def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and first values of the states, from those of a parameter of one element."""
+    """Names and first values of the states, from those of a parameter of two elements."""
     local = own_elements(param)
     for key, value in probed.items():
         if not isinstance(value, Tensor):
             yield key, 0 if key == "step" else deepcopy(value)
-        elif value.shape != (1,):
+        elif value.shape != (2,):
             yield key, torch.zeros_like(value) if key == "step" else value.clone()
-        elif isinstance(param, Placed) and value.item() == 0:
+        elif isinstance(param, Placed) and not value.any():
             zeros = state_memory(local.numel(), value.dtype, local.device)
             yield key, as_shard(zeros, param.place)
         else:
-            full = torch.full_like(local, value.item(), dtype=value.dtype)
+            full = torch.full_like(local, value[0].item(), dtype=value.dtype)
             yield key, as_state(full, param)
 
 
@@ -193,12 +329,16 @@ def stepped_state(
     optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter
 ) -> dict[str, Any]:
     """The state of a parameter that is none of the optimizer's, after a step with its ``grad``."""
+    return _stepped(optimizer, group, probe).state[probe]
+
+
+def _stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> Any:
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's, which counts the optimizer's steps
-    twin.param_groups = [{**options_of(group), "params": [probe]}]
+    twin.param_groups = [{**deepcopy(options_of(group)), "params": [probe]}]
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     twin.step()
-    return twin.state[probe]
+    return twin

@@ -6,10 +6,11 @@ Loads of state dicts take the model's own shards, or full values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from zerocore.common.agreement import together
 from zerocore.common.alarm import operation
@@ -108,6 +109,8 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
 
     @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if recording.get():
+            return
         with together(state.ranks.groups, state.device):
             for param in state.params():
                 for fqn in param.fqns:
@@ -119,11 +122,30 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
         module.register_load_state_dict_pre_hook(_check)
 
 
-def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Refuses shards of another place, even of the same size; full values are copied in part."""
+recording = ContextVar("recording", default=False)  # a load that only notes what it would copy
+
+
+def is_our_hook(hook: Any) -> bool:
+    """Whether a hook of loading is one of :func:`watch_loads`."""
+    return getattr(hook, "hook", hook).__module__ == __name__
+
+
+def _check(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+) -> None:
+    """Refuses shards of another place, even of the same size; full values are copied in part, also
+    where they are to be assigned."""
+    assigns = metadata.pop("assign_to_params_buffers", False)
     for name, param in module._parameters.items():
         if isinstance(param, ShardedParameter):
-            _check_place(prefix + name, state_dict.get(prefix + name), param)
+            value = state_dict.get(prefix + name)
+            _check_place(prefix + name, value, param)
+            if assigns and isinstance(value, Tensor) and value.dtype != param.dtype:
+                raise ValueError(
+                    f"parameter '{prefix + name}': assign=True would make it {value.dtype}, and "
+                    f"the memory of a sharded model is {param.dtype}; leave assign out, or cast "
+                    "the values"
+                )
 
 
 def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
@@ -132,7 +154,8 @@ def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
     saved, own = value.place, param.place
     if not own.can_take(saved):
         raise ValueError(
-            f"parameter '{key}': the state dict holds elements {saved.text}, this rank {own.text}. "
-            "Shards load on the rank, stage and number of ranks that saved them; for others use "
-            "torch.distributed.checkpoint or zerocore.Checkpoints, or zerocore.full_state_dict"
+            f"parameter '{key}': the state dict holds elements {saved.text}{saved.origin}, this "
+            f"rank {own.text}. Shards load on the rank, stage and number of ranks that saved them; "
+            "for others use torch.distributed.checkpoint or zerocore.Checkpoints, or "
+            "zerocore.full_state_dict"
         )

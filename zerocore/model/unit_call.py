@@ -205,7 +205,8 @@ def _enter_in_class(cls: Any) -> None:
         return unit_call.call(original, self, *args, **kwargs)
 
     cls.__call__ = __call__
-    leave_out_of_graphs(UnitCall.call)
+    for function in (UnitCall.call, is_traced, call_traced):
+        leave_out_of_graphs(function)
     _classes.add(cls)
 
 

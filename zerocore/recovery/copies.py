@@ -62,7 +62,7 @@ def _restore(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         if isinstance(value, Tensor) and isinstance(own, Tensor):
             own_elements(own).copy_(value)
         else:
-            state[key] = value
+            state[key] = deepcopy(value)
 
 
 class Small:

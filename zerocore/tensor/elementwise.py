@@ -121,7 +121,9 @@ def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> lis
     place, local_shape = first.place, local_of(first).shape
     for other in sources:
         if not place.can_take(other.place):
-            raise NotLocal(f"; '{other.fqn}' beside it lies elsewhere ({other!r})")
+            raise NotLocal(
+                f"; '{other.fqn}'{other.place.origin} beside it lies elsewhere ({other!r})"
+            )
     if changed is not None and not isinstance(changed, Placed):
         if _is_full(changed, place, local_shape):
             return [place.gather(local_of(t)) if isinstance(t, Placed) else t for t in tensors]
@@ -135,8 +137,8 @@ def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> lis
 def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
     if isinstance(tensor, Placed):
         return place.take(local_of(tensor), tensor.place)
-    if tensor.numel() == 1 and tensor.dim() <= 1:
-        return tensor
+    if tensor.numel() == 1 and tensor.dim() <= max(1, len(place.global_shape)):
+        return tensor.view(-1) if tensor.dim() > 1 else tensor
     if tensor.shape == place.global_shape:
         return place.part_of(tensor)
     is_vector = tensor.dim() == 1 and len(place.global_shape) > 1

@@ -70,6 +70,8 @@ GLOBAL = _names(
 )
 # Other shapes of the same elements in the same order.
 VIEWS = _names("flatten ravel view reshape")
+# Give the same values, perhaps elsewhere.
+CLONES = _names("clone contiguous cpu cuda to half bfloat16 float double detach data")
 # Another tensor among their arguments gives a dtype and a device only.
 COPIES = _names("to type_as")
 ELEMENTWISE = VIEWS | COPIES | _names(

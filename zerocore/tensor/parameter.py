@@ -20,6 +20,7 @@ from zerocore.common.agreement import is_same
 from zerocore.tensor import rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
+from zerocore.tensor.pickling import goes_as_part, keep_owner, whole_of
 from zerocore.tensor.place import Place, Placed, PlacedParameter, as_view, keep_place, local_of
 from zerocore.tensor.wrapped import is_wrapped
 
@@ -32,6 +33,8 @@ class _Shard(Placed):
     """The part that all kinds of shards have in common."""
 
     result_type: type[Tensor]  # of what elementwise functions make of it
+    owner: Callable[[], Any]  # the parameter or gradient that gave it, if one did
+    version: int  # of that parameter, if this is a copy of it
 
     @classmethod
     def __torch_function__(
@@ -51,15 +54,20 @@ class _Shard(Placed):
         return format(self.full_tensor().item(), spec) if spec else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = keep_place(local_of(self).clone(), self)
+        copied = keep_owner(keep_place(local_of(self).clone(), self), self)
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, proto: Any) -> tuple[Any, ...]:
-        # A copy: the memory around a shard belongs to others. Plain types, for weights_only.
-        place = self.place
-        facts = (place.fqn, tuple(place.global_shape), place.shard_range, place.strides)
-        return rebuild_shard, (local_of(self).clone(), *facts)
+    def __reduce_ex__(self, proto: Any) -> Any:
+        if goes_as_part(self.place):
+            # A copy: the memory around a shard belongs to others. Plain types, for weights_only.
+            place = self.place
+            facts = (place.fqn, tuple(place.global_shape), place.shard_range, place.strides)
+            return rebuild_shard, (local_of(self).clone(), *facts)
+        return whole_of(self).__reduce_ex__(proto)
+
+    def own_part(self) -> Any:
+        return as_shard(local_of(self).clone(), self.place.without_groups())
 
     # torch.distributed.checkpoint asks these of tensors that are parts of others.
 
@@ -84,7 +92,7 @@ class _InPlace(_Shard):
     def detach(self) -> Any:
         """A shard on the same memory, until other values take its place."""
         shard: Any = local_of(self).as_subclass(self.result_type)
-        shard.place = self.place
+        shard.place, shard.owner = self.place, ref(self)
         self.aliases = [*self._live_aliases(), ref(shard)]
         return shard
 
@@ -383,4 +391,5 @@ def rebuild_shard(
     strides: tuple[int, ...] | None,
 ) -> LocalShard:
     """A shard from a file: it knows its place, but not the ranks that hold the rest."""
-    return as_shard(data, Place(fqn, torch.Size(global_shape), shard_range, None, strides))
+    place = Place(fqn, torch.Size(global_shape), shard_range, None, strides, is_own=True)
+    return as_shard(data, place)

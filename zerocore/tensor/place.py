@@ -73,6 +73,7 @@ class Place:
         part: the larger tensor of which the parameter is a part; None if it is none.
         cut: says which elements the other ranks have; None in a shard that was loaded from a file,
             in a slice, and by rows.
+        is_own: the shard goes to files and other processes as it is, this rank's part.
     """
 
     fqn: str
@@ -82,6 +83,7 @@ class Place:
     strides: tuple[int, ...] | None = None
     part: PartOf | None = None
     cut: Cut | None = None
+    is_own: bool = False
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -97,7 +99,7 @@ class Place:
     def without_groups(self) -> Place:
         """The same place for another process."""
         part = None if self.part is None else replace(self.part, group=None)
-        return replace(self, group=None, part=part, cut=None)
+        return replace(self, group=None, part=part, cut=None, is_own=True)
 
     def holds_same(self, other: Place) -> bool:
         """Whether shards at both places hold the same elements of a tensor of one layout; where
@@ -152,13 +154,19 @@ class Place:
         """Whether every rank has all elements."""
         return self.group is None and self.shard_range == (0, self.global_shape.numel())
 
+    @property
+    def origin(self) -> str:
+        """As errors name where it comes from, if that is a file with one rank's part."""
+        return " from a file with one rank's part of it" if self.is_own else ""
+
     def check_whole(self) -> None:
         """Raises RuntimeError if the other elements lie on ranks that are not known."""
         if self.group is None and not self.is_whole:
             raise RuntimeError(
-                f"'{self.fqn}': this shard (elements {self.shard_range[0]}:{self.shard_range[1]}) "
-                "was loaded from a file or copied by pickle, and does not know the ranks that "
-                "hold the others. Load it with model.load_state_dict first"
+                f"'{self.fqn}': this is the part of one rank, elements {self.text}, from a file "
+                "which that rank saved for itself; the other elements are not in it. "
+                "model.load_state_dict takes it on the rank that saved it, and needs the files of "
+                "all ranks. To save all elements, call zerocore.full_state_dict(model) on all ranks"
             )
 
     def like_full(self, local: Tensor) -> Tensor:
@@ -262,6 +270,11 @@ class Placed:
     def local(self) -> Tensor:
         """The local elements as a plain 1-D tensor on the same memory."""
         return local_of(self)
+
+    def own_part(self) -> Tensor:
+        """A copy that is pickled as this rank's part, for a file of each rank; the same rank loads
+        it, at the same stage and on the same number of ranks."""
+        raise NotImplementedError
 
     def full_tensor(self) -> Tensor:
         """The full value, a new plain tensor of ``global_shape``; all ranks must call.

@@ -17,6 +17,7 @@ from zerocore.tensor import functions, pending_host_updates
 from zerocore.tensor.elementwise import NotLocal, apply, apply_operator, draw, fit, get_items
 from zerocore.tensor.functions import Args, Function, Kwargs, is_foreach, is_in_place, name_of
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
+from zerocore.tensor.pickling import keep_owner
 from zerocore.tensor.place import (
     Placed,
     PlacedParameter,
@@ -47,7 +48,9 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             result = func(*args, **kwargs)
             if name in ("requires_grad=", "requires_grad_"):
                 _tell_trained(args[0])
-            return keep_place(result, args[0]) if name in ("detach", "data") else result
+            if name not in ("detach", "data"):
+                return result
+            return keep_owner(keep_place(result, args[0]), args[0])
         if is_foreach(name) and _changes_gradients(name, args):
             return func(*args, **kwargs)
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -70,7 +73,8 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             found = []  # full ones would be changed in their place
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
-        return _on_shards(func, args, kwargs, changed, found)
+        result = _on_shards(func, args, kwargs, changed, found)
+        return keep_owner(result, found[0]) if name in functions.CLONES else result
 
 
 def _tell_trained(param: Any) -> None:

@@ -159,6 +159,12 @@ bool Unit::is_gathered() const {
   return std::ranges::all_of(bucket_.regions(), [&](int region) { return is_gathered(region); });
 }
 
+bool Unit::holds_values(int param) const {
+  const int region = layout_.places().at(param).region;
+  const bool stays = !shards_ && bucket_.attached() && !layout_.regions()[region].has_main();
+  return stays && !written_ && state() != UnitState::Unsharding && is_gathered(region);
+}
+
 int64_t Unit::persistent_nbytes() const {
   return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : kept().nbytes());
 }

@@ -139,6 +139,8 @@ class Unit {
   }
   // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
   bool is_gathered() const;
+  // The unsharded parameter stays and is that of all ranks' shards now, bit for bit; asks no rank.
+  bool holds_values(int param) const;
   // Bytes on the device that stay on this rank between steps, without main weights.
   int64_t persistent_nbytes() const;
   // Parameters that stay between steps.

@@ -236,10 +236,12 @@ def optimizer_state_of_rank_0(run: Run) -> None:
     model = run.shard(Net(), [Block])
     optimizer = adamw(model.parameters())
     train(run, model, optimizer)
-    saved = [optimizer.state_dict() if run.rank == 0 else None]
-    dist.broadcast_object_list(saved)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    saved = [file.getvalue()]
+    dist.broadcast_object_list(saved)  # rank 0's
     optimizer = adamw(model.parameters())
-    optimizer.load_state_dict(saved[0])
+    optimizer.load_state_dict(torch.load(io.BytesIO(saved[0]), weights_only=False))
     train(run, model, optimizer)
 
 

@@ -95,6 +95,8 @@ class TrainingLoad:
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state of {missing}")
         self._wanted = training_state.training_state(self._model, ())
+        wanted = self._wanted["model"]
+        self._wanted["model"] = training_state.resized(wanted, contents.metadata)
         trouble = f"{self._folder} does not fit the model"
         training_state.check_tensors(self._wanted["model"], "model.", contents.metadata, trouble)
         self._check_buffers()

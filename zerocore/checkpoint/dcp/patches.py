@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
 from zerocore.hooks.collectives import begins_to_count, counts_issued
-from zerocore.hooks.optimizer_states import is_of_shards, make_states
+from zerocore.hooks.optimizer_states import is_of_shards, make_states, note_added_options
 from zerocore.tensor.parameter import as_shard
 from zerocore.tensor.place import Placed, local_of
 
@@ -50,7 +50,11 @@ def _gathers(original: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
 @around
 def _makes_states(original: Any, optim: Any, *args: Any) -> Any:
     """Torch takes a step without gradients, which leaves it counted."""
-    return make_states(optim) if is_of_shards(optim) else original(optim, *args)
+    if not is_of_shards(optim):
+        return original(optim, *args)
+    if not any(optim.state.values()):
+        note_added_options(optim)
+    return make_states(optim)
 
 
 @around

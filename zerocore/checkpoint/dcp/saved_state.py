@@ -5,7 +5,6 @@ The next save of the same tensors uses the plan and metadata of the last one.
 
 from __future__ import annotations
 
-import io
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +24,7 @@ from zerocore.checkpoint.checksums import FileSums
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, Spread
 from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, frame
+from zerocore.checkpoint.plain_values import saved_bytes
 from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
 from zerocore.model.parts import check_has_places
 from zerocore.model.state import ShardState
@@ -138,11 +138,11 @@ class SavedState:
 
     def watch_changes(self) -> Callable[[], None]:
         """Returns what raises RuntimeError if a tensor has changed in the meantime."""
-        before = [local._version for local, _ in self.tensors.values()]
+        before = [_version(local) for local, _ in self.tensors.values()]
 
         def check() -> None:
             for (key, (local, _)), version in zip(self.tensors.items(), before, strict=True):
-                if local._version != version:
+                if _version(local) != version:
                     raise RuntimeError(
                         f"'{key}' was changed while it was being saved, and not by an optimizer's "
                         "step, which waits. Call wait() of what save returned before changing it"
@@ -168,6 +168,10 @@ class SavedState:
         return (part.cpu() for part in self.parts())
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedState:
     """The state of a model's ranks, on its own memory. ``copy``: what is no shard, which may
     change."""
@@ -187,12 +191,6 @@ def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedStat
         elif is_first:
             plain[key] = deepcopy(value)
     return SavedState(kept, facts, tensors, plain, paths)
-
-
-def saved_bytes(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def write_rank_file(

@@ -146,6 +146,16 @@ def _check_places(entries: Mapping[str, Entry], begin: int, size: int) -> None:
 
 
 @dataclass(frozen=True)
+class Held(Entry):
+    """A tensor of a file that hooks of loading have changed: in memory."""
+
+    value: Tensor
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        return self.value.to(dtype)
+
+
+@dataclass(frozen=True)
 class FilePlan:
     """A file that is to be written: its header, what lies where, its size."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from zerocore.checkpoint.safetensors.files import (
     Entry,
     Facts,
     FilePlan,
+    Held,
     check_entries,
     plan_files,
     read_folder,
@@ -31,6 +33,7 @@ from zerocore.checkpoint.safetensors.files import (
 from zerocore.common.agreement import agree, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
+from zerocore.hooks.loading import as_loaded, changed_by_hooks, has_own_loading
 from zerocore.model.extensions import check_plain
 from zerocore.model.parts import check_has_places
 from zerocore.model.state import ShardState, state_of
@@ -72,14 +75,16 @@ def load_safetensors(
     state = state_of(model, by_rows=False)
     check_plain(state, "safetensors")
     targets = _targets(model, state)
+    read: dict[str, Entry] = {}
     found: dict[str, Entry] = {}
 
     def check() -> set[str]:
         if state.shown_full.total() > 0:
             raise RuntimeError("load_safetensors inside of zerocore.unsharded; call it outside")
-        found.update(_renamed(read_folder(folder, verify), rename))
+        read.update(_renamed(read_folder(folder, verify), rename))
+        found.update(_as_loaded(model, state, read))
         _check(targets, found, strict, folder)
-        return {f"{name} at {entry.begin} of {entry.file.name}" for name, entry in found.items()}
+        return {f"{name} at {entry.begin} of {entry.file.name}" for name, entry in read.items()}
 
     groups, device = state.ranks.groups, state.device
     for rank, (own, other) in enumerate(pairwise(on_all_ranks(groups, check, device)), 1):
@@ -87,7 +92,7 @@ def load_safetensors(
             raise ValueError(f"rank {rank} sees other files than rank {rank - 1}: {differing[0]}")
     if verify:
         part, parts = state.rank, state.world_size
-        compare = partial(check_entries, found.values(), part, parts, StreamWay.CACHED)
+        compare = partial(check_entries, read.values(), part, parts, StreamWay.CACHED)
         on_all_ranks(groups, compare, device)
 
     def load() -> None:
@@ -105,9 +110,23 @@ def load_safetensors(
 
 def _targets(model: nn.Module, state: ShardState) -> dict[str, Tensor]:
     """Shards of parameters, and buffers."""
-    keys = param_keys(model, state)
+    keys = param_keys(model, state, by_name=True)
     shards = {key: param.shard for param, names in keys.items() for key in names}
     return {**shards, **buffers_of(model, keys)}
+
+
+def _as_loaded(
+    model: nn.Module, state: ShardState, read: Mapping[str, Entry]
+) -> Mapping[str, Entry]:
+    """The tensors as hooks of loading make them, which are shown whole ones."""
+    if not has_own_loading(model) or not read:
+        return read
+    given = {name: entry.read(entry.dtype) for name, entry in read.items()}
+    path = next(iter(read.values())).file
+    return {
+        name: Held(path, value.dtype, tuple(value.shape), 0, value.nbytes, name, value)
+        for name, value in as_loaded(model, state, given).items()
+    }
 
 
 def _renamed(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, Entry]:
@@ -174,7 +193,7 @@ def _read_target(entry: Entry, target: Tensor) -> None:
         return
     place, local = target.place, local_of(target)
     begin = _begin_in_file(place)
-    if begin is None:  # its elements are in another order in memory
+    if begin is None or isinstance(entry, Held):  # its elements are in another order in memory
         local.copy_(place.part_of(place.part_of_whole(entry.read(local.dtype))))
         return
     with opened(entry.file) as file:
@@ -192,8 +211,9 @@ def save_safetensors(
     """Saves parameters and buffers as Hugging Face does; every rank writes its own bytes.
 
     All ranks must call, and see the same file system. The folder gets ``model.safetensors``, or
-    several files and ``model.safetensors.index.json``, all at once when they are on disk. Main
-    weights are saved; of tied parameters the first name, as ``save_pretrained`` does.
+    several files and ``model.safetensors.index.json``, the index last, when all are on disk; a save
+    that fails leaves nothing. Main weights are saved; of tied parameters the first name, as
+    ``save_pretrained`` does.
 
     Args:
         folder: made if need be; may hold other files, such as a configuration.
@@ -217,6 +237,7 @@ def save_safetensors(
     def prepare() -> None:
         for old in (old for name in ("*.safetensors", INDEX_NAME, NAME) for old in path.glob(name)):
             raise FileExistsError(f"{old} exists; nothing is overwritten, delete it first")
+        _check_can_be_saved(model)
         nbytes = parse_nbytes(max_file_size, "max_file_size")
         metadata = {"format": "pt", **_first_names(_targets(model, state), targets)}
         plans.extend(plan_files(temporary, _facts(targets, dtype), nbytes, metadata))
@@ -226,18 +247,49 @@ def save_safetensors(
                 with open(temporary / plan.name, "wb") as file:
                     file.truncate(plan.nbytes)
 
-    on_all_ranks(groups, prepare, device)
-    sums = _joined(_write_all(state, temporary, plans, targets))
+    with _nothing_left(temporary if state.rank == 0 else None) as moved:
+        on_all_ranks(groups, prepare, device)
+        sums = _joined(_write_all(state, temporary, plans, targets))
+        on_all_ranks(groups, lambda: _commit(state, temporary, plans, sums, moved), device)
 
-    def commit() -> None:
-        if state.rank == 0:
-            lists = write_lists(temporary, plans, sums)
-            for name in [lists.pop(), *(file.name for file in plans), *lists]:  # an index is last
-                os.replace(temporary / name, path / name)
-            temporary.rmdir()
-            files.flush_path(path)
 
-    on_all_ranks(groups, commit, device)
+def _check_can_be_saved(model: nn.Module) -> None:
+    kinds = {k: v for k, v in model.state_dict().items() if not isinstance(v, Tensor)}
+    for key in (*kinds, *changed_by_hooks(model)):
+        reason = "is no tensor" if key in kinds else "is changed by a hook of state_dict"
+        raise ValueError(
+            f"'{key}' {reason}, which save_safetensors does not write; save with "
+            "zerocore.Checkpoints, or zerocore.full_state_dict(model)"
+        )
+
+
+@contextmanager
+def _nothing_left(temporary: Path | None) -> Iterator[list[Path]]:
+    """Deletes the folder, and the files of the list that it yields, if the block fails."""
+    moved: list[Path] = []
+    try:
+        yield moved
+    except BaseException:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            for path in moved:
+                path.unlink(missing_ok=True)
+        raise
+
+
+def _commit(
+    state: ShardState, temporary: Path, plans: list[FilePlan], sums: Checksums, moved: list[Path]
+) -> None:
+    """On the first rank: gives the files their names; notes each in ``moved``."""
+    if state.rank != 0:
+        return
+    folder = temporary.parent
+    lists = write_lists(temporary, plans, sums)
+    for name in [*(file.name for file in plans), *reversed(lists)]:  # an index is last
+        os.replace(temporary / name, folder / name)
+        moved.append(folder / name)
+    temporary.rmdir()
+    files.flush_path(folder)
 
 
 def _first_names(all_targets: Mapping[str, Tensor], kept: dict[str, Tensor]) -> dict[str, str]:

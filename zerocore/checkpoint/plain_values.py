@@ -1,0 +1,151 @@
+"""Plain values of a checkpoint: readable ones, and containers of tensors taken apart."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocore.checkpoint.safe_pickles import load_plain
+from zerocore.tensor.place import Placed
+
+_CONTAINER, _VALUE = "zerocore.container", "zerocore.value"  # first of a tuple in a file
+_PLAIN: frozenset[type] = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
+)
+_MAPPINGS = (dict, OrderedDict)
+_LISTS = (list, tuple)
+
+
+def saved_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def readable(value: Any, where: str) -> Any:
+    """``value`` as a load gives it back, with Python's numbers for numpy's; TypeError that names
+    what cannot be read without running code."""
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind in _MAPPINGS:
+        items = [(readable(k, f"a key of {where}"), k, v) for k, v in value.items()]
+        return kind((new, readable(v, f"{where}[{k!r}]")) for new, k, v in items)
+    if kind in _LISTS:
+        return kind(readable(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if kind.__module__ == "numpy" and hasattr(value, "item") and getattr(value, "shape", 0) == ():
+        return readable(value.item(), where)
+    if not isinstance(value, Tensor):
+        return _tried(value, where)
+    if isinstance(value, Placed) or (value.layout is torch.strided and kind is Tensor):
+        return value
+    return _tried(value, where)
+
+
+def _tried(value: Any, where: str) -> Any:
+    try:
+        data = saved_bytes(value)
+        load_plain(io.BytesIO(data), len(data))
+    except Exception as error:
+        raise TypeError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a load could "
+            "not read again without running code; expected tensors, numbers, text, None, and "
+            "lists, tuples and dicts of them. Let state_dict() return these"
+        ) from error
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """Tensors in a value and its containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | deque):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def taken_apart(state: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A parameter's state with the tensors of containers by keys of their own, and in place of a
+    container what :func:`put_together` makes it of again."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        name = f"{where}[{key!r}]"
+        if isinstance(value, Tensor):
+            found[key] = value
+        elif next(tensors_in(value), None) is None:
+            found[key] = as_leaf(value, name)
+        else:
+            found[key] = (_CONTAINER, _outline(value, str(key), name, found))
+    return found
+
+
+def _outline(value: Any, key: str, where: str, found: dict[str, Any]) -> Any:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        while key in found:
+            key += "_"
+        found[key] = value
+        return ("tensor", key)
+    if kind in _MAPPINGS:
+        items = [(k, _outline(v, f"{key}.{k}", where, found)) for k, v in value.items()]
+        return (kind.__name__, items)
+    if kind in (*_LISTS, deque):
+        outlines = [_outline(v, f"{key}.{i}", where, found) for i, v in enumerate(value)]
+        return (kind.__name__, outlines, getattr(value, "maxlen", None))
+    return ("value", readable(value, where))
+
+
+def put_together(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that :func:`taken_apart` was given."""
+    used: set[str] = set()
+    outlines = {k: v[1] for k, v in state.items() if _is_marked(v, _CONTAINER)}
+    whole = {key: _made(outline, state, used) for key, outline in outlines.items()}
+    return {
+        key: whole[key] if key in whole else leaf_value(value)
+        for key, value in state.items()
+        if key not in used
+    }
+
+
+def _made(outline: Any, state: Mapping[str, Any], used: set[str]) -> Any:
+    kind, value, *rest = outline
+    if kind == "value":
+        return value
+    if kind == "tensor":
+        used.add(value)
+        return state[value]
+    if kind in ("dict", "OrderedDict"):
+        items = [(k, _made(v, state, used)) for k, v in value]
+        return dict(items) if kind == "dict" else OrderedDict(items)
+    made = [_made(item, state, used) for item in value]
+    return tuple(made) if kind == "tuple" else deque(made, rest[0]) if kind == "deque" else made
+
+
+def as_leaf(value: Any, where: str) -> Any:
+    """One value of a file: what torch would take apart, or read as a tensor, is in a tuple."""
+    value = readable(value, where)
+    for tensor in tensors_in(value):
+        if isinstance(tensor, Placed):
+            raise TypeError(
+                f"{where} holds the shard of '{tensor.fqn}', which is no state of a parameter: "
+                "keep it in optimizer.state[parameter]"
+            )
+    is_nested = isinstance(value, Mapping | list | Tensor)
+    return (_VALUE, value) if is_nested else value
+
+
+def leaf_value(leaf: Any) -> Any:
+    """The value of :func:`as_leaf`."""
+    return leaf[1] if _is_marked(leaf, _VALUE) else leaf
+
+
+def _is_marked(value: Any, mark: str) -> bool:
+    return type(value) is tuple and len(value) == 2 and value[0] == mark

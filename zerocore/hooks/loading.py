@@ -1,0 +1,123 @@
+"""A state dict as the model's own hooks and overrides of loading make it: nothing is loaded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerocore.hooks.registration import is_our_hook, recording
+from zerocore.model.state import ShardState
+from zerocore.tensor.functions import name_of
+from zerocore.tensor.parameter import ShardedParameter
+
+EXTRA_STATE = "_extra_state"
+_NORM: Any = nn.modules.batchnorm._NormBase
+_PLAIN = (nn.Module._load_from_state_dict, _NORM._load_from_state_dict)
+
+
+def has_extra_state(model: nn.Module) -> bool:
+    """Whether some module saves more than tensors."""
+    return any(type(m).set_extra_state is not nn.Module.set_extra_state for m in model.modules())
+
+
+def has_own_loading(model: nn.Module) -> bool:
+    """Whether some module changes what it is given to load."""
+    return any(
+        type(module)._load_from_state_dict not in _PLAIN
+        or any(not is_our_hook(hook) for hook in module._load_state_dict_pre_hooks.values())
+        for module in model.modules()
+    )
+
+
+class _Recorder(Tensor):
+    """Stands for a tensor of a module and notes what is copied to it."""
+
+    given: Any
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if name_of(func) in ("copy_", "data="):
+            args[0].given = args[1]
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def as_loaded(model: nn.Module, state: ShardState, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``values`` by the names in ``model.state_dict()``, as ``model.load_state_dict`` would copy
+    them; ``values`` where no module has hooks. ValueError for what does not fit."""
+    if not has_own_loading(model):
+        return values
+    shapes = {id(p.shard): p.shard.place.whole_shape for p in state.params()}
+    rest = {key: value for key, value in values.items() if not key.endswith(EXTRA_STATE)}
+    given: Any = OrderedDict(rest)
+    if hasattr(values, "_metadata"):
+        given._metadata = values._metadata
+    with _recording(model, shapes):
+        try:
+            found = model.load_state_dict(given, strict=False)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        both = (_tensors_by_name(model), model.state_dict(keep_vars=True))
+    loaded = {
+        key: tensor.given
+        for names in both
+        for key, tensor in names.items()
+        if isinstance(tensor, _Recorder) and hasattr(tensor, "given")
+    }
+    unexpected = {key: given[key] for key in found.unexpected_keys if key in given}
+    extra = {key: value for key, value in values.items() if key not in rest}
+    return {**loaded, **unexpected, **extra}
+
+
+def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Those that ``state_dict`` gives; a hook may put others into their places there."""
+    saved = model.state_dict().keys()
+    return {
+        key: tensor
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and (key := f"{prefix}.{name}" if prefix else name) in saved
+    }
+
+
+def changed_by_hooks(model: nn.Module) -> list[str]:
+    """Names in ``model.state_dict()`` for which a hook gives another tensor than the module's."""
+    saved = model.state_dict(keep_vars=True)
+    return [key for key, tensor in _tensors_by_name(model).items() if saved[key] is not tensor]
+
+
+@contextmanager
+def _recording(model: nn.Module, shapes: Mapping[int, torch.Size]) -> Iterator[None]:
+    """Shows recorders in place of all parameters and buffers."""
+    token = recording.set(True)
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    made: dict[int, Any] = {}
+    try:
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                kept.append((tensors, dict(tensors)))
+                for name, tensor in tensors.items():
+                    if isinstance(tensor, Tensor):
+                        new = made.setdefault(id(tensor), _recorder(tensor, shapes))
+                        dict.__setitem__(tensors, name, new)
+        yield
+    finally:
+        recording.reset(token)
+        for tensors, before in kept:
+            for name, tensor in before.items():
+                dict.__setitem__(tensors, name, tensor)
+
+
+def _recorder(tensor: Any, shapes: Mapping[int, torch.Size]) -> Any:
+    shape = shapes.get(id(tensor), tensor.shape)
+    dtype = tensor.full.dtype if isinstance(tensor, ShardedParameter) else tensor.dtype
+    # No bytes of its own, and not on the meta device, which torch would skip.
+    return torch.empty((), dtype=dtype, device="cpu").expand(shape).as_subclass(_Recorder)

@@ -1,0 +1,108 @@
+"""Pickles of shards: the full tensor where this rank has all of it, else an error.
+
+A file with one rank's part looks like a checkpoint until somebody loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from zerocore.tensor.place import Place, PlacedParameter, local_of
+
+_as_parts = ContextVar("as_parts", default=False)
+_MEMORY = "_zerocore_pickled"  # of a parameter: its full values in the pickle under way
+
+
+@contextmanager
+def pickled_as_parts() -> Iterator[None]:
+    """Inside, a shard is pickled as this rank's part: every rank saves its own file."""
+    token = _as_parts.set(True)
+    try:
+        yield
+    finally:
+        _as_parts.reset(token)
+
+
+def goes_as_part(place: Place) -> bool:
+    """Whether a shard at ``place`` is pickled as this rank's part."""
+    return place.is_own or _as_parts.get()
+
+
+def keep_owner(copy: Any, source: Any) -> Any:
+    """``copy`` has the values that a shard of a parameter has now: they are its parameter's as long
+    as that does not change."""
+    param: Any = getattr(source, "owner", lambda: None)()
+    state = param.state_ref() if isinstance(param, PlacedParameter) else None
+    if state is not None and type(copy) is type(source) and copy is not source:
+        copy.owner = source.owner
+        copy.version = getattr(source, "version", None)
+        if copy.version is None:
+            copy.version = state.engine.param_version(param.unit, param.position)
+    return copy
+
+
+def whole_of(shard: Any) -> Tensor:
+    """The full tensor of a shard, new and plain; asks no rank. TypeError if this rank lacks some of
+    it, RuntimeError if it has old values of it."""
+    place, param = shard.place, getattr(shard, "owner", lambda: None)()
+    if not isinstance(param, PlacedParameter) or param.place != place:
+        param = None
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        if place.part is None and place.group is None:
+            return _tied(shard, param, local_of(shard))
+        _check_held(shard, param)
+        full: Any = param.full  # type: ignore[union-attr]
+        return _tied(shard, param, place.flat(full.detach()))
+
+
+def _check_held(shard: Any, param: Any) -> None:
+    place = shard.place
+    start, end = place.shard_range
+    held = f"{end - start} of {place.whole_shape.numel()} elements ({start}:{end})"
+    lines = (
+        "all ranks call zerocore.full_state_dict(model), or zerocore.full_optimizer_state_dict("
+        "optimizer) for states, and one saves the result; or use zerocore.Checkpoints"
+    )
+    state = None if param is None else param.state_ref()
+    if state is None or not _stays_whole(param, state):
+        raise TypeError(
+            f"{shard.what} '{place.fqn}' cannot be pickled: it is this rank's part, {held}, and "
+            f"the parts of other ranks would be in no file. To save all, {lines}. To save this "
+            "part alone, pickle .own_part()"
+        )
+    version = state.engine.param_version(param.unit, param.position)
+    is_old = getattr(shard, "version", version) != version
+    if is_old or not state.engine.holds_values(param.unit, param.position):
+        now = "the copy was made" if is_old else "the last forward"
+        raise RuntimeError(
+            f"{shard.what} '{place.fqn}' cannot be pickled now: the parameter has changed since "
+            f"{now}, and this rank holds {held} of the values to save. Save after a forward (an "
+            f"evaluation), before the next optimizer step; or {lines}"
+        )
+
+
+def _stays_whole(param: Any, state: Any) -> bool:
+    """Whether each rank keeps the full parameter between steps, of the type that is saved."""
+    is_plain = param.place.part is None and param.make_view is None
+    is_same = param.full.dtype == local_of(param).dtype
+    return is_plain and is_same and not state.config.placements.parameters
+
+
+def _tied(shard: Any, param: Any, flat: Tensor) -> Tensor:
+    """The full tensor of all elements; names of one parameter share memory in a file."""
+    own = shard.place.outline(shard.dtype)
+    is_shared = param is not None and not hasattr(shard, "version")
+    memory = getattr(param, _MEMORY, lambda: None)() if is_shared else None
+    if memory is None:
+        memory = flat.to(shard.dtype, copy=True).untyped_storage()
+        if is_shared:
+            setattr(param, _MEMORY, ref(memory))  # which lives as long as the pickler has it
+    full = torch.empty(0, dtype=shard.dtype, device=memory.device)
+    return full.set_(memory, 0, own.shape, own.stride())
