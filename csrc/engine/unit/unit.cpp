@@ -53,7 +53,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
 at::Tensor Unit::make_full(int param) const {
   const ParamPlace& place = layout_.places().at(param);
   const UnitParam& full = params_[param];
-  return bucket_.view(place.region, place.offset, full.spec.shape, full.strides);
+  return counted(bucket_.view(place.region, place.offset, full.spec.shape, full.strides));
 }
 
 std::vector<int64_t> Unit::shard_sizes(int param) const {
@@ -64,7 +64,8 @@ std::vector<int64_t> Unit::shard_sizes(int param) const {
 at::Tensor Unit::make_shard(int param) const {
   const int region = layout_.places().at(param).region;
   const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
-  return main_.has(region) ? main_.view(region, offset, shard_sizes(param)) : model_part(param);
+  const auto sizes = shard_sizes(param);
+  return counted(main_.has(region) ? main_.view(region, offset, sizes) : model_part(param));
 }
 
 at::Tensor Unit::make_model_shard(int param) const {
@@ -81,6 +82,8 @@ void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) 
   param.full = std::move(full);
   param.shard = std::move(shard);
   param.local = std::move(local);
+  param.full_writes = data_counter(param.full);
+  param.shard_writes = data_counter(memory_of(param));
   param.home = memory_of(param).storage().unsafeGetStorageImpl();
   param.full_home = param.full.storage().unsafeGetStorageImpl();
   param.trained = param.full.requires_grad();
@@ -115,6 +118,7 @@ void Unit::unshard(const std::shared_future<void>& after, bool reads) {
   const bool is_written = in_use && versions_.is_written();
   const at::Tensor own = is_written ? bucket_.bytes().clone() : written_full_;
   gathered_version_ = version();
+  mark_caught_up();
   gathers_.begin(regions, gathered_version_, after, reads);
   mark_gathered();
   if (in_use || own.defined()) {
@@ -146,6 +150,7 @@ void Unit::reshard() {
 bool Unit::mark_fresh() {
   written_ = false;
   gathered_version_ = version();
+  mark_caught_up();
   return versions_.tell_autograd();
 }
 

@@ -87,6 +87,12 @@ class Unit {
     return written_full_.defined();
   }
   void finish_write();
+  // Drops the write that is kept, if there is one.
+  void drop_write() {
+    written_full_.reset();
+  }
+  // What write_back() or finish_write() takes, 1-D by parameter; undefined where it is not gathered.
+  std::vector<at::Tensor> written_values() const;
 
   // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
   // have changed since. `after`, `reads`: see Gathers::begin.
@@ -137,6 +143,13 @@ class Unit {
   bool is_fresh() const {
     return !written_ && gathered_version_ == version();
   }
+  // The shards were changed by themselves since they were gathered last, or marked as fresh.
+  bool is_behind() const {
+    return shards_version_ != versions_.of_shards();
+  }
+  void mark_caught_up() {
+    shards_version_ = versions_.of_shards();
+  }
   // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
   bool is_gathered() const;
   // Bytes on the device that stay on this rank between steps, without main weights.
@@ -164,6 +177,8 @@ class Unit {
     return gathered_[region] == versions_.of_region(region);
   }
   void write_back(const Bucket& full);
+  // The memory of the write that is kept.
+  Bucket written() const;
 
   UnitId id_;
   std::string name_;
@@ -178,6 +193,7 @@ class Unit {
   ParamVersions versions_;
   std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;
+  int64_t shards_version_ = -1; // of_shards() then
   bool written_ = false; // by calls, since mark_fresh()
   at::Tensor written_full_; // bytes, see Note [Writes in a forward]
   int64_t cast_version_ = -1;

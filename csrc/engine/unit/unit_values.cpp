@@ -98,12 +98,28 @@ void Unit::keep_write() {
   written_full_ = bucket_.bytes().clone();
 }
 
-void Unit::finish_write() {
-  wait_for_unshard();
+Bucket Unit::written() const {
   const c10::Device device = written_full_.device();
   Bucket full(layout_, bucket_.regions(), context_.mesh.shard(), device, "unit '" + name_ + "'");
   full.attach(written_full_.data_ptr());
-  write_back(full);
+  return full;
+}
+
+void Unit::finish_write() {
+  wait_for_unshard();
+  write_back(written());
+}
+
+std::vector<at::Tensor> Unit::written_values() const {
+  const Bucket& full = keeps_write() ? written() : bucket_;
+  std::vector<at::Tensor> values(params_.size());
+  for (size_t param = 0; param < params_.size() && full.attached(); ++param) {
+    const ParamPlace& place = layout_.places()[param];
+    if (full.has(place.region)) {
+      values[param] = full.full(place.region).narrow(0, place.offset, params_[param].spec.numel());
+    }
+  }
+  return values;
 }
 
 bool Unit::take_back(bool keeps) {

@@ -1,0 +1,56 @@
+// Tensors that count what a program writes through their `.data`.
+#include "engine/unit/data_writes.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include <utility>
+
+namespace zerocore {
+
+namespace {
+
+class CountedTensor final : public c10::TensorImpl {
+ public:
+  explicit CountedTensor(const at::Tensor& tensor)
+      : TensorImpl(c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype()) {
+    copy_tensor_metadata(
+        tensor.unsafeGetTensorImpl(), this, c10::VariableVersion(0), /*allow_change=*/true);
+  }
+
+  using TensorImpl::shallow_copy_and_detach;
+  // `.data` asks for a copy with a new counter; `detach()` and saved tensors give this one's.
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(
+      c10::VariableVersion&& /*version_counter*/,
+      bool allow_tensor_metadata_change) const override {
+    return TensorImpl::shallow_copy_and_detach(
+        c10::VariableVersion(counter_), allow_tensor_metadata_change);
+  }
+
+  const c10::VariableVersion& counter() const {
+    return counter_;
+  }
+
+ private:
+  c10::VariableVersion counter_{0};
+};
+
+} // namespace
+
+at::Tensor counted(const at::Tensor& tensor) {
+  const c10::InferenceMode normal(false);
+  return at::Tensor(c10::make_intrusive<CountedTensor>(tensor));
+}
+
+c10::VariableVersion data_counter(const at::Tensor& tensor) {
+  const auto* counting = dynamic_cast<const CountedTensor*>(tensor.unsafeGetTensorImpl());
+  return counting == nullptr ? c10::VariableVersion() : counting->counter();
+}
+
+void count_as_data(const at::Tensor& tensor, const at::Tensor& alias) {
+  const c10::VariableVersion counter = data_counter(tensor);
+  if (counter.enabled() && !alias.is_inference()) {
+    alias.unsafeGetTensorImpl()->set_version_counter(counter);
+  }
+}
+
+} // namespace zerocore
