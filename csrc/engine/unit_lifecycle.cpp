@@ -87,6 +87,9 @@ void UnitLifecycle::use(UnitId id) {
 void UnitLifecycle::update_registration(UnitId id) {
   const bool full = schedule_.is_shown(id);
   if (full_shown_[id] != full) {
+    if (!full) {
+      keep_writes(id);
+    }
     if (full && !in_backward_pass_) {
       trainable_.sync(id);
     }
@@ -222,7 +225,7 @@ void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool wri
   for (const UnitId id : units) {
     units_[id]->take_back(write_back);
     if (write_back) {
-      write_back_now(id);
+      write_back_now(id, /*all=*/true);
       units_[id]->versions().mark_written();
     }
     units_[id]->versions().take_writes(/*keeps=*/false); // now that they are, or are not
@@ -264,6 +267,7 @@ void UnitLifecycle::settle() {
   for (const auto& unit : units_) {
     unit->take_back(/*keeps=*/false);
     if (unit->context().mesh.shards_parameters) {
+      unit->versions().take_writes(/*keeps=*/false);
       if (!schedule_.is_resident(unit->id()) && unit->state() != UnitState::Sharded) {
         unit->reshard();
       }
@@ -280,9 +284,7 @@ void UnitLifecycle::settle() {
 void UnitLifecycle::keep_writes(UnitId id) {
   Unit& unit = *units_[id];
   const at::NoGradGuard no_grad;
-  const bool was_replaced = unit.take_back(/*keeps=*/true);
-  const bool was_written = unit.versions().take_writes(/*keeps=*/true);
-  if (!was_replaced && !was_written) {
+  if (!unit.take_writes()) {
     return;
   }
   const UnitMesh& mesh = unit.context().mesh;
@@ -319,7 +321,7 @@ void UnitLifecycle::finish_writes() {
 
 void UnitLifecycle::drop_writes() {
   for (const auto& unit : units_) {
-    unit->drop_write();
+    unit->drop_writes();
   }
 }
 
@@ -330,9 +332,9 @@ void UnitLifecycle::wait_disk() const {
   }
 }
 
-void UnitLifecycle::write_back_now(UnitId id) {
+void UnitLifecycle::write_back_now(UnitId id, bool all) {
   wait_disk();
-  units_[id]->write_back();
+  units_[id]->write_back(all);
 }
 
 std::vector<UnitId> UnitLifecycle::in_forward_order(const std::vector<UnitId>& units) const {

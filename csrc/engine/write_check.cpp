@@ -4,6 +4,7 @@
 #include <ATen/ops/arange.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "common/math.h"
@@ -88,19 +89,24 @@ void WriteCheck::forget() {
 
 void WriteCheck::fail() const {
   const std::vector<bool> differ = context_.control->differing(sums_);
+  const std::string* first = nullptr;
   for (const auto& unit : units_) {
     for (size_t param = 0; param < unit->params().size(); ++param) {
-      TORCH_CHECK_VALUE(
-          !differ[first_[unit->id()] + param],
-          "parameter '",
-          unit->params()[param].spec.fqn,
-          "' was changed in place, by a forward, a hook or a backward, to values that differ "
-          "between the ranks; each rank keeps one part of them, so they must be the same. Average "
-          "what the change is computed from (dist.all_reduce), or send one rank's "
-          "(dist.broadcast(values, 0)), before it is written.");
+      if (differ[first_[unit->id()] + param]) {
+        first = first == nullptr ? &unit->params()[param].spec.fqn : first;
+        unit->versions().mark_written(param); // on each rank: all gather it again
+      }
     }
   }
-  TORCH_INTERNAL_ASSERT(false, "sums differ, and those of no parameter");
+  TORCH_INTERNAL_ASSERT(first != nullptr, "sums differ, and those of no parameter");
+  TORCH_CHECK_VALUE(
+      false,
+      "parameter '",
+      *first,
+      "' was changed in place, by a forward, a hook or a backward, to values that differ between "
+      "the ranks; each rank keeps one part of them, so they must be the same. Average what the "
+      "change is computed from (dist.all_reduce), or send one rank's (dist.broadcast(values, 0)), "
+      "before it is written.");
 }
 
 } // namespace zerocore

@@ -19,13 +19,14 @@ PLACES = (
     "backward pre-hook", "backward hook", "inner hook", "output hook", "function", "between steps",
     "next to the step",
 )  # fmt: skip
+BEFORE_USE = ("forward", "pre-hook", "between steps", "next to the step")
 TARGETS = ("weight", "code", "lin.weight", "lin.bias", "mix.weight")
 
 
-def numbers(like: Any, seed: int) -> Tensor:
-    """Values of a tensor's shape, the same on all ranks; a DTensor gets one number."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = () if isinstance(like, DTensor) else like.shape
+def numbers(like: Any, case: Case, step: int) -> Tensor:
+    """Values of a tensor's shape, the same on all ranks; one number, where there are DTensors."""
+    generator = torch.Generator().manual_seed(100 * case.seed + step)
+    shape = () if case.system == "fsdp" else like.shape
     return 1 + 0.2 * torch.rand(shape, generator=generator, dtype=like.dtype)
 
 
@@ -112,17 +113,23 @@ def case_of(seed: int) -> Case:
     """The one of a seed."""
     rng = random.Random(f"writes {seed}")
     writes = []
+    is_refused = False  # in a checkpoint, by its name
     for _ in range(rng.choice([1, 1, 2, 3])):
         place, target = rng.choice(PLACES), rng.choice(TARGETS)
         # Autograd refuses others of what it has saved, as in plain torch.
         is_free = target in ("code", "lin.bias") or place in ("between steps", "next to the step")
         spelling = rng.choice(tuple(SPELLINGS) if is_free or rng.random() < 0.1 else FREE)
+        is_refused = is_refused or (spelling not in FREE and place not in BEFORE_USE)
+        if spelling == "set_":
+            target = "code"  # DDP loses its hook on one that is trained
+        if spelling == "data =" and place not in BEFORE_USE and target in ("lin.weight", "mix.weight"):
+            target = "weight"  # of linear layers plain torch saves a view of the old memory
         writes.append(Write(spelling, place, target, rng.randrange(2), rng.randrange(STEPS)))
     return Case(
         seed,
         rng.choice(SYSTEMS),
         tuple(writes),
-        rng.random() < 0.2,
+        rng.random() < 0.2 and not is_refused,
         rng.random() < 0.2,
         rng.randrange(3),
     )
@@ -203,8 +210,8 @@ class Program:
             if (write.block, write.place, write.step) == (block, place, self.step):
                 module, _, name = write.target.rpartition(".")
                 owner = self.net.blocks[block].get_submodule(module)
-                seed = 100 * self.case.seed + self.step
-                SPELLINGS[write.spelling](owner, name, lambda x: x * numbers(x, seed))
+                step = self.step
+                SPELLINGS[write.spelling](owner, name, lambda x: x * numbers(x, self.case, step))
 
     def at(self, place: str) -> None:
         for block in range(2):
@@ -212,7 +219,7 @@ class Program:
 
     def losses(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.case.seed + 10 * number + self.rank)
-        x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+        x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
         return self.wrapped(x).square().mean()
 
     def run(self) -> list[float]:

@@ -47,7 +47,7 @@ def run(case: Case, system: Any) -> tuple[list[float], dict[str, Tensor]]:
     if system == "ddp":
         wrapped = DistributedDataParallel(net, find_unused_parameters=True)
     elif system == "fsdp":
-        for module in net.modules():
+        for module in reversed(list(net.modules())):
             if isinstance(module, (Block, nn.Linear)[: case.units]):
                 zerocore.fsdp.fully_shard(module)
         zerocore.fsdp.fully_shard(net)

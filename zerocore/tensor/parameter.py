@@ -104,6 +104,7 @@ class _InPlace(_Shard):
     def set_(self, source: Any) -> Any:
         """Copies ``source`` as setting ``data`` does; the memory stays where it is."""
         self.data = source
+        torch.autograd.graph.increment_version(self)
         return self
 
     def _check_data(self, value: Tensor) -> None:

@@ -71,25 +71,23 @@ void ParamVersions::mark_updated(const std::optional<std::vector<int>>& params) 
   }
 }
 
-bool ParamVersions::is_written() const {
+std::vector<int> ParamVersions::written() const {
+  std::vector<int> found;
   for (size_t param = 0; param < params_.size(); ++param) {
     if (full_versions_[param] != all_writes(params_[param])) {
-      return true;
+      found.push_back(static_cast<int>(param));
     }
   }
-  return false;
+  return found;
 }
 
-bool ParamVersions::take_writes(bool keeps) {
-  bool any = false;
-  for (size_t param = 0; param < params_.size(); ++param) {
-    const int64_t version = all_writes(params_[param]);
-    if (std::exchange(full_versions_[param], version) != version) {
-      any = true;
-      written_[param] += keeps ? 1 : 0;
-    }
+std::vector<int> ParamVersions::take_writes(bool keeps) {
+  std::vector<int> found = written();
+  for (const int param : found) {
+    full_versions_[param] = all_writes(params_[param]);
+    written_[param] += keeps ? 1 : 0;
   }
-  return any;
+  return found;
 }
 
 void ParamVersions::mark_written() {

@@ -47,10 +47,10 @@ class ParamVersions {
   // has changed since the last call.
   bool tell_autograd();
 
-  // Whether the unsharded parameters were written to since the last take_writes().
-  bool is_written() const;
-  // The same, and starts over. Those that were count as changed if the shards are to keep it.
-  bool take_writes(bool keeps);
+  // The unsharded parameters that were written to since the last take_writes().
+  std::vector<int> written() const;
+  // The same, and starts over. They count as changed if the shards are to keep it.
+  std::vector<int> take_writes(bool keeps);
   // As mark_changed, for writes to unsharded parameters that no version counter shows.
   void mark_written();
   void mark_written(size_t param);

@@ -115,8 +115,9 @@ void Unit::unshard(const std::shared_future<void>& after, bool reads) {
   // This rank may be in a call that the others have left: they gather the unit anew, it goes on.
   const bool in_use = shards_ && state() != UnitState::Sharded;
   wait_for_unshard();
-  const bool is_written = in_use && versions_.is_written();
-  const at::Tensor own = is_written ? bucket_.bytes().clone() : written_full_;
+  std::vector<int> written = in_use ? versions_.written() : std::vector<int>();
+  const at::Tensor own = written.empty() ? written_full_ : bucket_.bytes().clone();
+  written.insert(written.end(), written_params_.begin(), written_params_.end());
   gathered_version_ = version();
   mark_caught_up();
   gathers_.begin(regions, gathered_version_, after, reads);
@@ -125,7 +126,10 @@ void Unit::unshard(const std::shared_future<void>& after, bool reads) {
     wait_for_unshard();
   }
   if (own.defined()) { // others' parts may be from before; see Note [Writes in a forward]
-    bucket_.bytes().copy_(own);
+    const Bucket from = over(own);
+    for (const int param : written) {
+      part_of(bucket_, param).copy_(part_of(from, param));
+    }
   }
 }
 
@@ -149,6 +153,9 @@ void Unit::reshard() {
 
 bool Unit::mark_fresh() {
   written_ = false;
+  if (!keeps_write()) {
+    written_params_.clear(); // the shards are part of what was written
+  }
   gathered_version_ = version();
   mark_caught_up();
   return versions_.tell_autograd();
