@@ -94,6 +94,9 @@ def define_grad(type: type) -> None: ...
 def counted(tensor: Tensor) -> Tensor:
     """A leaf on the memory of ``tensor`` that counts what is written through its ``data``."""
 
+def counted_view(leaf: Tensor, view: Tensor) -> Tensor:
+    """A tensor as ``view``, of a leaf that counts, whose writes count as those of the leaf."""
+
 def count_as_data(tensor: Tensor, alias: Tensor) -> None:
     """Writes to ``alias`` count as those through the ``data`` of ``tensor``, if that counts."""
 
@@ -381,6 +384,7 @@ class Engine:
     def releases(self, unit: int) -> bool: ...
     def received_nbytes(self, unit: int) -> int:
         """Of the block from which a gather by `begin_hold` is copied out; 0 for none."""
+    def shards_version(self, unit: int) -> int: ...
     def param_version(self, unit: int, param: int) -> int: ...
     order: list[CallEvent]
     pool_stats: PoolStats

@@ -107,6 +107,7 @@ class Case:
     checkpoints: bool
     twice: bool  # two forwards for each backward
     units: int
+    columns: bool  # parameters of `zerocore.fsdp` are cut in their last dimension
 
 
 def case_of(seed: int) -> Case:
@@ -114,24 +115,33 @@ def case_of(seed: int) -> Case:
     rng = random.Random(f"writes {seed}")
     writes = []
     is_refused = False  # in a checkpoint, by its name
+    system = rng.choice(SYSTEMS)
+    columns = system == "fsdp" and rng.random() < 0.4
     for _ in range(rng.choice([1, 1, 2, 3])):
         place, target = rng.choice(PLACES), rng.choice(TARGETS)
         # Autograd refuses others of what it has saved, as in plain torch.
         is_free = target in ("code", "lin.bias") or place in ("between steps", "next to the step")
         spelling = rng.choice(tuple(SPELLINGS) if is_free or rng.random() < 0.1 else FREE)
         is_refused = is_refused or (spelling not in FREE and place not in BEFORE_USE)
+        if columns and spelling in ("data =", "set_"):
+            spelling = "data.mul_"  # what modules see is a view
         if spelling == "set_":
             target = "code"  # DDP loses its hook on one that is trained
-        if spelling == "data =" and place not in BEFORE_USE and target in ("lin.weight", "mix.weight"):
+        if (
+            spelling == "data ="
+            and place not in BEFORE_USE
+            and target in ("lin.weight", "mix.weight")
+        ):
             target = "weight"  # of linear layers plain torch saves a view of the old memory
         writes.append(Write(spelling, place, target, rng.randrange(2), rng.randrange(STEPS)))
     return Case(
         seed,
-        rng.choice(SYSTEMS),
+        system,
         tuple(writes),
         rng.random() < 0.2 and not is_refused,
         rng.random() < 0.2,
         rng.randrange(3),
+        columns,
     )
 
 
@@ -210,8 +220,10 @@ class Program:
             if (write.block, write.place, write.step) == (block, place, self.step):
                 module, _, name = write.target.rpartition(".")
                 owner = self.net.blocks[block].get_submodule(module)
-                step = self.step
-                SPELLINGS[write.spelling](owner, name, lambda x: x * numbers(x, self.case, step))
+                SPELLINGS[write.spelling](owner, name, self.values)
+
+    def values(self, old: Any) -> Any:
+        return old * numbers(old, self.case, self.step)
 
     def at(self, place: str) -> None:
         for block in range(2):

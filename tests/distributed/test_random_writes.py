@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
@@ -25,6 +26,7 @@ from tests.distributed.random_writes import (
     FREE,
     PLACES,
     SPELLINGS,
+    WIDTH,
     Block,
     Case,
     Net,
@@ -47,10 +49,12 @@ def run(case: Case, system: Any) -> tuple[list[float], dict[str, Tensor]]:
     if system == "ddp":
         wrapped = DistributedDataParallel(net, find_unused_parameters=True)
     elif system == "fsdp":
+        is_even = WIDTH % dist.get_world_size() == 0
+        last = lambda p: Shard(p.dim() - 1) if p.shape[-1] == WIDTH else None
+        cut = last if case.columns and is_even else None
         for module in reversed(list(net.modules())):
-            if isinstance(module, (Block, nn.Linear)[: case.units]):
-                zerocore.fsdp.fully_shard(module)
-        zerocore.fsdp.fully_shard(net)
+            if module is net or isinstance(module, (Block, nn.Linear)[: case.units]):
+                zerocore.fsdp.fully_shard(module, shard_placement_fn=cut)
     else:
         zerocore.shard(net, stage=system, units=UNITS[case.units])
     losses = Program(case, net, wrapped, dist.get_rank()).run()

@@ -218,3 +218,27 @@ def kept_from_before() -> None:
 
 def test_parameters_from_before_fully_shard_are_an_error() -> None:
     run_ranks(kept_from_before, 2)
+
+
+def held_in_full(stage: int) -> None:
+    """Inside of `unsharded` writes through `data` are kept with `write_back`, else an error."""
+    net, _ = build(stage)
+    for write in (lambda p: p.data.mul_(2), lambda p: setattr(p, "data", p.data * 2)):
+        before = full_state(net)["first.weight"]
+        with (
+            pytest.raises(RuntimeError, match=r"'first.weight' was changed inside of unsharded"),
+            zerocore.unsharded(net),
+        ):
+            write(net.first.weight)
+        with zerocore.unsharded(net):
+            if stage == 3:
+                torch.testing.assert_close(net.first.weight.detach(), before)
+        with zerocore.unsharded(net, write_back=True):
+            write(net.first.weight)
+        if stage == 3:
+            torch.testing.assert_close(full_state(net)["first.weight"], before * 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_writes_inside_of_unsharded(stage: int) -> None:
+    run_ranks(held_in_full, 2, stage)

@@ -25,7 +25,7 @@ from zerocore.hooks.optimizer_steps import mark_replaced
 from zerocore.model.extensions import Extension
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
-from zerocore.tensor.implicit_unshard import replace
+from zerocore.tensor.implicit_unshard import make_replaced
 from zerocore.tensor.place import as_view
 from zerocore.tensor.rows import IS_ROWS
 from zerocore.tensor.wrapped import PRE, gathers_itself
@@ -239,7 +239,7 @@ class Group:
                 RowParam(places, shard, names[param], rows, origin, type(param), attributes)
             )
             mark_replaced(param, names[param], "fully_shard")
-            replace(param, names[param], "fully_shard")
+            make_replaced(param, names[param], "fully_shard")
 
     def _over(self, data: DataMesh) -> Group:
         """The group of this call over a mesh; a new sibling if need be."""

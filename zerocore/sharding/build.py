@@ -42,7 +42,7 @@ from zerocore.reporting.out_of_memory import explain_backward, explain_forward
 from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
-from zerocore.tensor.implicit_unshard import replace
+from zerocore.tensor.implicit_unshard import make_replaced
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, as_parameter
 from zerocore.tensor.place import PartOf, Place, spread
 from zerocore.tensor.wrapped import show_made
@@ -269,7 +269,7 @@ def _shard_param(
         owner._parameters[name] = shard
     shard.adopt(old)
     mark_replaced(old, fqn)
-    replace(old, fqn)
+    make_replaced(old, fqn)
     mark_full(full, fqn)
     for face in (shard, full):
         keep_in_place(face, fqn)

@@ -173,7 +173,7 @@ class ReplacedParameter(nn.Parameter):
             )
 
 
-def replace(param: nn.Parameter, fqn: str, by: str = "zerocore.shard") -> None:
+def make_replaced(param: nn.Parameter, fqn: str, by: str = "zerocore.shard") -> None:
     if type(param) is nn.Parameter:
         param.__class__ = ReplacedParameter
         setattr(param, _REPLACED, (fqn, by))

@@ -104,7 +104,7 @@ class _InPlace(_Shard):
     def set_(self, source: Any) -> Any:
         """Copies ``source`` as setting ``data`` does; the memory stays where it is."""
         self.data = source
-        torch.autograd.graph.increment_version(self)
+        torch.autograd.graph.increment_version(self)  # type: ignore[arg-type]
         return self
 
     def _check_data(self, value: Tensor) -> None:
@@ -202,6 +202,12 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             return call_with_full(Tensor.detach, (self,), {}, [self])
         return super().detach()
 
+    def _own_data(self) -> Tensor:
+        pending_host_updates.finish()
+        with torch._C.DisableTorchFunctionSubclass():
+            local: Tensor = _data.__get__(self)  # changes of it count, see data_writes.h
+            return local
+
     def _keep_grad(self, grad: ShardedGrad) -> None:
         """Moves a gradient that the user holds to memory of its own; C++ calls it."""
         state = self.state_ref()
@@ -236,11 +242,6 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         if in_call(self):
             return call_with_full(attrgetter("data"), (self,), {}, [self])
         return self._alias(self._own_data())
-
-    def _own_data(self) -> Tensor:
-        pending_host_updates.finish()
-        with torch._C.DisableTorchFunctionSubclass():
-            return _data.__get__(self)  # changes of it count, see data_writes.h
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -302,7 +303,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
 
 def as_parameter(tensor: Tensor, kind: type[nn.Parameter], requires_grad: bool) -> Any:
     """``tensor`` itself as a parameter; a new one would not count what is written to its data."""
-    tensor.requires_grad_(requires_grad).__class__ = kind  # type: ignore[assignment]
+    tensor.requires_grad_(requires_grad).__class__ = kind
     return tensor
 
 

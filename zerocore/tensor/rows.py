@@ -75,17 +75,17 @@ def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
 
 
 def counts_writes(data: Any) -> property:
-    """The attribute ``data`` of DTensors, made from torch's ``data``: writes through that of a shard
-    count. What a shard's is set to is copied, where torch would leave its values as they are.
+    """The attribute ``data`` of DTensors, made from torch's ``data``: writes through it count, for
+    a shard, and values that it is set to are copied, where torch would change nothing.
 
     Raises:
         ValueError: set to another dtype or shape, or to a DTensor that is placed in another way.
     """
 
     def get(tensor: Any) -> Any:
-        alias = data.__get__(tensor)
+        alias: Any = data.__get__(tensor)
         shard = shard_of(tensor)
-        source = leaf_of(tensor) if shard is None else tensor._local_tensor
+        source = leaf_of(tensor) if shard is None else local_part(tensor)
         if source is not tensor:
             count_as_data(source, alias)
             count_as_data(source, alias._local_tensor)
@@ -96,7 +96,7 @@ def counts_writes(data: Any) -> property:
         if leaf_of(tensor) is not tensor:
             get(tensor).copy_(value)
         elif IS_ROWS in vars(tensor) or shard_of(tensor) is not None:
-            tensor._local_tensor.data.copy_(_own_part(tensor, value))
+            local_part(tensor).data.copy_(_own_part(tensor, value))
         else:
             data.__set__(tensor, value)
 

@@ -11,10 +11,13 @@ namespace {
 
 class CountedTensor final : public c10::TensorImpl {
  public:
-  explicit CountedTensor(const at::Tensor& tensor)
-      : TensorImpl(c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype()) {
-    copy_tensor_metadata(
-        tensor.unsafeGetTensorImpl(), this, c10::VariableVersion(0), /*allow_change=*/true);
+  CountedTensor(
+      const at::Tensor& tensor,
+      const c10::VariableVersion& version,
+      const c10::VariableVersion& counter)
+      : TensorImpl(c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype()),
+        counter_(counter) {
+    copy_tensor_metadata(tensor.unsafeGetTensorImpl(), this, version, /*allow_change=*/true);
   }
 
   using TensorImpl::shallow_copy_and_detach;
@@ -31,14 +34,21 @@ class CountedTensor final : public c10::TensorImpl {
   }
 
  private:
-  c10::VariableVersion counter_{0};
+  c10::VariableVersion counter_;
 };
 
 } // namespace
 
 at::Tensor counted(const at::Tensor& tensor) {
   const c10::InferenceMode normal(false);
-  return at::Tensor(c10::make_intrusive<CountedTensor>(tensor));
+  return at::Tensor(c10::make_intrusive<CountedTensor>(
+      tensor, c10::VariableVersion(0), c10::VariableVersion(0)));
+}
+
+at::Tensor counted_view(const at::Tensor& leaf, const at::Tensor& view) {
+  const c10::InferenceMode normal(false);
+  const c10::VariableVersion& version = leaf.unsafeGetTensorImpl()->version_counter();
+  return at::Tensor(c10::make_intrusive<CountedTensor>(view, version, data_counter(leaf)));
 }
 
 c10::VariableVersion data_counter(const at::Tensor& tensor) {

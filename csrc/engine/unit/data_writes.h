@@ -12,6 +12,8 @@ namespace zerocore {
 
 // A leaf on the memory of `tensor` that counts, with a version counter of its own.
 at::Tensor counted(const at::Tensor& tensor);
+// A tensor as `view`, on the memory of `leaf`, whose writes count as those of `leaf`, which counts.
+at::Tensor counted_view(const at::Tensor& leaf, const at::Tensor& view);
 // The counter of a tensor that counts; of another one it is not enabled.
 c10::VariableVersion data_counter(const at::Tensor& tensor);
 // Writes to `alias` count as those through the `.data` of `tensor`.

@@ -136,13 +136,21 @@ class SavedState:
         ]
         return f"{len(facts)} tensors, {crc32(repr(facts).encode()):08x}"
 
-    def watch_changes(self) -> Callable[[], None]:
-        """Returns what raises RuntimeError if a tensor has changed in the meantime."""
-        before = [local._version for local, _ in self.tensors.values()]
+    def watch_changes(self, state: ShardState) -> Callable[[], None]:
+        """Returns what raises RuntimeError if a tensor has changed in the meantime, or a shard of
+        the state through its ``data``."""
+
+        def versions() -> dict[str, int]:
+            tensors = {key: local._version for key, (local, _) in self.tensors.items()}
+            return tensors | {
+                f"unit {unit.name}": state.engine.shards_version(unit.index) for unit in state.units
+            }
+
+        before = versions()
 
         def check() -> None:
-            for (key, (local, _)), version in zip(self.tensors.items(), before, strict=True):
-                if local._version != version:
+            for key, version in versions().items():
+                if before[key] != version:
                     raise RuntimeError(
                         f"'{key}' was changed while it was being saved, and not by an optimizer's "
                         "step, which waits. Call wait() of what save returned before changing it"
