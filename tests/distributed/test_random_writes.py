@@ -50,8 +50,7 @@ def run(case: Case, system: Any) -> tuple[list[float], dict[str, Tensor]]:
         wrapped = DistributedDataParallel(net, find_unused_parameters=True)
     elif system == "fsdp":
         is_even = WIDTH % dist.get_world_size() == 0
-        last = lambda p: Shard(p.dim() - 1) if p.shape[-1] == WIDTH else None
-        cut = last if case.columns and is_even else None
+        cut = in_columns if case.columns and is_even else None
         for module in reversed(list(net.modules())):
             if module is net or isinstance(module, (Block, nn.Linear)[: case.units]):
                 zerocore.fsdp.fully_shard(module, shard_placement_fn=cut)
@@ -61,6 +60,10 @@ def run(case: Case, system: Any) -> tuple[list[float], dict[str, Tensor]]:
     if losses[-1] != losses[-1]:
         return losses, {}
     return losses, full_state(net, system)
+
+
+def in_columns(param: nn.Parameter) -> Shard | None:
+    return Shard(param.dim() - 1) if param.shape[-1] == WIDTH else None
 
 
 def full_state(net: Net, system: Any) -> dict[str, Tensor]:

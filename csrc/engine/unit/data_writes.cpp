@@ -57,8 +57,10 @@ c10::VariableVersion data_counter(const at::Tensor& tensor) {
 }
 
 void count_as_data(const at::Tensor& tensor, const at::Tensor& alias) {
-  const c10::VariableVersion counter = data_counter(tensor);
-  if (counter.enabled() && !alias.is_inference()) {
+  c10::VariableVersion counter = data_counter(tensor);
+  if (counter.enabled() && alias.is_inference()) {
+    counter.bump(); // its writes are not counted, so that it is asked for counts
+  } else if (counter.enabled()) {
     alias.unsafeGetTensorImpl()->set_version_counter(counter);
   }
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import ref
 from zlib import crc32
 
 import torch
@@ -140,11 +141,15 @@ class SavedState:
         """Returns what raises RuntimeError if a tensor has changed in the meantime, or a shard of
         the state through its ``data``."""
 
+        state_ref = ref(state)  # a model of zerocore.fsdp drops it when it is moved
+
         def versions() -> dict[str, int]:
-            tensors = {key: local._version for key, (local, _) in self.tensors.items()}
-            return tensors | {
-                f"unit {unit.name}": state.engine.shards_version(unit.index) for unit in state.units
-            }
+            found = {key: local._version for key, (local, _) in self.tensors.items()}
+            state = state_ref()
+            for unit in () if state is None else state.units:
+                assert state is not None
+                found[f"unit {unit.name}"] = state.engine.shards_version(unit.index)
+            return found
 
         before = versions()
 
