@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -163,12 +163,12 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
         state.encode()
         state.engine.hold_unsharded(indices)
     state.shown_full.update(indices)
-    versions = [param.full._version for param in params]
+    versions = [_version_of(param.full) for param in params]
     changed: list[str] = []
     try:
         yield
         for param, version in zip(params, versions, strict=True):
-            if param.full._version not in (version, param.written_version):
+            if _version_of(param.full) not in (version, param.written_version):
                 changed.append(param.fqn)
     finally:
         state.shown_full.subtract(indices)
@@ -176,12 +176,18 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
             state.engine.release_unsharded(indices, write_back)
         if write_back:
             for param in params:
-                param.written_version = param.full._version
+                param.written_version = _version_of(param.full)
     if changed and not write_back:
         raise RuntimeError(
             f"parameter '{changed[0]}' was changed inside of unsharded(write_back=False); pass "
             "write_back=True to keep changes"
         )
+
+
+def _version_of(full: Tensor) -> tuple[int, ...]:
+    """Another one after each write, also through ``data``, whose writes have a counter of their
+    own."""
+    return full._version, full.data._version, full.untyped_storage()._cdata
 
 
 def _check_write_back(units: list[Unit], write_back: bool) -> None:

@@ -335,6 +335,11 @@ void register_figures(py::class_<PyEngine>& engine) {
           [](PyEngine& self, UnitId unit, size_t param) {
             return self.engine->unit(unit).versions().of_param(param);
           })
+      .def(
+          "shards_version",
+          [](PyEngine& self, UnitId unit) {
+            return self.engine->unit(unit).versions().of_shards();
+          })
       .def_property_readonly(
           "order", [](const PyEngine& self) { return self.engine->schedule().order().events(); })
       .def_property_readonly(

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "engine/unit/data_writes.h"
 #include "runtime/bucket.h"
 
 namespace zerocore {
@@ -128,6 +129,9 @@ void replace_in_modules(
 
 void register_shards(pybind11::module_& module) {
   module.def("define_grad", define_grad, pybind11::arg("type"));
+  module.def("counted", counted, pybind11::arg("tensor"));
+  module.def("counted_view", counted_view, pybind11::arg("leaf"), pybind11::arg("view"));
+  module.def("count_as_data", count_as_data, pybind11::arg("tensor"), pybind11::arg("alias"));
   module.def("window_on", window_on, pybind11::arg("memory"));
   module.def("move_window", move_window, pybind11::arg("window"), pybind11::arg("memory"));
   module.def("free_memory", free_memory, pybind11::arg("tensor"), pybind11::arg("message"));

@@ -78,6 +78,7 @@ void BackwardRun::begin() {
   }
   lifecycle_.set_in_backward_pass(true);
   consensus_.settle_pass();
+  lifecycle_.take_changes();
   TORCH_CHECK(
       !consensus_.failed(),
       "the forward raised on rank ",
@@ -136,6 +137,7 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
     }
   });
   if (schedule_.is_resident(id)) {
+    lifecycle_.catch_up(id);
     lifecycle_.use(id);
   }
   reducer_.prepare(id);
@@ -228,6 +230,9 @@ void BackwardRun::end() {
   consensus_.serve_others();
   lifecycle_.run([&](Actions& out) { schedule_.end_backward(out); });
   reduce_rest();
+  for (const auto& unit : units_) {
+    lifecycle_.keep_writes(unit->id()); // of one that stays unsharded
+  }
   forget_progress();
   const std::vector<bool> reduced = reducer_.finish();
   untracked_.end_backward();

@@ -176,6 +176,7 @@ void ModelCalls::enter(UnitId id) {
   push_call({recomputing, next_node(), c10::GradMode::is_enabled()});
   try {
     recomputing ? recompute(id) : enter_forward(id);
+    lifecycle_.catch_up(id);
     lifecycle_.use(id);
   } catch (...) {
     abandon(own, depth);

@@ -2,6 +2,7 @@
 #include "engine/order_consensus.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 
 #include <exception>
 #include <utility>
@@ -22,6 +23,7 @@ void OrderConsensus::begin_pass(const std::vector<UnitId>& again) {
 
 void OrderConsensus::say(ControlChannel::Answer own) const {
   own.gathered = gathered_;
+  own.written = written_;
   context_.control->say(own);
 }
 
@@ -87,13 +89,16 @@ void OrderConsensus::serve_others() {
 }
 
 void OrderConsensus::leave_pass() {
+  lifecycle_.write_check().add_rest();
   if (is_alone()) {
     lifecycle_.run([&](Actions& out) { schedule_.end_pass(out); });
     return;
   }
   lifecycle_.run([&](Actions& out) { schedule_.close_pass(out); });
+  written_ = lifecycle_.write_check().sum();
   const CallOrder& order = schedule_.order();
-  if (context_.control->is_static() && has_order_ && (!order.changed() || failed_)) {
+  const bool is_known = has_order_ && written_ == 0 && (!order.changed() || failed_);
+  if (context_.control->is_static() && is_known) {
     finish_pass({}); // a call that this rank skips is skipped by all
     return;
   }
@@ -102,7 +107,7 @@ void OrderConsensus::leave_pass() {
   // Where no unit is gathered the backward is the first to need an answer: ranks may sum their
   // losses before it.
   const bool differs = schedule_.residency().gathers() && (order.changed() || order.skipped());
-  if (differs || lifecycle_.keeps_writes() || !c10::GradMode::is_enabled()) {
+  if (differs || written_ != 0 || !c10::GradMode::is_enabled()) {
     settle_pass();
   }
 }
@@ -130,6 +135,7 @@ void OrderConsensus::settle_pass() {
     answer = wait();
   }
   failed_ = answer.failed;
+  compare_writes(answer.writes_differ);
   RankCalls calls;
   if (answer.changed && !failed_) {
     calls = context_.control->gather(schedule_.order().calls());
@@ -138,6 +144,19 @@ void OrderConsensus::settle_pass() {
   }
   ranks_differ_ = ranks_differ_ || ((answer.skipped || calls_differ_) && !failed_);
   finish_pass(calls);
+}
+
+// Those of a pass that has failed differ as the ranks' ways through it do.
+void OrderConsensus::compare_writes(bool differ) {
+  written_ = 0;
+  if (!differ || failed_) {
+    return lifecycle_.write_check().forget();
+  }
+  failed_ = 0; // the pass is dropped, on all ranks
+  lifecycle_.drop_writes();
+  finish_pass({});
+  const auto forget = c10::make_scope_exit([this] { lifecycle_.write_check().forget(); });
+  lifecycle_.write_check().fail();
 }
 
 void OrderConsensus::finish_pass(const RankCalls& calls) {

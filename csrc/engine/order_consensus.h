@@ -76,6 +76,8 @@ class OrderConsensus {
   ControlChannel::Answer wait();
   // The pass that was left had these calls, none if it was as expected.
   void finish_pass(const RankCalls& calls);
+  // Throws what the ranks have written in place if it differs.
+  void compare_writes(bool differ);
   // Gathers a unit that other ranks need.
   void serve(UnitId unit, bool in_pass);
 
@@ -87,6 +89,7 @@ class OrderConsensus {
   bool ranks_differ_ = false;
   bool has_order_ = false; // from a pass of all ranks
   bool calls_differ_ = false; // as the ranks last compared them
+  int64_t written_ = 0; // in place, up to the end of the pass; see Note [Writes that differ]
   int64_t gathered_ = 0; // again, for the pass; see begin_pass()
   UnitId first_gathered_ = -1;
   std::optional<int> failed_;

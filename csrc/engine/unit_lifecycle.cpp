@@ -39,6 +39,7 @@ void UnitLifecycle::carry_out() {
         unit.unshard(offload_.before_gather(action.unit), reads_peers_);
         break;
       case ActionKind::Reshard:
+        keep_writes(action.unit);
         unit.reshard();
         break;
       case ActionKind::Reduce:
@@ -86,6 +87,9 @@ void UnitLifecycle::use(UnitId id) {
 void UnitLifecycle::update_registration(UnitId id) {
   const bool full = schedule_.is_shown(id);
   if (full_shown_[id] != full) {
+    if (!full) {
+      keep_writes(id);
+    }
     if (full && !in_backward_pass_) {
       trainable_.sync(id);
     }
@@ -117,6 +121,33 @@ void UnitLifecycle::take_change(UnitId id) {
   unit.cast_main();
 }
 
+void UnitLifecycle::take_changes() {
+  for (const auto& unit : units_) {
+    if (!schedule_.is_active(unit->id()) && take_behind(*unit)) {
+      schedule_.invalidate(unit->id(), actions_, /*trained=*/false); // autograd refuses or not
+      carry_out();
+    }
+  }
+}
+
+void UnitLifecycle::catch_up(UnitId id) {
+  if (take_behind(*units_[id])) {
+    schedule_.residency().regather(id, actions_);
+    carry_out();
+  }
+}
+
+bool UnitLifecycle::take_behind(Unit& unit) {
+  if (!unit.is_behind()) {
+    return false;
+  }
+  unit.mark_caught_up();
+  unit.note_change();
+  unit.cast_main();
+  order_gathers();
+  return true;
+}
+
 void UnitLifecycle::begin_inner_step() {
   gather_late();
   for (const auto& unit : units_) {
@@ -125,6 +156,7 @@ void UnitLifecycle::begin_inner_step() {
       keep_writes(unit->id());
     }
   }
+  write_check_.add_rest();
   finish_writes();
 }
 
@@ -193,7 +225,7 @@ void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool wri
   for (const UnitId id : units) {
     units_[id]->take_back(write_back);
     if (write_back) {
-      write_back_now(id);
+      write_back_now(id, /*all=*/true);
       units_[id]->versions().mark_written();
     }
     units_[id]->versions().take_writes(/*keeps=*/false); // now that they are, or are not
@@ -231,9 +263,11 @@ void UnitLifecycle::settle() {
   actions_.clear();
   late_.clear();
   finish_writes();
+  write_check_.forget();
   for (const auto& unit : units_) {
     unit->take_back(/*keeps=*/false);
     if (unit->context().mesh.shards_parameters) {
+      unit->versions().take_writes(/*keeps=*/false);
       if (!schedule_.is_resident(unit->id()) && unit->state() != UnitState::Sharded) {
         unit->reshard();
       }
@@ -244,15 +278,13 @@ void UnitLifecycle::settle() {
   }
 }
 
-// A forward that changed its parameters (`with torch.no_grad(): self.weight.clamp_()`) changed what
-// is gathered; this rank's part of it is kept where that is not the shard itself. It counts as a
+// Code that changed parameters (`with torch.no_grad(): self.weight.clamp_()`) changed what is
+// gathered; this rank's part of it is kept where that is not the shard itself. It counts as a
 // change at every stage: a rank that shows the shards changes those.
 void UnitLifecycle::keep_writes(UnitId id) {
   Unit& unit = *units_[id];
   const at::NoGradGuard no_grad;
-  const bool was_replaced = unit.take_back(/*keeps=*/true);
-  const bool was_written = unit.versions().take_writes(/*keeps=*/true);
-  if (!was_replaced && !was_written) {
+  if (!unit.take_writes()) {
     return;
   }
   const UnitMesh& mesh = unit.context().mesh;
@@ -260,14 +292,16 @@ void UnitLifecycle::keep_writes(UnitId id) {
       !mesh.gathers_near(),
       "unit '",
       unit.name(),
-      "': its forward changes parameters in place, which goes neither with regather= nor, at stage "
+      "': its parameters were changed in place while they were gathered, which goes neither with regather= nor, at stage "
       "3, with replicas_share='optimizer': near ranks keep parts of what they gathered. Shard the "
       "model without.");
   unit.mark_written();
   const bool are_others_there = context_.control != nullptr && schedule_.in_rooted_pass();
   if (mesh.shards_parameters && are_others_there && schedule_.follows_order()) {
     unit.keep_write();
-  } else if (mesh.shards_parameters || !unit.main().empty()) {
+  }
+  are_others_there ? write_check_.add_later(id) : write_check_.add(id);
+  if (!unit.keeps_write() && (mesh.shards_parameters || !unit.main().empty())) {
     write_back_now(id);
   }
 }
@@ -285,6 +319,12 @@ void UnitLifecycle::finish_writes() {
   }
 }
 
+void UnitLifecycle::drop_writes() {
+  for (const auto& unit : units_) {
+    unit->drop_writes();
+  }
+}
+
 // A unit that an update has brought from the disk is written by hand only when it is back there.
 void UnitLifecycle::wait_disk() const {
   if (context_.disk != nullptr) {
@@ -292,9 +332,9 @@ void UnitLifecycle::wait_disk() const {
   }
 }
 
-void UnitLifecycle::write_back_now(UnitId id) {
+void UnitLifecycle::write_back_now(UnitId id, bool all) {
   wait_disk();
-  units_[id]->write_back();
+  units_[id]->write_back(all);
 }
 
 std::vector<UnitId> UnitLifecycle::in_forward_order(const std::vector<UnitId>& units) const {

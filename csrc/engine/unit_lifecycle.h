@@ -17,6 +17,7 @@
 #include "engine/offload/offload.h"
 #include "engine/trainable_params.h"
 #include "engine/unit/unit.h"
+#include "engine/write_check.h"
 #include "plan/schedule.h"
 
 namespace zerocore {
@@ -47,6 +48,7 @@ class UnitLifecycle {
         offload_(offload),
         reducer_(reducer),
         trainable_(units, schedule, context.alarm),
+        write_check_(units, context),
         show_params_(std::move(show_params)),
         full_shown_(units.size()) {}
 
@@ -75,14 +77,24 @@ class UnitLifecycle {
   // Takes note of changed shards. True if there are: call order_gathers() before the next gather.
   bool refresh(UnitId unit);
   void order_gathers();
+  // A backward begins: units whose shards have changed by themselves are gathered again when they
+  // are used.
+  void take_changes();
+  // The same of a unit that is there and is to be used now.
+  void catch_up(UnitId unit);
   TrainableParams& trainable() {
     return trainable_;
   }
-  // A call of the unit ends that may have changed its parameters in place.
+  // The unit's parameters may have been changed in place: a call of it ends, or it is given back.
   void keep_writes(UnitId unit);
-  // See Note [Writes in a forward]; the second where all ranks have left the pass.
+  // See Note [Writes in a forward]; the second where all ranks have left the pass, whose writes the
+  // third drops.
   bool keeps_writes() const;
   void finish_writes();
+  void drop_writes();
+  WriteCheck& write_check() {
+    return write_check_;
+  }
   // Throws if a shard has left its place in memory.
   void check_homes(UnitId unit) const;
   // Nothing runs any more, whatever was under way.
@@ -108,11 +120,12 @@ class UnitLifecycle {
  private:
   void carry_out();
   void take_change(UnitId unit);
+  bool take_behind(Unit& unit);
   void wait_for(UnitId unit);
   bool gathers_later() const;
   void gather_late(std::optional<UnitId> last = std::nullopt);
   void wait_disk() const;
-  void write_back_now(UnitId unit);
+  void write_back_now(UnitId unit, bool all = false);
   std::vector<UnitId> in_forward_order(const std::vector<UnitId>& units) const;
 
   const Units& units_;
@@ -121,6 +134,7 @@ class UnitLifecycle {
   Offload& offload_;
   Reducer& reducer_;
   TrainableParams trainable_;
+  WriteCheck write_check_;
   ShowParams show_params_;
   Actions actions_; // not carried out yet; reused
   bool reads_peers_ = false; // gathers do, see Note [Reads of peers]

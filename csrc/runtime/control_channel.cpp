@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <iterator>
 #include <limits>
 
@@ -23,7 +24,17 @@ const std::string kUsed = "the parameters that a backward used";
 // A message is the largest of what the ranks say: a unit so that the first one wins, or 0.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
 constexpr size_t kMostKnown = 4096; // see Note [Static graphs]
-enum Field : uint8_t { Wanted, Changed, Skipped, Failed, MostGathered, LeastGathered, kNumFields };
+enum Field : uint8_t {
+  Wanted,
+  Changed,
+  Skipped,
+  Failed,
+  MostGathered,
+  LeastGathered,
+  MostWritten,
+  LeastWritten,
+  kNumFields
+};
 
 std::shared_ptr<ControlLink> link_of(const c10::intrusive_ptr<c10d::ProcessGroup>& control) {
   return ControlLink::of(control->getBackend(c10::DeviceType::CPU), /*is_alone=*/true);
@@ -59,6 +70,7 @@ ControlChannel::ControlChannel(
     bool is_static)
     : link_(link_of(control)),
       rank_(control->getRank()),
+      size_(control->getSize()),
       user_(link_->add_user()),
       is_static_(is_static),
       alarm_(alarm) {}
@@ -116,6 +128,8 @@ void ControlChannel::say(const Answer& own) {
   fields[Failed] = own.failed ? 1 + *own.failed : 0;
   fields[MostGathered] = own.gathered;
   fields[LeastGathered] = -own.gathered;
+  fields[MostWritten] = own.written;
+  fields[LeastWritten] = -own.written;
   round_ = begin(ControlMessage::of(MessageKind::Pass, std::move(fields)), kCalls);
 }
 
@@ -131,7 +145,20 @@ ControlChannel::Answer ControlChannel::wait() {
     answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted]);
   }
   answer.gathers_differ = fields[MostGathered] != -fields[LeastGathered];
+  answer.writes_differ = fields[MostWritten] != -fields[LeastWritten];
   return answer;
+}
+
+std::vector<bool> ControlChannel::differing(const std::vector<int64_t>& numbers) {
+  std::vector<int64_t> words = numbers;
+  std::ranges::transform(numbers, std::back_inserter(words), std::negate());
+  Pending pending = begin(ControlMessage::of(MessageKind::Writes, std::move(words)), kCalls);
+  const ControlMessage heard = wait(pending);
+  std::vector<bool> differ;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    differ.push_back(heard.words[i] != -heard.words[numbers.size() + i]);
+  }
+  return differ;
 }
 
 RankCalls ControlChannel::gather(const PassCalls& own) {

@@ -39,6 +39,8 @@ class ControlChannel {
     std::optional<int> failed; // the last rank whose forward raised
     int64_t gathered = 0; // of `own`: a number for what this rank has gathered again
     bool gathers_differ = false;
+    int64_t written = 0; // of `own`: a number for what this rank has written in place
+    bool writes_differ = false;
   };
 
   // `control`: a gloo group of all ranks of the model. `alarm` may be null, and outlives the
@@ -64,8 +66,13 @@ class ControlChannel {
   RankCalls gather(const PassCalls& own);
   // For each flag whether it is set on any rank. Blocks. AnyFlags, or OptimizerFlags.
   std::vector<bool> any_rank(const std::vector<bool>& flags, MessageKind kind);
+  // Which numbers, none of them negative, are not the same on all ranks. Blocks.
+  std::vector<bool> differing(const std::vector<int64_t>& numbers);
   int rank() const {
     return rank_;
+  }
+  int size() const {
+    return size_;
   }
   // See Note [Static graphs].
   bool is_static() const {
@@ -96,7 +103,7 @@ class ControlChannel {
   std::vector<bool> hear(Flags& flags);
 
   const std::shared_ptr<ControlLink> link_;
-  const int rank_;
+  const int rank_, size_;
   const int64_t user_;
   const bool is_static_;
   Alarm* alarm_;

@@ -203,9 +203,8 @@ class Checkpoints:
             written = self._writer.writes.submit(save.write, None)
             wait([written])
             return PendingSave(step, written)
-        copy = StreamedCopy(
-            save.saved.parts(), self._budget, state.device, save.saved.watch_changes()
-        )
+        watch = save.saved.watch_changes(state)
+        copy = StreamedCopy(save.saved.parts(), self._budget, state.device, watch)
         # The last thing that is done here: the threads take the interpreter from this one.
         pending = PendingSave(step, self._writer.writes.submit(self._write, save, copy), copy)
         state.readers.append(pending.wait_read)

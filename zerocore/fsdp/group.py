@@ -21,18 +21,19 @@ from torch.distributed.tensor import DTensor, Shard
 from zerocore._C import Engine
 from zerocore.fsdp.mesh import DataMesh, device_of
 from zerocore.fsdp.rows import Rows, shard_rows
+from zerocore.hooks.optimizer_steps import mark_replaced
 from zerocore.model.extensions import Extension
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
+from zerocore.tensor.implicit_unshard import make_replaced
 from zerocore.tensor.place import as_view
-from zerocore.tensor.rows import local_part
+from zerocore.tensor.rows import IS_ROWS, local_part
 from zerocore.tensor.wrapped import PRE, gathers_itself
 
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
 _GROUP = "_zerocore_fsdp_group"
 _ORIGIN = "_zerocore_fsdp_origin"  # on a parameter that was replaced by rows: what it was
-_IS_ROWS = "_zerocore_fsdp_rows"  # on one that has replaced it
 
 
 @dataclass(eq=False)
@@ -236,12 +237,14 @@ class Group:
             attributes = _attributes_of(param)
             origin = param.__dict__.setdefault(_ORIGIN, object())
             extent = extent_of(local_part(param))
-            shard.__dict__[_IS_ROWS] = True
+            shard.__dict__[IS_ROWS] = True
             for owner, key in places:
                 owner._parameters[key] = shard
             self._over(data).params.append(
                 RowParam(places, shard, names[param], rows, origin, extent, type(param), attributes)
             )
+            mark_replaced(param, names[param], "fully_shard")
+            make_replaced(param, names[param], "fully_shard")
 
     def _over(self, data: DataMesh) -> Group:
         """The group of this call over a mesh; a new sibling if need be."""
@@ -311,7 +314,7 @@ def _attributes_of(param: nn.Parameter) -> dict[str, Any]:
 
 
 def _check_param(param: nn.Parameter, name: str) -> None:
-    if _IS_ROWS in vars(param):
+    if IS_ROWS in vars(param):
         raise ValueError(
             f"fully_shard: parameter '{name}' is sharded by a call for another module, which has "
             "its module, too. Shard both in one call: fully_shard([module_a, module_b])."

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from zerocore._C import ParamOwner, UnitParam, UnitSpec
+from zerocore._C import ParamOwner, UnitParam, UnitSpec, counted
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.collectives import set_collectives
@@ -36,7 +36,7 @@ from zerocore.model.units import call_order, units_by_module
 from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates
-from zerocore.tensor.parameter import make_alike
+from zerocore.tensor.parameter import as_parameter, make_alike
 from zerocore.tensor.rows import RowShard, as_dtensor, at_origin, forget_rows, local_part, note_rows
 
 _COMMUNICATION = Communication(accumulate="full")
@@ -346,13 +346,14 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
 def _bind_param(state: ShardState, group: Group, position: int) -> Param:
     engine, unit, param = state.engine, group.unit, group.params[position]
     shard, rows = param.shard, param.rows
-    full = nn.Parameter(engine.make_full(unit, position), requires_grad=shard.requires_grad)
+    made = engine.make_full(unit, position)
+    full: nn.Parameter = as_parameter(made, nn.Parameter, shard.requires_grad)
     make_alike(full, param.kind, param.attributes)
     local = engine.make_shard(unit, position)
     param.full = full
     if param.extension is None:
-        local = at_origin(local)
-        param.local = rows.outward(local)
+        local = counted(rows.outward(at_origin(local)))
+        param.local = local
         with torch.no_grad():
             param.local.copy_(local_part(shard))
         shard._local_tensor = param.local  # type: ignore[attr-defined]

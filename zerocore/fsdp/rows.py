@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from zerocore._C import counted_view
 from zerocore.fsdp.mesh import DataMesh
 from zerocore.tensor.dtensors import show_dtensor, waited
 from zerocore.tensor.wrapped import own_chunk
@@ -118,7 +119,21 @@ class Rows:
         local = self.outward(full)
         if self.sums:
             return cast(Tensor, _Summed.apply(local, self.sums))
-        return local if self.whole is None else show_dtensor(local, self.whole, self.reduced)
+        if self.whole is None:
+            return cast(Tensor, _Counted.apply(local, full))
+        return show_dtensor(local, self.whole, self.reduced)
+
+
+class _Counted(torch.autograd.Function):
+    """A view of the engine's leaf; what is written to it, or through its ``data``, counts."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, full: Tensor) -> Tensor:
+        return counted_view(full, local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None
 
 
 class _Summed(torch.autograd.Function):

@@ -123,10 +123,11 @@ _updates: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[_Updated]]]
 _updates = WeakKeyDictionary()
 
 
-def mark_replaced(param: nn.Parameter, fqn: str) -> None:
+def mark_replaced(param: nn.Parameter, fqn: str, by: str = "zerocore.shard") -> None:
     mistake = (
-        f"the optimizer was built before zerocore.shard: it holds the old parameter '{fqn}', which "
-        "the model does not use any more. Build the optimizer after shard, from model.parameters()"
+        f"the optimizer was built before {by}: it holds the old parameter '{fqn}', which the model "
+        f"does not use any more. Build the optimizer after {by.rpartition('.')[2]}, from "
+        "model.parameters()"
     )
     setattr(param, _MISTAKE, mistake)
 

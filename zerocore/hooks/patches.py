@@ -26,7 +26,7 @@ from zerocore.hooks import (
     registration,
 )
 from zerocore.model import refusals, state, unit_call
-from zerocore.tensor import rules
+from zerocore.tensor import rows, rules
 from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
 
 
@@ -53,6 +53,7 @@ PATCHES = (
     ),
     Patch("torch.distributed.fsdp.FullyShardedDataParallel", "__init__", refusals.wraps_no_shards),
     Patch("torch.nn.utils.parametrize.ParametrizationList", "__init__", refusals.takes_no_shard),
+    Patch("torch.distributed.tensor.DTensor", "data", rows.counts_writes),
     Patch("torch.optim.Optimizer", "add_param_group", optimizer_rules.checks_shards),
     *(
         Patch(f"torch.optim.{name}", "step", optimizer_rules.without_rules)

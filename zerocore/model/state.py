@@ -40,7 +40,7 @@ class Param:
     shard: Any  # a ShardedParameter; a DTensor, if shards are rows
     spec: ParamSpec
     types: ParamTypes
-    written_version: int = -1  # of ``full`` when it was written back to the shards last
+    written_version: tuple[int, ...] = ()  # of ``full`` when it was written back to the shards last
 
     @property
     def fqn(self) -> str:

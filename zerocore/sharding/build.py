@@ -43,8 +43,8 @@ from zerocore.sharding.extensions import bind_extensions, encoded_params, make_e
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.cuts import Cut
-from zerocore.tensor.implicit_unshard import replace
-from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
+from zerocore.tensor.implicit_unshard import make_replaced
+from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, as_parameter
 from zerocore.tensor.place import PartOf, Place, spread
 from zerocore.tensor.wrapped import show_made
 
@@ -242,7 +242,8 @@ def _shard_param(
     shared = layout.num_shards > 1
     placed = layout.places[position]
     region = layout.regions[placed.region]
-    full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=old.requires_grad)
+    made = engine.make_full(unit.index, position)
+    full: nn.Parameter = as_parameter(made, nn.Parameter, old.requires_grad)
     ranks = state.meshes[unit.mesh]
     owned = layout.owned(position, ranks.shard_rank if shared else 0)
     group = ranks.shard if shared else None
@@ -252,7 +253,7 @@ def _shard_param(
         fqn, choice.tensor.shape, (owned.begin, owned.end), group, strides, wholes.get(fqn), cut
     )
     data = engine.make_shard(unit.index, position)
-    shard = Tensor._make_subclass(ShardedParameter, data, old.requires_grad)
+    shard: ShardedParameter = as_parameter(data, ShardedParameter, old.requires_grad)
     shard.place, shard.state_ref, shard.full = place, ref(state), full
     shard.unit, shard.position, shard.spec = unit.index, position, choice.spec
     shard.make_view = _view_of(choice, place)
@@ -271,7 +272,7 @@ def _shard_param(
         owner._parameters[name] = shard
     shard.adopt(old)
     mark_replaced(old, fqn)
-    replace(old, fqn)
+    make_replaced(old, fqn)
     mark_full(full, fqn)
     for face in (shard, full):
         keep_in_place(face, fqn)

@@ -34,7 +34,7 @@ ON_THE_SHARD = _names(
     is_neg is_conj is_pinned is_shared element_size itemsize names name _base _is_view
     has_names _has_compatible_shallow_copy_type __hash__ _python_dispatch volatile
     is_same_size is_distributed can_cast result_type promote_types record_stream
-    __setstate__ _grad _grad= _cdata _is_zerotensor
+    __setstate__ _grad _grad= _cdata _is_zerotensor grad_dtype grad_dtype=
     """
 )
 # About the shape, which is that of the full tensor.

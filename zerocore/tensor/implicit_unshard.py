@@ -157,7 +157,7 @@ def _without(fulls: list[Tensor], output: Any) -> Any:
     return tree_map_only(Tensor, copied, output)
 
 
-_FQN = "_zerocore_replaced"
+_REPLACED = "_zerocore_replaced"  # the parameter's name, and what has replaced it
 # Copies of the values that the model began with are no mistake.
 _ALLOWED = ON_THE_SHARD | SHAPES | {"clone", "cpu", "__repr__", "__deepcopy__", "__reduce_ex__"}
 
@@ -174,14 +174,15 @@ class ReplacedParameter(nn.Parameter):
             if name in _ALLOWED:
                 return func(*args, **(kwargs or {}))
             found = [v for v in leaves((args, kwargs)) if isinstance(v, ReplacedParameter)]
+            fqn, by = getattr(found[0], _REPLACED)
             raise RuntimeError(
-                f"{name}() of parameter '{getattr(found[0], _FQN)}' as it was before "
-                "zerocore.shard: the model trains another one now. Read it from its module each "
-                "time (self.linear.weight), and keep lists of parameters only after shard"
+                f"{name}() of parameter '{fqn}' as it was before {by}: the model trains another "
+                "one now. Read it from its module each time (self.linear.weight), and keep lists "
+                f"of parameters only after {by.rpartition('.')[2]}"
             )
 
 
-def replace(param: nn.Parameter, fqn: str) -> None:
+def make_replaced(param: nn.Parameter, fqn: str, by: str = "zerocore.shard") -> None:
     if type(param) is nn.Parameter:
         param.__class__ = ReplacedParameter
-        setattr(param, _FQN, fqn)
+        setattr(param, _REPLACED, (fqn, by))

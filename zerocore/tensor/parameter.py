@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from zerocore.checkpoint.slices.boxes import chunk_list, find_chunk, write_items
 from zerocore.common.agreement import is_same
-from zerocore.tensor import rules
+from zerocore.tensor import pending_host_updates, rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.pickling import goes_as_part, keep_owner, whole_of
@@ -91,7 +92,10 @@ class _InPlace(_Shard):
 
     def detach(self) -> Any:
         """A shard on the same memory, until other values take its place."""
-        shard: Any = local_of(self).as_subclass(self.result_type)
+        return self._alias(local_of(self))
+
+    def _alias(self, local: Tensor) -> Any:
+        shard: Any = local.as_subclass(self.result_type)
         shard.place, shard.owner = self.place, ref(self)
         self.aliases = [*self._live_aliases(), ref(shard)]
         return shard
@@ -108,6 +112,7 @@ class _InPlace(_Shard):
     def set_(self, source: Any) -> Any:
         """Copies ``source`` as setting ``data`` does; the memory stays where it is."""
         self.data = source
+        torch.autograd.graph.increment_version(self)  # type: ignore[arg-type]
         return self
 
     def _check_data(self, value: Tensor) -> None:
@@ -207,6 +212,12 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             return call_with_full(Tensor.detach, (self,), {}, [self])
         return super().detach()
 
+    def _own_data(self) -> Tensor:
+        pending_host_updates.finish()
+        with torch._C.DisableTorchFunctionSubclass():
+            local: Tensor = _data.__get__(self)  # changes of it count, see data_writes.h
+            return local
+
     def _keep_grad(self, grad: ShardedGrad) -> None:
         """Moves a gradient that the user holds to memory of its own; C++ calls it."""
         state = self.state_ref()
@@ -232,18 +243,20 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
 
     @property
     def data(self) -> Tensor:
-        """As :meth:`detach`. A value that it is set to is copied: a full one, or this rank's part.
+        """As :meth:`detach`, but autograd does not see what is written to it. A value that it is
+        set to is copied: a full one, or this rank's part.
 
         Raises:
             TypeError, ValueError: set to another dtype, device or shape.
         """
-        return self.detach()
+        if in_call(self):
+            return call_with_full(attrgetter("data"), (self,), {}, [self])
+        return self._alias(self._own_data())
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if in_call(self):
-            with torch.no_grad():
-                call_with_full(Tensor.copy_, (self, value), {}, [self])
+            call_with_full(lambda shown: shown, (self,), {}, [self]).data = value
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._check_data(value)
@@ -252,7 +265,7 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             value = self._part_of(value, ".data")
             if not is_own:
                 rules.check_not_shown_full("data", [self])
-                local = local_of(self)
+                local = self._own_data()
                 if self._live_aliases():
                     self._let_go(local.clone())
                 local.copy_(value)
@@ -299,6 +312,12 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
         """A shard of its own, without gradient, as ``p.detach().clone()``."""
         memo[id(self)] = copied = self.detach().clone()
         return copied
+
+
+def as_parameter(tensor: Tensor, kind: type[nn.Parameter], requires_grad: bool) -> Any:
+    """``tensor`` itself as a parameter; a new one would not count what is written to its data."""
+    tensor.requires_grad_(requires_grad).__class__ = kind
+    return tensor
 
 
 def make_alike(full: nn.Parameter, kind: type[nn.Parameter], attributes: dict[str, Any]) -> None:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zerocore._C import count_as_data
 from zerocore.tensor.parameter import LocalShard, ShardedParameter, as_shard
-from zerocore.tensor.place import Place, Placed, local_of
+from zerocore.tensor.place import Place, Placed, leaf_of, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -32,6 +33,7 @@ class RowShard:
     on_disk: bool = False
 
 
+IS_ROWS = "_zerocore_fsdp_rows"  # set on a parameter that fully_shard has made
 _rows: Any = WeakTensorKeyDictionary()
 # Calls of fully_shard, and what makes the engine of one. Not by parameter: torch swaps no tensor
 # that has a weak reference.
@@ -70,6 +72,55 @@ def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
             make(group)
             return _rows.get(param)
     return None
+
+
+def counts_writes(data: Any) -> property:
+    """The attribute ``data`` of DTensors, made from torch's ``data``: writes through it count, for
+    a shard, and values that it is set to are copied, where torch would change nothing.
+
+    Raises:
+        ValueError: set to another dtype or shape, or to a DTensor that is placed in another way.
+    """
+
+    def get(tensor: Any) -> Any:
+        alias: Any = data.__get__(tensor)
+        shard = shard_of(tensor)
+        source = leaf_of(tensor) if shard is None else local_part(tensor)
+        if source is not tensor:
+            count_as_data(source, alias)
+            count_as_data(source, alias._local_tensor)
+        return alias
+
+    @torch.no_grad()
+    def assign(tensor: Any, value: Any) -> None:
+        if leaf_of(tensor) is not tensor:
+            get(tensor).copy_(value)
+        elif IS_ROWS in vars(tensor) or shard_of(tensor) is not None:
+            local_part(tensor).data.copy_(_own_part(tensor, value))
+        else:
+            data.__set__(tensor, value)
+
+    return property(get, assign, doc=data.__doc__)
+
+
+def _own_part(param: Any, value: Any) -> Tensor:
+    """This rank's part of a value that ``data`` of the DTensor is set to."""
+    from torch.distributed.tensor import distribute_tensor
+
+    facts = (value.shape, value.dtype)
+    if not hasattr(value, "_spec") and facts == (param.shape, param.dtype):
+        mesh, placements = param.device_mesh, param.placements
+        value = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+    if facts != (param.shape, param.dtype) or value._spec.placements != param._spec.placements:
+        name = getattr(shard_of(param), "fqn", "of zerocore.fsdp")
+        raise ValueError(
+            f"data of parameter '{name}' takes a tensor of {param.dtype} and shape "
+            f"{tuple(param.shape)}, the full one or a DTensor placed as {param.placements}, but "
+            f"was set to {type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}, "
+            f"placed as {getattr(value, 'placements', 'a plain tensor')}"
+        )
+    local: Tensor = value._local_tensor
+    return local
 
 
 def local_part(tensor: Any) -> Tensor:

@@ -49,7 +49,7 @@ class MainWeights {
   // Takes values of a region.
   void fill(int region, const at::Tensor& own) const;
   // Takes those model weights of a region that are no rounded main weights.
-  void take_changes(int region, const at::Tensor& own) const;
+  void take_changes(int region, int64_t offset, const at::Tensor& own) const;
   // Casts to model weights, on the compute stream; those on the host are sent.
   void cast() const;
   // Sends weights from the host to the device: between what the compute stream was given and what

@@ -11,13 +11,30 @@ int64_t count_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
+// Those of what is written through `.data`, too.
+int64_t all_writes(const UnitParam& param) {
+  return count_of(param.full) + num_writes(param.full_writes);
+}
+
 } // namespace
 
-int64_t ParamVersions::of_param(size_t param) const {
+int64_t ParamVersions::told_of(size_t param) const {
   const UnitParam& counted = params_[param];
   // A change of a DTensor may count in either.
   const int64_t local = counted.local.defined() ? count_of(counted.local) : 0;
   return changes_[param] + count_of(counted.shard) + local;
+}
+
+int64_t ParamVersions::of_param(size_t param) const {
+  return told_of(param) + num_writes(params_[param].shard_writes) + written_[param];
+}
+
+int64_t ParamVersions::of_shards() const {
+  int64_t version = 0;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    version += of_param(param) - written_[param];
+  }
+  return version;
 }
 
 int64_t ParamVersions::of_region(int region) const {
@@ -54,26 +71,23 @@ void ParamVersions::mark_updated(const std::optional<std::vector<int>>& params) 
   }
 }
 
-bool ParamVersions::is_written() const {
+std::vector<int> ParamVersions::written() const {
+  std::vector<int> found;
   for (size_t param = 0; param < params_.size(); ++param) {
-    if (full_versions_[param] != count_of(params_[param].full)) {
-      return true;
+    if (full_versions_[param] != all_writes(params_[param])) {
+      found.push_back(static_cast<int>(param));
     }
   }
-  return false;
+  return found;
 }
 
-bool ParamVersions::take_writes(bool keeps) {
-  bool any = false;
-  for (size_t param = 0; param < params_.size(); ++param) {
-    const int64_t version = count_of(params_[param].full);
-    if (std::exchange(full_versions_[param], version) != version) {
-      any = true;
-      changes_[param] += keeps ? 1 : 0;
-      told_[param] += keeps ? 1 : 0;
-    }
+std::vector<int> ParamVersions::take_writes(bool keeps) {
+  std::vector<int> found = written();
+  for (const int param : found) {
+    full_versions_[param] = all_writes(params_[param]);
+    written_[param] += keeps ? 1 : 0;
   }
-  return any;
+  return found;
 }
 
 void ParamVersions::mark_written() {
@@ -83,14 +97,13 @@ void ParamVersions::mark_written() {
 }
 
 void ParamVersions::mark_written(size_t param) {
-  ++changes_[param];
-  ++told_[param];
+  ++written_[param];
 }
 
 bool ParamVersions::tell_autograd() {
   bool any_trained = false;
   for (size_t param = 0; param < params_.size(); ++param) {
-    const int64_t version = of_param(param);
+    const int64_t version = told_of(param);
     if (std::exchange(told_[param], version) != version) {
       params_[param].full.unsafeGetTensorImpl()->bump_version();
       ++full_versions_[param];

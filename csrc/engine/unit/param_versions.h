@@ -5,8 +5,9 @@
 //
 // Note [Changes between a forward and its backward]
 // Graphs hold the full parameters, so autograd sees what a forward changes in them. Of changes to
-// shards it is told through the version counters of the full ones. A backward is then refused, or
-// not, as on one device: it is if it has saved a tensor that has changed since.
+// shards it is told through the version counters of the full ones, unless they were made through
+// `.data`. A backward is then refused, or not, as on one device: it is if it has saved a tensor that
+// has changed since.
 #pragma once
 
 #include <cstddef>
@@ -26,6 +27,7 @@ class ParamVersions {
       : params_(params),
         layout_(layout),
         changes_(params.size(), 0),
+        written_(params.size(), 0),
         full_versions_(params.size(), 0),
         told_(params.size(), 0) {}
 
@@ -33,6 +35,8 @@ class ParamVersions {
   int64_t of_unit() const;
   int64_t of_region(int region) const;
   int64_t of_param(size_t param) const;
+  // The same of all, without changes that were made to the unsharded parameters.
+  int64_t of_shards() const;
 
   // For changes that no version counter shows (`.data`): of any parameters, or, by an optimizer, of
   // those that require grad or of those named.
@@ -43,19 +47,22 @@ class ParamVersions {
   // has changed since the last call.
   bool tell_autograd();
 
-  // Whether the unsharded parameters were written to since the last take_writes().
-  bool is_written() const;
-  // The same, and starts over. Those that were count
-  // as changed if the shards are to keep it; autograd has seen it.
-  bool take_writes(bool keeps);
+  // The unsharded parameters that were written to since the last take_writes().
+  std::vector<int> written() const;
+  // The same, and starts over. They count as changed if the shards are to keep it.
+  std::vector<int> take_writes(bool keeps);
   // As mark_changed, for writes to unsharded parameters that no version counter shows.
   void mark_written();
   void mark_written(size_t param);
 
  private:
+  // The part of a parameter's version that autograd is told of.
+  int64_t told_of(size_t param) const;
+
   const std::vector<UnitParam>& params_;
   const Layout& layout_;
   std::vector<int64_t> changes_; // of each parameter, beside those its version counter shows
+  std::vector<int64_t> written_; // changes of the unsharded parameters, which the shards keep
   std::vector<int64_t> full_versions_; // of the unsharded parameters
   std::vector<int64_t> told_; // versions that autograd knows of
 };

@@ -53,7 +53,7 @@ Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
 at::Tensor Unit::make_full(int param) const {
   const ParamPlace& place = layout_.places().at(param);
   const UnitParam& full = params_[param];
-  return bucket_.view(place.region, place.offset, full.spec.shape, full.strides);
+  return counted(bucket_.view(place.region, place.offset, full.spec.shape, full.strides));
 }
 
 std::vector<int64_t> Unit::shard_sizes(int param) const {
@@ -64,7 +64,8 @@ std::vector<int64_t> Unit::shard_sizes(int param) const {
 at::Tensor Unit::make_shard(int param) const {
   const int region = layout_.places().at(param).region;
   const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
-  return main_.has(region) ? main_.view(region, offset, shard_sizes(param)) : model_part(param);
+  const auto sizes = shard_sizes(param);
+  return counted(main_.has(region) ? main_.view(region, offset, sizes) : model_part(param));
 }
 
 at::Tensor Unit::make_model_shard(int param) const {
@@ -81,6 +82,8 @@ void Unit::bind(int index, at::Tensor full, at::Tensor shard, at::Tensor local) 
   param.full = std::move(full);
   param.shard = std::move(shard);
   param.local = std::move(local);
+  param.full_writes = data_counter(param.full);
+  param.shard_writes = data_counter(memory_of(param));
   param.home = memory_of(param).storage().unsafeGetStorageImpl();
   param.full_home = param.full.storage().unsafeGetStorageImpl();
   param.trained = param.full.requires_grad();
@@ -112,16 +115,21 @@ void Unit::unshard(const std::shared_future<void>& after, bool reads) {
   // This rank may be in a call that the others have left: they gather the unit anew, it goes on.
   const bool in_use = shards_ && state() != UnitState::Sharded;
   wait_for_unshard();
-  const bool is_written = in_use && versions_.is_written();
-  const at::Tensor own = is_written ? bucket_.bytes().clone() : written_full_;
+  std::vector<int> written = in_use ? versions_.written() : std::vector<int>();
+  const at::Tensor own = written.empty() ? written_full_ : bucket_.bytes().clone();
+  written.insert(written.end(), written_params_.begin(), written_params_.end());
   gathered_version_ = version();
+  mark_caught_up();
   gathers_.begin(regions, gathered_version_, after, reads);
   mark_gathered();
   if (in_use || own.defined()) {
     wait_for_unshard();
   }
   if (own.defined()) { // others' parts may be from before; see Note [Writes in a forward]
-    bucket_.bytes().copy_(own);
+    const Bucket from = over(own);
+    for (const int param : written) {
+      part_of(bucket_, param).copy_(part_of(from, param));
+    }
   }
 }
 
@@ -145,7 +153,11 @@ void Unit::reshard() {
 
 bool Unit::mark_fresh() {
   written_ = false;
+  if (!keeps_write()) {
+    written_params_.clear(); // the shards are part of what was written
+  }
   gathered_version_ = version();
+  mark_caught_up();
   return versions_.tell_autograd();
 }
 

@@ -87,6 +87,16 @@ class Unit {
     return written_full_.defined();
   }
   void finish_write();
+  // The unsharded parameters are the ones to write back where they were written to since the last
+  // call. False if none was.
+  bool take_writes();
+  // Nothing is to be written back.
+  void drop_writes() {
+    written_params_.clear();
+    written_full_.reset();
+  }
+  // Of parameters that are to be written back the values, 1-D, others undefined.
+  std::vector<at::Tensor> written_values() const;
 
   // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
   // have changed since. `after`, `reads`: see Gathers::begin.
@@ -101,9 +111,9 @@ class Unit {
   void note_change() const;
   // > Sharded: forgets the gathered parameters and gives the slot back.
   void reshard();
-  // Copies this rank's part of the unsharded parameters to its shard. A main weight changes only
-  // where its model weight was changed.
-  void write_back();
+  // Copies this rank's part of the unsharded parameters that are to be written back, or of all of
+  // them, to its shard. A main weight changes only where its model weight was changed.
+  void write_back(bool all);
   // Casts changed main weights to model weights, and sends them to the device.
   void cast_main();
   // The model weights are those of the main weights: whoever updated these has cast them.
@@ -119,8 +129,8 @@ class Unit {
     return versions_.of_unit();
   }
   // Parameters that were set to other memory (`p.data = t`) go back to the unit's. With `keeps`
-  // their values come along and count as changed. True if there were any.
-  bool take_back(bool keeps);
+  // their values come along and count as changed. Those that there were.
+  std::vector<int> take_back(bool keeps);
   ParamVersions& versions() {
     return versions_;
   }
@@ -136,6 +146,13 @@ class Unit {
   }
   bool is_fresh() const {
     return !written_ && gathered_version_ == version();
+  }
+  // The shards were changed by themselves since they were gathered last, or marked as fresh.
+  bool is_behind() const {
+    return shards_version_ != versions_.of_shards();
+  }
+  void mark_caught_up() {
+    shards_version_ = versions_.of_shards();
   }
   // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
   bool is_gathered() const;
@@ -166,6 +183,9 @@ class Unit {
     return gathered_[region] == versions_.of_region(region);
   }
   void write_back(const Bucket& full);
+  // A bucket as the unit's own over other memory of the same size.
+  Bucket over(const at::Tensor& bytes) const;
+  at::Tensor part_of(const Bucket& full, int param) const;
 
   UnitId id_;
   std::string name_;
@@ -180,8 +200,10 @@ class Unit {
   ParamVersions versions_;
   std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;
+  int64_t shards_version_ = -1; // of_shards() then
   bool written_ = false; // by calls, since mark_fresh()
   at::Tensor written_full_; // bytes, see Note [Writes in a forward]
+  std::vector<int> written_params_; // to be written back
   int64_t cast_version_ = -1;
 };
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/unit/data_writes.h"
 #include "plan/layout.h"
 
 namespace zerocore {
@@ -17,6 +18,7 @@ struct UnitParam {
   at::Tensor full; // the leaf that forward and backward compute with
   at::Tensor shard; // the leaf that the optimizer sees: 1-D, or by rows a DTensor
   at::Tensor local; // by rows: the memory of that, with a shape
+  c10::VariableVersion full_writes, shard_writes; // see Note [Writes through data]
   bool lacks_main = false; // frozen and cast: there is no main weight to train
   bool hooked = false; // the leaf reports its gradient
   bool trained = false; // requires_grad of both leaves, when they were last made to agree

@@ -3,6 +3,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "engine/unit/full_values.h"
@@ -98,22 +100,55 @@ void Unit::keep_write() {
   written_full_ = bucket_.bytes().clone();
 }
 
-void Unit::finish_write() {
-  wait_for_unshard();
-  const c10::Device device = written_full_.device();
+Bucket Unit::over(const at::Tensor& bytes) const {
+  const c10::Device device = bytes.device();
   Bucket full(layout_, bucket_.regions(), context_.mesh.shard(), device, "unit '" + name_ + "'");
-  full.attach(written_full_.data_ptr());
-  write_back(full);
+  full.attach(bytes.data_ptr());
+  return full;
 }
 
-bool Unit::take_back(bool keeps) {
-  bool any = false;
+// 1-D; undefined where the parameter is not gathered.
+at::Tensor Unit::part_of(const Bucket& full, int param) const {
+  const ParamPlace& place = layout_.places()[param];
+  return full.has(place.region)
+      ? full.full(place.region).narrow(0, place.offset, params_[param].spec.numel())
+      : at::Tensor();
+}
+
+void Unit::finish_write() {
+  wait_for_unshard();
+  write_back(over(written_full_));
+}
+
+bool Unit::take_writes() {
+  std::vector<int> written = take_back(/*keeps=*/true);
+  const std::vector<int> more = versions_.take_writes(/*keeps=*/true);
+  written.insert(written.end(), more.begin(), more.end());
+  for (const int param : written) {
+    if (std::ranges::find(written_params_, param) == written_params_.end()) {
+      written_params_.push_back(param);
+    }
+  }
+  return !written.empty();
+}
+
+std::vector<at::Tensor> Unit::written_values() const {
+  const Bucket& full = keeps_write() ? over(written_full_) : bucket_;
+  std::vector<at::Tensor> values(params_.size());
+  for (const int param : full.attached() ? written_params_ : std::vector<int>()) {
+    values[param] = part_of(full, param);
+  }
+  return values;
+}
+
+std::vector<int> Unit::take_back(bool keeps) {
+  std::vector<int> found;
   for (size_t param = 0; param < params_.size(); ++param) {
     at::Tensor& full = params_[param].full;
     if (full.storage().unsafeGetStorageImpl() == params_[param].full_home) {
       continue;
     }
-    any = true;
+    found.push_back(static_cast<int>(param));
     const at::Tensor home = make_full(static_cast<int>(param));
     const at::Tensor given = full.detach();
     full.set_data(home); // autograd is not told, as elsewhere
@@ -123,10 +158,14 @@ bool Unit::take_back(bool keeps) {
       versions_.mark_written(param);
     }
   }
-  return any;
+  return found;
 }
 
-void Unit::write_back() {
+void Unit::write_back(bool all) {
+  if (all) {
+    written_params_.resize(params_.size());
+    std::iota(written_params_.begin(), written_params_.end(), 0);
+  }
   note_use();
   write_back(bucket_);
 }
@@ -137,14 +176,22 @@ void Unit::write_back(const Bucket& full) {
   note_change();
   for (const int region : full.regions()) {
     const at::Tensor own = own_part(*this, full, region);
-    if (main_.has(region)) {
-      main_.take_changes(region, own);
-    }
-    if (shards_) {
-      shards_->full(region).copy_(own);
+    for (const int param : layout_.regions()[region].params) {
+      if (std::ranges::find(written_params_, param) == written_params_.end()) {
+        continue;
+      }
+      const int64_t size = layout_.owned(param, context_.mesh.shard()).size();
+      const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
+      const at::Tensor part = own.narrow(0, offset, size);
+      if (main_.has(region)) {
+        main_.take_changes(region, offset, part);
+      }
+      if (shards_) {
+        shards_->full(region).narrow(0, offset, size).copy_(part);
+      }
     }
   }
-  written_full_.reset();
+  drop_writes();
 }
 
 } // namespace zerocore

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import ref
 from zlib import crc32
 
 import torch
@@ -136,13 +137,25 @@ class SavedState:
         ]
         return f"{len(facts)} tensors, {crc32(repr(facts).encode()):08x}"
 
-    def watch_changes(self) -> Callable[[], None]:
-        """Returns what raises RuntimeError if a tensor has changed in the meantime."""
-        before = [_version(local) for local, _ in self.tensors.values()]
+    def watch_changes(self, state: ShardState) -> Callable[[], None]:
+        """Returns what raises RuntimeError if a tensor has changed in the meantime, or a shard of
+        the state through its ``data``."""
+
+        state_ref = ref(state)  # a model of zerocore.fsdp drops it when it is moved
+
+        def versions() -> dict[str, int]:
+            found = {key: _version(local) for key, (local, _) in self.tensors.items()}
+            state = state_ref()
+            for unit in () if state is None else state.units:
+                assert state is not None
+                found[f"unit {unit.name}"] = state.engine.shards_version(unit.index)
+            return found
+
+        before = versions()
 
         def check() -> None:
-            for (key, (local, _)), version in zip(self.tensors.items(), before, strict=True):
-                if _version(local) != version:
+            for key, version in versions().items():
+                if before[key] != version:
                     raise RuntimeError(
                         f"'{key}' was changed while it was being saved, and not by an optimizer's "
                         "step, which waits. Call wait() of what save returned before changing it"

@@ -1,0 +1,26 @@
+// Tensors that count what a program writes through their `.data`.
+//
+// Note [Writes through data]
+// `.data` has a version counter of its own: autograd is not told of such writes, and a backward
+// computes with the new values. All `.data` of a counted tensor share one counter, which the engine
+// reads. Views of `.data` share it, too.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace zerocore {
+
+// A leaf on the memory of `tensor` that counts, with a version counter of its own.
+at::Tensor counted(const at::Tensor& tensor);
+// A tensor as `view`, on the memory of `leaf`, whose writes count as those of `leaf`, which counts.
+at::Tensor counted_view(const at::Tensor& leaf, const at::Tensor& view);
+// The counter of a tensor that counts; of another one it is not enabled.
+c10::VariableVersion data_counter(const at::Tensor& tensor);
+// Writes to `alias` count as those through the `.data` of `tensor`.
+void count_as_data(const at::Tensor& tensor, const at::Tensor& alias);
+
+inline int64_t num_writes(const c10::VariableVersion& counter) {
+  return counter.enabled() ? counter.current_version() : 0;
+}
+
+} // namespace zerocore
