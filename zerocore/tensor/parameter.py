@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocore.checkpoint.slices.boxes import chunk_list, find_chunk, write_items
-from zerocore.common.agreement import is_same
+from zerocore.common.agreement import checksum, highest
 from zerocore.tensor import rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
@@ -112,16 +112,19 @@ class _InPlace(_Shard):
             )
 
     def _check_averaged(self, value: Tensor, where: str) -> None:
-        if isinstance(value, Placed) or value.shape != self.global_shape:
-            return
+        """Raises ValueError if the ranks' full gradients differ; collective for each full one, and
+        for each plain one of a vector: one rank may own all of it, so that shapes say nothing."""
         state = self.state_ref()
-        # Of a vector it may be local elements, on a rank that owns them all: the others set theirs.
-        may_be_local = len(self.global_shape) == 1 and self.place.group is not None
-        if (
-            state is not None
-            and not may_be_local
-            and not is_same(state.ranks_holding(self.fqn).groups, value)
-        ):
+        is_full = value.shape == self.global_shape
+        is_local = self.place.group is not None and value.shape == self.shape
+        is_vector = len(self.global_shape) == 1
+        if state is None or isinstance(value, Placed) or not (is_full or (is_vector and is_local)):
+            return
+        number = int(checksum(value))
+        own = [is_full and not is_local, is_local and not is_full, number, -number]
+        groups = state.ranks_holding(self.fqn).groups
+        full, local, most, least = highest(groups, own, value.device)
+        if (full and local) or (not local and most != -least):
             raise ValueError(
                 f"{where} of parameter '{self.fqn}' was set to full gradients that differ between "
                 "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad gives "
@@ -163,8 +166,8 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
 
     ``grad`` is this rank's elements of the averaged gradient. It takes those elements, a full
     gradient that is averaged already, of which this rank's part is copied, or None; all ranks must
-    set a full one. ValueError: set to a tensor of another shape, to a shard of something else, or
-    to full gradients that differ between the ranks.
+    set a full one, and a vector's elements. ValueError: set to a tensor of another shape, to a
+    shard of something else, or to full gradients that differ between the ranks.
     """
 
     result_type = LocalShard
