@@ -45,17 +45,17 @@ def converts_in_full(function: Any, *args: Any, **kwargs: Any) -> Any:
     return rules.call(function, args, kwargs)
 
 
-def scripts_in_full(call: Any) -> Any:
-    """The call of a scripted or traced function."""
+def asks_in_full(call: Any) -> Any:
+    """The call of a scripted or traced function, or another one that is given lists of tensors."""
 
     @wraps(call)
-    def script_function(*args: Any, **kwargs: Any) -> Any:
-        if _enabled() and any(isinstance(value, Placed) for value in leaves((args[1:], kwargs))):
-            return rules.call(script_function, args, kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _enabled() and any(isinstance(value, Placed) for value in leaves((args, kwargs))):
+            return rules.call(run, args, kwargs)
         return call(*args, **kwargs)
 
-    script_function.__name__ = "script_function"
-    return script_function
+    run.__name__, run.__module__ = call.__name__.replace("__call__", "script_function"), "torch"
+    return run
 
 
 @around
@@ -69,11 +69,11 @@ def transforms_no_shards(wrap: Any, tensor: Any, *args: Any) -> Any:
 def constructs_in_full(make: Any) -> Any:
     """``__new__`` of ``torch.Tensor`` and ``torch.autograd.Variable``."""
 
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], Placed) and _enabled():
-            kind = torch.Tensor if cls is torch.Tensor else torch.autograd.Variable
-            return rules.call(kind, args, kwargs)
-        return make(cls, *args, **kwargs)
+    def new(*args: Any, **kwargs: Any) -> Any:  # of any signature, as Dynamo compares it
+        if len(args) > 1 and isinstance(args[1], Placed) and _enabled():
+            kind = torch.Tensor if args[0] is torch.Tensor else torch.autograd.Variable
+            return rules.call(kind, args[1:], kwargs)
+        return make(*args, **kwargs)
 
     return staticmethod(new)
 
