@@ -146,6 +146,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Stages 0 and 1, and 2 and 3 with ``accumulate="full"``: gradients are reduced in the first
     backward outside. Stages 2 and 3 with ``accumulate="sharded"`` reduce in every backward.
 
+    After a backward inside, ``p.grad`` is this rank's own at stages 0 and 1. Reads of it at stages
+    2 and 3, and steps with it at stages 1 to 3, raise RuntimeError until a backward outside.
+
     Raises:
         ValueError: the model is not sharded.
         RuntimeError: this process was forked from the one that sharded it.

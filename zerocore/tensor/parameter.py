@@ -465,8 +465,9 @@ class UnreducedGrad(ShardedGrad):
         return shard
 
     def _let_go(self, values: Tensor) -> None:
-        for each in (self, *(alias() for alias in self._live_aliases())):
-            each.param = _nothing
+        self.param = _nothing
+        for alias in self._live_aliases():
+            alias().param = _nothing  # type: ignore[union-attr]
         super()._let_go(values)
 
     def _check_averaged(self, value: Tensor, where: str) -> None:
