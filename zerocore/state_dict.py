@@ -17,8 +17,8 @@ from zerocore.hooks.optimizer_states import mapped, params_of
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.parts import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, state_of
-from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Placed, spread
+from zerocore.tensor.rows import shard_of
 from zerocore.tensor.wrapped import is_wrapped
 
 Keys = Mapping[Param, Sequence[str]]
@@ -95,7 +95,8 @@ def _several(unit: Unit, encoded: list[Tensor]) -> dict[str, Tensor]:
 
 @operation("full_optimizer_state_dict")
 def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with full states on the CPU, as before sharding.
+    """``optimizer.state_dict()`` with full states on the CPU, as before sharding; of models of
+    :mod:`zerocore.fsdp`, too.
 
     ``load_state_dict`` of the optimizer takes it at any stage, on any number of ranks, and so does
     one of a plain model. All ranks must call. One tensor at a time is held in full on the device.
@@ -104,7 +105,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> 
         rank0_only: ranks other than 0 get an empty dict.
     """
     packed = optimizer.state_dict()
-    shards = [param for param in params_of(optimizer) if isinstance(param, ShardedParameter)]
+    shards = [shard for param in params_of(optimizer) if (shard := shard_of(param)) is not None]
     states = dict.fromkeys(state for p in shards if (state := p.state_ref()) is not None)
     keep = not rank0_only or {state.rank for state in states} <= {0}
     for state in states:
@@ -131,6 +132,9 @@ def _full_value(value: Tensor, keep: bool) -> Any:
     if isinstance(value, Placed):
         full = value.whole_tensor()  # on all ranks
         return full.cpu() if keep else None
+    if hasattr(value, "_spec"):  # a DTensor
+        full = value.full_tensor()
+        return full.detach().cpu() if keep else None
     return value.detach().cpu().clone()
 
 

@@ -157,6 +157,10 @@ void register_setup(py::class_<PyEngine>& engine) {
           })
       .def("make_grad", method(&Reducer::make_grad))
       .def("bind_grad", method(&Reducer::bind_grad))
+      .def("make_sums", method(&Reducer::make_sums))
+      .def("bind_sums", method(&Reducer::bind_sums))
+      .def("has_sums", method(&Reducer::has_sums))
+      .def_property_readonly("shows_sums", method(&Reducer::shows_sums))
       .def(
           "materialize",
           [](PyEngine& self,

@@ -306,10 +306,6 @@ void UnitLifecycle::keep_writes(UnitId id) {
   }
 }
 
-bool UnitLifecycle::keeps_writes() const {
-  return std::ranges::any_of(units_, [](const auto& unit) { return unit->keeps_write(); });
-}
-
 void UnitLifecycle::finish_writes() {
   for (const auto& unit : units_) {
     if (unit->keeps_write()) {

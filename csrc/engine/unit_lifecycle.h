@@ -87,9 +87,8 @@ class UnitLifecycle {
   }
   // The unit's parameters may have been changed in place: a call of it ends, or it is given back.
   void keep_writes(UnitId unit);
-  // See Note [Writes in a forward]; the second where all ranks have left the pass, whose writes the
-  // third drops.
-  bool keeps_writes() const;
+  // See Note [Writes in a forward]; the first where all ranks have left the pass, whose writes the
+  // second drops.
   void finish_writes();
   void drop_writes();
   WriteCheck& write_check() {

@@ -34,10 +34,14 @@ GradBuffer GradPacking::target(RegionKey key, bool holds) const {
   return to_wire ? GradBuffer::Wire : GradBuffer::Full;
 }
 
-// Whether what is packed gets its scale later; not where something scaled is added to, or the sums
-// of this rank alone are shown.
+// Whether what is packed gets its scale later; not where something scaled is added to. Sums of this
+// rank are shown as they are, unless this rank has only its part of an average among them.
 bool GradPacking::packs_bare(RegionKey key, bool holds) const {
-  const bool keeps = facts_.is_wired(key) || facts_.mesh_of(key.first).shards_gradients;
+  const UnitMesh& mesh = facts_.mesh_of(key.first);
+  if (holds && !mesh.shards_gradients) {
+    return (!mesh.shards_optimizer && !mesh.shards_across) || !state_.any_valid(key);
+  }
+  const bool keeps = facts_.is_wired(key) || mesh.shards_gradients;
   return facts_.fuses() && state_.of(key).is_exact && !holds && (keeps || !state_.any_valid(key));
 }
 
@@ -57,9 +61,10 @@ void GradPacking::pack(RegionKey key, bool holds, GradSteps& steps) {
   take_blocks(key, holds, steps);
   GradStep step = make_step(GradStepKind::Pack, key);
   step.to = target(key, holds);
-  if (!state.local) {
+  if (!state.local || !state_.any_summed(key)) {
     state.is_bare = packs_bare(key, holds);
   }
+  const bool is_bare_sum = state.local && state.is_bare && !holds;
   const bool to_wire = step.to == GradBuffer::Wire;
   const bool splits = facts_.splits_scale(key);
   step.scale = state.is_bare ? ScalePart::None
@@ -70,8 +75,17 @@ void GradPacking::pack(RegionKey key, bool holds, GradSteps& steps) {
     step.kind = GradStepKind::Cast;
     step.from = GradBuffer::Full;
     step.to = GradBuffer::Wire;
-    step.scale = splits && !state.is_bare ? ScalePart::RestUndone : ScalePart::None;
+    step.scale = is_bare_sum       ? (splits ? ScalePart::Packed : ScalePart::All)
+        : splits && !state.is_bare ? ScalePart::RestUndone
+                                   : ScalePart::None;
     steps.run(step);
+    state.is_bare = state.is_bare && !is_bare_sum;
+  } else if (is_bare_sum && (!state.is_exact || facts_.offloads_grads())) {
+    step.kind = GradStepKind::Cast;
+    step.from = step.to;
+    step.scale = ScalePart::All;
+    steps.run(step);
+    state.is_bare = false;
   }
   // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
   state.adds = (to_wire || facts_.mesh_of(key.first).shards_gradients) && state_.any_valid(key);
@@ -123,7 +137,8 @@ Range GradPacking::added(const GradStep& pack, int param) const {
     return state.local ? place : none;
   }
   // A reduced value counts once in the next sum: on one of the ranks that own it.
-  if (mesh.shards_gradients || !state.valid || !mesh.counts_kept()) {
+  // A sum of this rank that has no scale yet has the value on each rank.
+  if (mesh.shards_gradients || !state.valid || !(mesh.counts_kept() || state_.of(key).is_bare)) {
     return none;
   }
   const Range kept = intersect(place, facts_.region_of(key).shard_range(mesh.shard()));

@@ -9,7 +9,8 @@
 // stage 2, 3   packed into a block of the pool, reduced into a shard that stays, the block given
 //              back.
 // While gradients accumulate without communication the full bucket holds this rank's own sums
-// (`local`). Gradients are scaled by 1 / world size when they are packed.
+// (`local`). Gradients are scaled by 1 / world size when they are packed; sums that are shown, as
+// DistributedDataParallel shows them, when they are reduced.
 //
 // Note [Gradients on the wire]
 // Where gradients travel in another type than they are kept in, they are packed (local sums: cast)
@@ -111,6 +112,11 @@ class Reduction {
   // Whether this rank has sums of the unit that were not reduced.
   bool has_local(UnitId unit) const {
     return state_.any_local(unit);
+  }
+  // Whether the memory that stays holds this rank's sums of the region as they are.
+  bool shows_sums(UnitId unit, int region) const {
+    const RegionState& state = state_.of({unit, region});
+    return state.local && state.is_bare && !facts_.mesh_of(unit).shards_gradients;
   }
   // Bytes of memory that stays.
   int64_t kept_nbytes(UnitId unit) const;

@@ -55,6 +55,10 @@ class ReductionState {
     return std::ranges::any_of(
         facts_.region_of(key).params, [&](int param) { return params_[key.first][param].valid; });
   }
+  bool any_summed(RegionKey key) const {
+    return std::ranges::any_of(
+        facts_.region_of(key).params, [&](int param) { return params_[key.first][param].local; });
+  }
   bool any_local(UnitId unit) const {
     return std::ranges::any_of(regions_.at(unit), &RegionState::local);
   }

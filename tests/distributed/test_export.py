@@ -300,6 +300,46 @@ def test_adapters(stage: int) -> None:
     run_ranks(merge_adapters, 2, stage)
 
 
+class Tagger(nn.Module):
+    """A model whose head PEFT trains as a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 8)
+        self.q_proj = nn.Linear(8, 8)
+        self.head = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        head: Tensor = self.head(self.q_proj(self.embed(tokens)))
+        return head
+
+
+def adapt(peft: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **options)
+    model = peft.get_peft_model(Tagger(), config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.rand_like(param))  # the copies are trained
+    return model
+
+
+def merge_with_trained_modules() -> None:
+    peft = pytest.importorskip("peft")
+    build = lambda: adapt(peft, modules_to_save=["head"])  # noqa: E731
+    expected = build().merge_and_unload().state_dict()
+    model = zerocore.shard(build(), stage=3)
+    assert_same(exported(model, merge="lora"), expected)
+    assert exported(model, merge="lora").keys() == expected.keys()
+    tokens = zerocore.shard(adapt(peft, trainable_token_indices={"embed": [1, 2]}), stage=3)
+    with pytest.raises(ValueError, match=r"'.*embed.token_adapter' is a TrainableTokensLayer"):
+        zerocore.export(tokens, merge="lora")
+
+
+def test_modules_that_adapters_train() -> None:
+    run_ranks(merge_with_trained_modules, 2)
+
+
 def repeat() -> None:
     model = zerocore.shard(Stack(8, 3), stage=3, units=["Linear"])
     info = zerocore.export_info(model)

@@ -87,6 +87,9 @@ def train(folder: str) -> None:
     for number in range(2):
         step(engine, number)
         step(parking, number)
+    for name in ("get_per_tensor_param_shard", "get_per_tensor_param_delta_shard"):
+        with pytest.raises(NotImplementedError, match=f"{name} is not built"):
+            getattr(engine, name)()
     parking.to("cpu")
     expected, config = tensors_of(engine)
     assert config is None and "model.layers.0.self_attn.q_proj.weight" in expected

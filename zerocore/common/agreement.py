@@ -18,6 +18,7 @@ from zerocore.common.alarm import waiting
 T = TypeVar("T")
 Groups = Sequence[dist.ProcessGroup]
 _COMPARISON = "a comparison of the ranks"
+_BLOCK = 2**20  # elements that are summed at a time
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
@@ -168,14 +169,6 @@ def _on(device: torch.device | None) -> AbstractContextManager[None]:
     return torch.cuda.device(device.index if device is not None and device.type == "cuda" else -1)
 
 
-def is_same(groups: Groups, value: torch.Tensor) -> bool:
-    """Whether all ranks have the bits of ``value``, of any shape and dtype; collective.
-
-    They compare one integer, the sum of the bits of each element.
-    """
-    return not differing(groups, bits_of(value).sum(dtype=torch.int64).view(1))
-
-
 def bits_of(value: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as integers, 1-D."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -185,9 +178,26 @@ def bits_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(value: torch.Tensor) -> torch.Tensor:
-    """One int64 of the tensor's bits: CRC-32 on the CPU, the sum of all elements on a device."""
+    """One int64 of the tensor's bits in their order: CRC-32 on the CPU, :func:`ordered_sum` on a
+    device."""
     bits = bits_of(value)
-    return torch.tensor(crc32(bits), device="cpu") if bits.is_cpu else bits.sum(dtype=torch.int64)
+    return torch.tensor(crc32(bits), device="cpu") if bits.is_cpu else ordered_sum(bits)
+
+
+def ordered_sum(bits: torch.Tensor) -> torch.Tensor:
+    """The sum of 1-D integers, each times a weight of its position: other orders, other sums."""
+    words = bits.view(torch.int32) if bits.element_size() == 8 else bits
+    positions = torch.arange(max(1, min(len(words), _BLOCK)), device=bits.device)
+    weights = _scattered(positions) | 1
+    sums = torch.stack([(words_ * weights[: len(words_)]).sum() for words_ in words.split(_BLOCK)])
+    return _scattered(sums + _scattered(torch.arange(len(sums), device=bits.device))).sum()
+
+
+def _scattered(numbers: torch.Tensor) -> torch.Tensor:
+    """Pseudo-random numbers, one for each int64."""
+    for factor in (-0x61C8864680B583EB, -0x40A7B892E31B1A47):  # of SplitMix64
+        numbers = (numbers ^ (numbers >> 30)) * factor
+    return numbers ^ (numbers >> 31)
 
 
 def differing(groups: Groups, numbers: torch.Tensor) -> list[int]:

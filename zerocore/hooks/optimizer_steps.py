@@ -23,7 +23,7 @@ from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import Args, Kwargs
-from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
+from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, UnreducedGrad
 from zerocore.tensor.rows import shard_of
 from zerocore.tensor.rules import check_not_shown_full
 
@@ -213,6 +213,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     reads_on_host = False
     for updated, state in pairs:
         _check_offload(optimizer, state)
+        _check_reduced(optimizer, state)
         reads_on_host = reads_on_host or _reads_on_host(optimizer, state)
         state.finish_reads()
         state.engine.begin_update(updated.units, casts)
@@ -225,6 +226,24 @@ def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
         return False
     come_off = state.device.type != "cpu" or state.engine.lands_gradients
     return come_off and not (_known(optimizer).updates_on_host and state.config.leaves("states"))
+
+
+def _check_reduced(optimizer: Optimizer, state: ShardState) -> None:
+    """Raises RuntimeError if gradients are each rank's own and a rank updates its shard alone."""
+    if not state.engine.shows_sums:
+        return
+    shares_work = _known(optimizer).moves_matrices and state.world_size > 1
+    for param in params_of(optimizer):
+        shard, grad = shard_of(param), param.grad
+        is_own = isinstance(grad, UnreducedGrad) or (shares_work and grad is not None)
+        if is_own and shard is not None and shard.state_ref() is state:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: the gradient of '{shard.fqn}' was not averaged, "
+                "as the last backward ran under no_sync. Run the last backward before a step "
+                "outside of no_sync, or drop the gradients: optimizer.zero_grad(). "
+                "zerocore.shard(model, stage=0) steps with each rank's own gradient, as "
+                "DistributedDataParallel"
+            )
 
 
 def _check_offload(optimizer: Optimizer, state: ShardState) -> None:

@@ -26,8 +26,8 @@ from zerocore.hooks import (
     registration,
 )
 from zerocore.model import refusals, state, unit_call
-from zerocore.tensor import rows, rules
-from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
+from zerocore.tensor import conversions, rows, rules
+from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter, UnreducedGrad
 
 
 class Patch(NamedTuple):
@@ -59,6 +59,14 @@ PATCHES = (
         Patch(f"torch.optim.{name}", "step", optimizer_rules.without_rules)
         for name in (*_ELEMENTWISE, "LBFGS")
     ),
+    *(Patch(*place, conversions.converts_in_full) for place in conversions.CONVERSIONS),
+    *(Patch(*place, conversions.transforms_no_shards) for place in conversions.TRANSFORMS),
+    Patch("torch.jit.ScriptFunction", "__call__", conversions.asks_in_full),
+    Patch("torch.nested", "nested_tensor", conversions.asks_in_full),
+    Patch("torch.Tensor", "as_subclass", conversions.keeps_class),
+    Patch("torch.Tensor", "data", conversions.takes_full_data),
+    Patch("torch.Tensor", "__new__", conversions.constructs_in_full),
+    Patch("torch.autograd.Variable", "__new__", conversions.constructs_in_full),
     Patch("torch.autograd", "backward", backwards.noted),
     Patch("torch.autograd", "grad", backwards.noted),
     Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", backwards.takes_full),
@@ -106,7 +114,7 @@ def install(others: tuple[Patch, ...]) -> None:
     torch_optimizers.register_optimizer_step_pre_hook(optimizer_steps.before_step)
     torch_optimizers.register_optimizer_step_post_hook(optimizer_steps.after_step)
     # Torch updates lists of unknown kinds of tensors in a for-loop.
-    kinds: list[Any] = [ShardedParameter, ShardedGrad, LocalShard]
+    kinds: list[Any] = [ShardedParameter, ShardedGrad, UnreducedGrad, LocalShard]
     for known in (torch_optimizers, _foreach_utils):
         known._foreach_supported_types.extend(kinds)
     os.register_at_fork(after_in_child=state.mark_forked)

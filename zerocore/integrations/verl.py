@@ -113,6 +113,18 @@ class ShardedEngineMixin:
         names = _adapters if base_sync_done else None
         return export(self.module, names=names).tensors(), config
 
+    def get_per_tensor_param_shard(self, *args: Any, **options: Any) -> Any:
+        """verl's gather of its own takes a shard for the whole tensor.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise _not_whole("get_per_tensor_param_shard")
+
+    def get_per_tensor_param_delta_shard(self, *args: Any, **options: Any) -> Any:
+        """As :meth:`get_per_tensor_param_shard`."""
+        raise _not_whole("get_per_tensor_param_delta_shard")
+
     def save_checkpoint(
         self, local_path: str, hdfs_path: Any = None, global_step: int = 0, **options: Any
     ) -> None:
@@ -124,6 +136,13 @@ class ShardedEngineMixin:
     def load_checkpoint(self, local_path: str, hdfs_path: Any = None, **options: Any) -> None:
         """Loads the newest one."""
         Checkpoints(local_path, self.module, self.optimizer).load()
+
+
+def _not_whole(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} is not built for zerocore's engine, whose parameters are ranges of elements; call "
+        "engine.get_per_tensor_param(), which gives full tensors"
+    )
 
 
 def _adapters(name: str) -> str | None:

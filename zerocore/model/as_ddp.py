@@ -25,6 +25,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ``model.no_sync()`` does the same, as does ``model.require_backward_grad_sync = False`` before
     a forward.
 
+    After a backward inside, ``p.grad`` is this rank's own at stages 0 and 1. Reads of it at stages
+    2 and 3, and steps with it at stages 1 to 3, raise RuntimeError until a backward outside.
+
     Raises:
         ValueError: the model is not sharded.
         RuntimeError: this process was forked from the one that sharded it.

@@ -23,6 +23,7 @@ from zerocore.common.alarm import operation, waiting
 from zerocore.common.patching import around
 from zerocore.model.ranks import group_of
 from zerocore.tensor import pending_host_updates
+from zerocore.tensor.parameter import ShardedParameter, UnreducedGrad
 from zerocore.tensor.reductions import reduce_norms
 from zerocore.tensor.rows import RowShard, groups_of, local_part, shard_of
 
@@ -136,8 +137,18 @@ class _Parts:
         self.grads = [None if p.grad is None else local_part(p.grad) for p in self.params]
         self.numbers: dict[Groups, list[int]] = {}  # of none: all elements are on every rank
         for number, param in enumerate(self.params):
-            self.numbers.setdefault(tuple(groups_of(param)), []).append(number)
+            groups = () if self._is_own(param) else tuple(groups_of(param))
+            self.numbers.setdefault(groups, []).append(number)
         self.norms: dict[Groups, Tensor] = {}  # over all ranks, once known
+
+    @staticmethod
+    def _is_own(param: Any) -> bool:
+        """Whether the gradient is this rank's alone, in full; a rank may have none of them."""
+        if isinstance(grad := param.grad, UnreducedGrad):
+            grad.check_readable()
+            return True
+        state = param.state_ref() if grad is None and isinstance(param, ShardedParameter) else None
+        return state is not None and state.engine.shows_sums
 
     def norm(self, p: float) -> Tensor:
         """The global norm, float64 on the device of the first parameter."""

@@ -266,6 +266,8 @@ def _shard_param(
     shard.grad_device = shard.device if grad is None else grad.device
     owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
     engine.bind(unit.index, position, full, shard, grad, owners)
+    if grad is not None and shared:
+        shard.bind_sums()
     if shard.make_view is not None:
         engine.set_view(unit.index, position, shard.shown)
     for owner, name in choice.owners:

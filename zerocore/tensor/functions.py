@@ -48,7 +48,7 @@ SHAPES = _names(
 MEMORY = _names(
     """
     data_ptr const_data_ptr untyped_storage storage _typed_storage storage_type share_memory_
-    __dlpack__ __cuda_array_interface__ swap_tensors
+    __dlpack__ __cuda_array_interface__ swap_tensors to_dlpack _to_dlpack set_
     """
 )
 # Make plain tensors of a shape that is given; nothing of the shard is read but dtype and device.

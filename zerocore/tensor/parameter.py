@@ -8,6 +8,7 @@ Python where torch functions are switched off, see the latter.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -17,12 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from zerocore.checkpoint.slices.boxes import chunk_list, find_chunk, write_items
-from zerocore.common.agreement import is_same
+from zerocore.common.agreement import checksum, highest
 from zerocore.tensor import pending_host_updates, rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.pickling import goes_as_part, keep_owner, whole_of
-from zerocore.tensor.place import Place, Placed, PlacedParameter, as_view, keep_place, local_of
+from zerocore.tensor.place import (
+    Place,
+    Placed,
+    PlacedParameter,
+    as_view,
+    keep_place,
+    leaves,
+    local_of,
+)
 from zerocore.tensor.wrapped import is_wrapped
 
 _grad: Any = torch._C.TensorBase.grad
@@ -125,16 +134,19 @@ class _InPlace(_Shard):
             )
 
     def _check_averaged(self, value: Tensor, where: str) -> None:
-        if isinstance(value, Placed) or value.shape != self.global_shape:
-            return
+        """Raises ValueError if the ranks' full gradients differ; collective for each full one, and
+        for each plain one of a vector: one rank may own all of it, so that shapes say nothing."""
         state = self.state_ref()
-        # Of a vector it may be local elements, on a rank that owns them all: the others set theirs.
-        may_be_local = len(self.global_shape) == 1 and self.place.group is not None
-        if (
-            state is not None
-            and not may_be_local
-            and not is_same(state.ranks_holding(self.fqn).groups, value)
-        ):
+        is_full = value.shape == self.global_shape
+        is_local = self.place.group is not None and value.shape == self.shape
+        is_vector = len(self.global_shape) == 1
+        if state is None or isinstance(value, Placed) or not (is_full or (is_vector and is_local)):
+            return
+        number = int(checksum(value))
+        own = [is_full and not is_local, is_local and not is_full, number, -number]
+        groups = state.ranks_holding(self.fqn).groups
+        full, local, most, least = highest(groups, own, value.device)
+        if (full and local) or (not local and most != -least):
             raise ValueError(
                 f"{where} of parameter '{self.fqn}' was set to full gradients that differ between "
                 "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad gives "
@@ -178,8 +190,8 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
 
     ``grad`` is this rank's elements of the averaged gradient. It takes those elements, a full
     gradient that is averaged already, of which this rank's part is copied, or None; all ranks must
-    set a full one. ValueError: set to a tensor of another shape, to a shard of something else, or
-    to full gradients that differ between the ranks.
+    set a full one, and a vector's elements. ValueError: set to a tensor of another shape, to a
+    shard of something else, or to full gradients that differ between the ranks.
     """
 
     result_type = LocalShard
@@ -225,17 +237,35 @@ class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             own = state.engine.make_grad(self.unit, self.position)
-            if own.untyped_storage()._cdata == grad.untyped_storage()._cdata:
-                values = local_of(grad).clone()
-                grad._let_go(values)
-                _data.__set__(grad, values)
+            if isinstance(grad, UnreducedGrad):
+                if grad.is_held:
+                    return  # nothing can be read of it
+                self.bind_sums()
+            elif own.untyped_storage()._cdata == grad.untyped_storage()._cdata:
                 own = ShardedGrad.make(own, self.place, self.state_ref)
                 state.engine.bind_grad(self.unit, self.position, own)
+            else:
+                return
+            values = local_of(grad).clone()
+            grad._let_go(values)
+            _data.__set__(grad, values)
+
+    def bind_sums(self) -> None:
+        """Makes what ``grad`` is after a backward without sync, where that is no shard's."""
+        state = self.state_ref()
+        sums = state.engine.make_sums(self.unit, self.position)
+        state.engine.bind_sums(self.unit, self.position, UnreducedGrad.of(self, sums))
 
     def _assign_grad(self, value: Tensor) -> None:
         """Sets ``grad`` to a tensor; C++ calls it."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._check_averaged(value, ".grad")
+            if isinstance(self.grad, UnreducedGrad):
+                _grad.__set__(self, self.grad.replaced_by(value, self))
+                return
+            state = self.state_ref()
+            sums = state is not None and state.engine.has_sums(self.unit, self.position)
+            if not sums or self.place.group is not None:
+                self._check_averaged(value, ".grad")
             value = self._part_of(value, ".grad")
             if not isinstance(value, ShardedGrad):
                 value = ShardedGrad.make(value.as_subclass(Tensor), self.place, self.state_ref)
@@ -389,6 +419,91 @@ class ShardedGrad(_InPlace, Tensor):  # type: ignore[misc]
             self._check_data(value)
             self._check_averaged(value, ".grad")
             local_of(self).copy_(self._part_of(value, ".grad"))
+
+
+def _nothing() -> None:
+    """The parameter of a gradient that is none's any more."""
+
+
+class UnreducedGrad(ShardedGrad):
+    """``p.grad`` after a backward under ``no_sync``, at stages 1 to 3.
+
+    At stage 1 it is this rank's own gradient, in full, as under DistributedDataParallel. Where that
+    is held back in parts, reads and changes raise RuntimeError.
+    """
+
+    param: Callable[[], ShardedParameter | None]
+
+    @classmethod
+    def of(cls, param: ShardedParameter, values: Tensor) -> UnreducedGrad:
+        """Wraps ``values`` (1-D) without copying."""
+        grad = torch.Tensor._make_subclass(cls, values, False)
+        whole = (0, param.global_shape.numel())
+        is_whole = values.numel() == whole[1]
+        place = replace(param.place, shard_range=whole, group=None) if is_whole else param.place
+        grad.place, grad.state_ref, grad.param = place, param.state_ref, ref(param)
+        return grad
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        if rules.needs_values(func, args):
+            for value in leaves((args, kwargs)):
+                if isinstance(value, UnreducedGrad):
+                    value.check_readable()
+        return rules.call(func, args, kwargs or {})
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it does not have this rank's gradient."""
+        state, param = self.state_ref(), self.param()
+        if state is None or param is None:
+            return False  # its values have memory of their own
+        return not state.engine.has_sums(param.unit, param.position)
+
+    def check_readable(self) -> None:
+        """Raises RuntimeError if its values are held back."""
+        if self.is_held:
+            raise RuntimeError(
+                f"the gradient of '{self.fqn}' is held back: the last backward ran under no_sync, "
+                "where this rank keeps no full gradient of its own. Read, clip and step after a "
+                "backward outside of no_sync; zerocore.shard(model, stage=0) or 1 shows each "
+                "rank's own gradient under no_sync, as DistributedDataParallel"
+            )
+
+    def replaced_by(self, value: Tensor, param: ShardedParameter) -> UnreducedGrad:
+        """What ``grad`` becomes that is set to ``value``: this rank's own, in full."""
+        self.check_readable()
+        if value.shape != self.global_shape and value.shape != self.shape:
+            raise ValueError(
+                f".grad of parameter '{self.fqn}' takes a tensor of shape "
+                f"{tuple(self.global_shape)} after a backward under no_sync, but was set to shape "
+                f"{tuple(value.shape)}"
+            )
+        if isinstance(value, UnreducedGrad):
+            return value
+        plain = local_of(value) if isinstance(value, Placed) else value.detach()
+        flat = plain if plain.shape == self.shape else self.place.part_of(plain)
+        return UnreducedGrad.of(param, flat.as_subclass(Tensor))
+
+    def detach(self) -> ShardedGrad:
+        """A gradient on the same memory, while it has this rank's sums."""
+        param = self.param()
+        if param is None:
+            return super().detach()
+        shard = UnreducedGrad.of(param, local_of(self))
+        self.aliases = [*self._live_aliases(), ref(shard)]
+        return shard
+
+    def _let_go(self, values: Tensor) -> None:
+        self.param = _nothing
+        for alias in self._live_aliases():
+            alias().param = _nothing  # type: ignore[union-attr]
+        super()._let_go(values)
+
+    def _check_averaged(self, value: Tensor, where: str) -> None:
+        """Each rank sets its own."""
 
 
 LocalShard.result_type = LocalShard

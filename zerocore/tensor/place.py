@@ -196,6 +196,13 @@ class Place:
         full.as_strided((full.numel(),), (1,)).copy_(flat)
         return full
 
+    def view_of_whole(self, local: Tensor) -> Tensor | None:
+        """The full value on the memory of ``local``, where this rank has all of it."""
+        if self.group is not None or self.shard_range != (0, self.global_shape.numel()):
+            return None
+        outline = self.outline(local.dtype)
+        return local.as_strided(outline.shape, outline.stride())
+
     def gather(self, local: Tensor) -> Tensor:
         """The full value from every rank's plain 1-D part; collective, a new tensor."""
         self.check_whole()
@@ -267,6 +274,9 @@ class Placed:
         """This rank's elements of the flattened parameter, ``(start, end)``."""
         return self.place.shard_range
 
+    def check_readable(self) -> None:
+        """Raises RuntimeError where the values are held back."""
+
     def local(self) -> Tensor:
         """The local elements as a plain 1-D tensor on the same memory."""
         return local_of(self)
@@ -306,6 +316,7 @@ class PlacedParameter(Placed):
 def local_of(shard: Any) -> Tensor:
     """The elements of a shard as a plain tensor on the same memory, without gradient."""
     pending_host_updates.finish()
+    shard.check_readable()
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach(shard).as_subclass(Tensor)
 

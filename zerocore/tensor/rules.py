@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
 from zerocore.tensor import functions, pending_host_updates
@@ -63,7 +64,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         writes = any(isinstance(value, Placed) for value in changed)
         if params and any(in_call(param) for param in params):
             return call_with_full(func, args, kwargs, params)
-        if name in functions.FACTORIES:
+        if name in functions.FACTORIES and not _reads_shard(args, kwargs):
             return func(*args, **kwargs)
         if name in functions.MEMORY:
             refuse(name, found[0])
@@ -75,6 +76,20 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             return call_with_full(func, args, kwargs, params)
         result = _on_shards(func, args, kwargs, changed, found)
         return keep_owner(result, found[0]) if name in functions.CLONES else result
+
+
+def _reads_shard(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a factory takes values of a shard, not only the kind of tensor that it makes."""
+    return any(isinstance(value, Placed) for value in (*args[1:], *kwargs.values()))
+
+
+def needs_values(func: Function, args: Args) -> bool:
+    """Whether a torch function reads or changes elements."""
+    name = name_of(func)
+    if name in ("__eq__", "__ne__"):
+        return args[1] is not None
+    asks = name not in functions.SHAPES and name not in functions.ON_THE_SHARD
+    return asks or name in ("detach", "data", "data=")
 
 
 def _tell_trained(param: Any) -> None:
@@ -116,6 +131,10 @@ def _on_shards(
     if reads:
         return call_with_full(func, args, kwargs, params)
     found = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
+    whole = {id(value): value.place.view_of_whole(local_of(value)) for value in found}
+    if None not in whole.values() and not any(isinstance(value, Placed) for value in changed):
+        args, kwargs = tree_map_only(Placed, lambda value: whole[id(value)], (args, kwargs))
+        return func(*args, **kwargs)  # this rank has all elements
     refuse(name_of(func), found[0], reason)
 
 

@@ -18,7 +18,7 @@ from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nby
 from zerocore.state_dict import buffers_of, param_keys
 from zerocore.tensor.place import Place
 from zerocore.tensor.rows import RowShard, cuts_of, local_part, place_of, shard_of
-from zerocore.weights.lora import BASE, PREFIX, Adapter, find_adapters
+from zerocore.weights.lora import BASE, PREFIX, Adapter, find_adapters, saved_modules
 
 Name = str | tuple[str, int] | None
 Names = Callable[[str], Name] | Mapping[str, Name]
@@ -233,6 +233,7 @@ class _Builder:
         faces = [(param, face) for param in state.params() for face in (param.shard, param.full)]
         self.params = {id(face): param for param, face in faces}
         adapters, inner = find_adapters(model) if merges else ({}, set())
+        self.saved = saved_modules(model) if merges else {}
         self.adapters = {self.params[key]: found for key, found in adapters.items()}
         self.inner = {self.params[key] for key in inner if key in self.params}
 
@@ -253,6 +254,11 @@ class _Builder:
         return found
 
     def name(self, key: str) -> Name:
+        for prefix, taken in self.saved.items():
+            if key.startswith(prefix):
+                if not key.startswith(taken):
+                    return None
+                key = prefix + key.removeprefix(taken)
         if self.merges:
             key = key.removeprefix(PREFIX).replace(f"{BASE}.", ".")
         return self.name_of(key)

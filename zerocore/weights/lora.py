@@ -37,7 +37,7 @@ def find_adapters(model: nn.Module) -> tuple[dict[int, list[Adapter]], set[int]]
     own: set[int] = set()
     for name, module in model.named_modules():
         layer: Any = module
-        if not hasattr(module, "lora_A") or not hasattr(module, "get_base_layer"):
+        if not hasattr(module, "get_base_layer"):
             continue
         base = layer.get_base_layer()
         _check(name, layer, base)
@@ -53,7 +53,25 @@ def find_adapters(model: nn.Module) -> tuple[dict[int, list[Adapter]], set[int]]
     return adapters, own
 
 
+def saved_modules(model: nn.Module) -> dict[str, str]:
+    """By the prefix of each module that PEFT trains as a copy (``modules_to_save``) that of the
+    copy which a merged model has, or of the original one if no copy is active."""
+    found = {}
+    for name, module in model.named_modules():
+        wrapper: Any = module
+        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+            prefix = f"{name.replace('_checkpoint_wrapped_module.', '')}."
+            active = [f"modules_to_save.{key}." for key in wrapper.active_adapters]
+            found[prefix] = prefix + (active[0] if active else "original_module.")
+    return found
+
+
 def _check(name: str, layer: Any, base: nn.Module) -> None:
+    if not hasattr(layer, "lora_A"):
+        raise ValueError(
+            f"merge=\"lora\": '{name}' is a {type(layer).__name__}, which is no LoRA layer and is "
+            "not merged (as trainable_token_indices). Export the adapters apart, without merge="
+        )
     has_bias = any(getattr(each, "bias", None) is not None for each in layer.lora_B.values())
     is_linear = isinstance(base, nn.Linear) or type(base).__name__ == "Conv1D"
     if not is_linear or has_bias or getattr(layer, "lora_variant", {}) or layer.merged:

@@ -6,7 +6,11 @@
 namespace zerocore {
 
 GradViews::GradViews(const Units& units, const UnitContext& context, Reduction& reduction)
-    : units_(units), context_(context), reduction_(reduction), apart_(units.size()) {
+    : units_(units),
+      context_(context),
+      reduction_(reduction),
+      apart_(units.size()),
+      alone_(units.size()) {
   for (const auto& unit : units_) {
     params_.emplace_back(unit->params().size());
   }
@@ -15,12 +19,13 @@ GradViews::GradViews(const Units& units, const UnitContext& context, Reduction& 
 void GradViews::take_changes(UnitId unit, std::vector<GradientMemory>& memory) {
   for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
     const at::Tensor& current = gradient_of(units_[unit]->params()[i].shard);
-    const at::Tensor& own = grad(unit, i);
+    const at::Tensor& sums = params_[unit][i].sums;
+    const at::Tensor& own = alone_[unit] && sums.defined() ? sums : grad(unit, i);
     if (!current.defined() && context_.by_rows) {
       reduction_.set_valid(unit, i, false);
     } else if (!current.defined()) {
       reduction_.drop(unit, i);
-    } else if (!current.is_same(own) && own.defined()) {
+    } else if (!current.is_same(own) && !current.is_same(grad(unit, i)) && own.defined()) {
       memory[units_[unit]->layout().places()[i].region].keep();
       own.copy_(current);
       reduction_.set_valid(unit, i, true);
@@ -101,7 +106,8 @@ bool GradViews::lacks_any(const std::vector<bool>& reduced) const {
   return false;
 }
 
-void GradViews::show(UnitId unit, bool reduced) {
+void GradViews::show(UnitId unit, bool reduced, bool alone) {
+  alone_[unit] = alone;
   const bool held_back = !reduced && units_[unit]->context().mesh.shards_gradients;
   for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
     Param& param = params_[unit][i];
@@ -116,10 +122,22 @@ void GradViews::show(UnitId unit, bool reduced) {
     if (!had_grad && shown && held_back) {
       param.grad.zero_(); // only a mark that zero_grad() can remove
     }
-    if (shown && !gradient_of(owner.shard).is_same(param.grad)) {
-      owner.shard.mutable_grad() = param.grad;
+    const at::Tensor& view = alone && param.sums.defined() ? param.sums : param.grad;
+    if (shown && !gradient_of(owner.shard).is_same(view)) {
+      owner.shard.mutable_grad() = view;
     }
     param.used = param.used && !reduced;
+  }
+}
+
+void GradViews::show_averages(UnitId unit) {
+  alone_[unit] = false;
+  for (size_t i = 0; i < params_[unit].size(); ++i) {
+    const UnitParam& owner = units_[unit]->params()[i];
+    const at::Tensor& sums = params_[unit][i].sums;
+    if (sums.defined() && gradient_of(owner.shard).is_same(sums)) {
+      owner.shard.mutable_grad() = params_[unit][i].grad;
+    }
   }
 }
 

@@ -7,13 +7,16 @@
 // parameter that has no gradient yet: models that use everything never wait.
 //
 // Note [Sums that were not reduced]
-// At stages 2 and 3 sums of this rank only are no gradient yet. `.grad` then holds a mark, zero, by
-// which zero_grad() drops the sums. By rows it is as with FSDP2: nothing is shown, and the sums
-// stay.
+// What a backward without sync leaves is not the gradient that a shard gets. `.grad` is then a
+// tensor of its own (`sums`): at stage 1 this rank's sums of all elements, at stages 2 and 3 a mark
+// by which zero_grad() drops what is held back. At stage 0 the gradient itself has the sums. By
+// rows it is as with FSDP2: nothing is shown, and the sums stay.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -34,6 +37,14 @@ class GradViews {
   const at::Tensor& grad(UnitId unit, int param) const {
     return params_[unit][param].grad;
   }
+  // The tensor that is `shard.grad` after a backward without sync; none for the same one.
+  void bind_sums(UnitId unit, int param, at::Tensor sums) {
+    params_.at(unit).at(param).sums = std::move(sums);
+  }
+  // Whether some `shard.grad` may be one that was bound by bind_sums().
+  bool shows_sums() const {
+    return std::ranges::any_of(alone_, std::identity());
+  }
 
   // Takes over what the user did to the unit's gradients since the last backward: dropped, kept,
   // replaced. `memory` by region.
@@ -48,14 +59,18 @@ class GradViews {
   // then learns, if need be, what they did. Flags by unit.
   void tell_used();
   void hear_used(const std::vector<bool>& reduced);
-  // Shows the unit's gradients, which were reduced in this backward or are held back.
-  void show(UnitId unit, bool reduced);
+  // Shows the unit's gradients, which were reduced in this backward or are held back. `alone`: of a
+  // backward without sync.
+  void show(UnitId unit, bool reduced, bool alone);
+  // A backward with sync has ended, and no sums are left of the unit.
+  void show_averages(UnitId unit);
   // Forgets which parameters took part, as the backward has failed.
   void forget_used();
 
  private:
   struct Param {
     at::Tensor grad;
+    at::Tensor sums; // see Note [Sums that were not reduced]
     bool used = false; // took part in a backward since the last reduction
     at::Tensor apart; // the gradient from before this backward; see set_apart()
   };
@@ -67,6 +82,7 @@ class GradViews {
   Reduction& reduction_;
   std::vector<std::vector<Param>> params_; // by unit and parameter
   std::vector<bool> apart_; // units that have gradients apart
+  std::vector<bool> alone_; // units whose last backward was without sync
 };
 
 } // namespace zerocore

@@ -30,6 +30,11 @@ class GradientMemory {
   // A contiguous leaf of the kept gradients, from the element `begin` of this rank's.
   at::Tensor view(int64_t begin, at::IntArrayRef sizes) const;
 
+  // The same of the gradients of all ranks, which only those that are not sharded have.
+  at::Tensor view_of_all(int64_t begin, at::IntArrayRef sizes) const {
+    return home().view(region_, begin, sizes);
+  }
+
   // The kept gradients have memory from here on, zeroed at first.
   void keep();
   bool is_kept() const {

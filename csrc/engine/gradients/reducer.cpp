@@ -51,6 +51,15 @@ at::Tensor Reducer::make_grad(UnitId id, int param) const {
       units_[id]->shard_sizes(param));
 }
 
+at::Tensor Reducer::make_sums(UnitId id, int param) const {
+  const Layout& layout = units_.at(id)->layout();
+  const Range place = layout.places().at(param).range();
+  const GradientMemory& memory = memory_[id][layout.places()[param].region];
+  return units_[id]->context().mesh.shards_gradients
+      ? make_grad(id, param)
+      : memory.view_of_all(place.begin, {place.size()});
+}
+
 // -- a backward -----------------------------------------------------------------------------
 
 void Reducer::reduce(UnitId id) {
@@ -155,8 +164,10 @@ std::vector<bool> Reducer::finish() {
     if (touched_[id]) {
       note_use(id);
       after_reduce(id);
-      shown_.show(id, reduced_[id]);
+      shown_.show(id, reduced_[id], !leaves_[id]);
       offload_.note_shown(id);
+    } else if (sync_ && any_reduced && !reduction_.has_local(id)) {
+      shown_.show_averages(id);
     }
   }
   std::vector<bool> reduced = reduced_;

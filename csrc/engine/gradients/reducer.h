@@ -36,6 +36,21 @@ class Reducer final : private GradSteps {
     shown_.bind(unit, param, std::move(grad));
   }
 
+  // What the parameter's `grad` is after a backward without sync: at stages 0 and 1 over this
+  // rank's sums of all elements, 1-D; else as make_grad.
+  at::Tensor make_sums(UnitId unit, int param) const;
+  void bind_sums(UnitId unit, int param, at::Tensor sums) {
+    shown_.bind_sums(unit, param, std::move(sums));
+  }
+  // Whether some gradients are those of a backward without sync, of units that have such tensors.
+  bool shows_sums() const {
+    return shown_.shows_sums();
+  }
+  // Whether the tensor of make_sums() has this rank's sums.
+  bool has_sums(UnitId unit, int param) const {
+    return reduction_.shows_sums(unit, units_.at(unit)->layout().places().at(param).region);
+  }
+
   // The unit's backward begins.
   void prepare(UnitId unit);
   // Where a layer is to write its gradient of the parameter, of the parameter's shape and not

@@ -1,0 +1,107 @@
+"""Functions of torch that take a tensor without asking its class: shards go by their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocore.common.patching import around
+from zerocore.tensor import rules
+from zerocore.tensor.functions import name_of
+from zerocore.tensor.implicit_unshard import call_with_full
+from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of, refuse
+
+_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
+
+# Of torch, its Tensor and what others call the same function.
+CONVERSIONS = (
+    *(("torch", name) for name in ("tensor", "as_tensor", "asarray", "to_dlpack")),
+    *(("torch.Tensor", name) for name in ("new_tensor", "new", "set_")),
+    ("torch.utils.dlpack", "to_dlpack"),
+)
+# They wrap a tensor for a transform of torch.func.
+TRANSFORMS = (
+    ("torch._functorch.vmap", "_add_batch_dim"),
+    ("torch._functorch.eager_transforms", "_wrap_for_grad"),
+    ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
+)
+
+
+@around
+def converts_in_full(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function that makes a tensor of a tensor: of a parameter in full, of other shards never."""
+    if not any(isinstance(value, Placed) for value in (*args, *kwargs.values())):
+        return function(*args, **kwargs)
+    if not _enabled():
+        return function(*args, **kwargs)
+    if name_of(function) in ("as_tensor", "asarray"):
+        result = function(*args, **kwargs)
+        if isinstance(result, Placed):
+            return result  # the same tensor
+    return rules.call(function, args, kwargs)
+
+
+def asks_in_full(call: Any) -> Any:
+    """The call of a scripted or traced function, or another one that is given lists of tensors."""
+
+    @wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _enabled() and any(isinstance(value, Placed) for value in leaves((args, kwargs))):
+            return rules.call(run, args, kwargs)
+        return call(*args, **kwargs)
+
+    run.__name__, run.__module__ = call.__name__.replace("__call__", "script_function"), "torch"
+    return run
+
+
+@around
+def transforms_no_shards(wrap: Any, tensor: Any, *args: Any) -> Any:
+    """Wraps a tensor for a transform, which would be given the elements of one rank."""
+    if isinstance(tensor, Placed):
+        refuse("torch.func transform", tensor)
+    return wrap(tensor, *args)
+
+
+def constructs_in_full(make: Any) -> Any:
+    """``__new__`` of ``torch.Tensor`` and ``torch.autograd.Variable``."""
+
+    def new(*args: Any, **kwargs: Any) -> Any:  # of any signature, as Dynamo compares it
+        if len(args) > 1 and isinstance(args[1], Placed) and _enabled():
+            kind = torch.Tensor if args[0] is torch.Tensor else torch.autograd.Variable
+            return rules.call(kind, args[1:], kwargs)
+        return make(*args, **kwargs)
+
+    return staticmethod(new)
+
+
+@around
+def keeps_class(as_subclass: Any, tensor: Any, cls: Any) -> Any:
+    """``Tensor.as_subclass``, by which a shard would get rid of its rules."""
+    if isinstance(tensor, Placed) and not issubclass(cls, Placed) and _enabled():
+        return rules.call(as_subclass, (tensor, cls), {})
+    return as_subclass(tensor, cls)
+
+
+def takes_full_data(old: Any) -> property:
+    """``Tensor.data``: a plain tensor that is set to a parameter gets the full value."""
+
+    def set_data(tensor: Tensor, value: Any) -> None:
+        if isinstance(value, Placed) and not isinstance(tensor, Placed) and _enabled():
+            value = _full_data(value)
+        old.__set__(tensor, value)
+
+    return property(old.__get__, set_data)
+
+
+def _full_data(value: Any) -> Tensor:
+    if isinstance(value, PlacedParameter):
+        full: Tensor = call_with_full(torch.clone, (value,), {}, [value])
+        return full.detach()
+    whole = value.place.view_of_whole(local_of(value))
+    if whole is None:
+        refuse("data=", value)
+    return whole
