@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import from_rank, together
@@ -132,7 +133,7 @@ def _full_value(value: Tensor, keep: bool) -> Any:
     if isinstance(value, Placed):
         full = value.whole_tensor()  # on all ranks
         return full.cpu() if keep else None
-    if hasattr(value, "_spec"):  # a DTensor
+    if isinstance(value, DTensor):
         full = value.full_tensor()
         return full.detach().cpu() if keep else None
     return value.detach().cpu().clone()
