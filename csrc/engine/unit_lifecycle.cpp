@@ -292,7 +292,8 @@ void UnitLifecycle::keep_writes(UnitId id) {
       !mesh.gathers_near(),
       "unit '",
       unit.name(),
-      "': its parameters were changed in place while they were gathered, which goes neither with regather= nor, at stage "
+      "': its parameters were changed in place while they were gathered, which goes neither with "
+      "regather= nor, at stage "
       "3, with replicas_share='optimizer': near ranks keep parts of what they gathered. Shard the "
       "model without.");
   unit.mark_written();

@@ -41,8 +41,8 @@ class CountedTensor final : public c10::TensorImpl {
 
 at::Tensor counted(const at::Tensor& tensor) {
   const c10::InferenceMode normal(false);
-  return at::Tensor(c10::make_intrusive<CountedTensor>(
-      tensor, c10::VariableVersion(0), c10::VariableVersion(0)));
+  return at::Tensor(
+      c10::make_intrusive<CountedTensor>(tensor, c10::VariableVersion(0), c10::VariableVersion(0)));
 }
 
 at::Tensor counted_view(const at::Tensor& leaf, const at::Tensor& view) {
@@ -58,9 +58,13 @@ c10::VariableVersion data_counter(const at::Tensor& tensor) {
 
 void count_as_data(const at::Tensor& tensor, const at::Tensor& alias) {
   c10::VariableVersion counter = data_counter(tensor);
-  if (counter.enabled() && alias.is_inference()) {
-    counter.bump(); // its writes are not counted, so that it is asked for counts
-  } else if (counter.enabled()) {
+  if (!counter.enabled()) {
+    return;
+  }
+  if (c10::InferenceMode::is_enabled()) {
+    counter.bump(); // torch need not count what is written here, so that it may be written counts
+  }
+  if (!alias.is_inference()) {
     alias.unsafeGetTensorImpl()->set_version_counter(counter);
   }
 }

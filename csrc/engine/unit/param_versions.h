@@ -6,8 +6,8 @@
 // Note [Changes between a forward and its backward]
 // Graphs hold the full parameters, so autograd sees what a forward changes in them. Of changes to
 // shards it is told through the version counters of the full ones, unless they were made through
-// `.data`. A backward is then refused, or not, as on one device: it is if it has saved a tensor that
-// has changed since.
+// `.data`. A backward is then refused, or not, as on one device: it is if it has saved a tensor
+// that has changed since.
 #pragma once
 
 #include <cstddef>
