@@ -35,8 +35,15 @@ class Layer(nn.Module):
         return self.inner(x)
 
 
-class Other(Layer):
-    pass
+class Other(nn.Module):
+    """Another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
 
 
 class Nets(nn.Module):
