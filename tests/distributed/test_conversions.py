@@ -1,4 +1,4 @@
-"""What torch converts without asking a shard's class is the full value, or an error."""
+"""Conversions of shards, which torch makes without asking their class: full, or an error."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def batch(step: int) -> Tensor:
 
 
 def plain_of(grad: Any) -> Tensor:
-    """What a program reads of a gradient, here alone."""
+    """The gradient in full, as this rank reads it."""
     assert grad is not None
     full: Tensor = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
     return full.clone()

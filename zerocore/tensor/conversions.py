@@ -1,4 +1,4 @@
-"""Functions of torch that take a tensor without asking its class: shards go by their rules."""
+"""Torch functions that take a tensor without asking its class: shards go by their rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of, ref
 
 _enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 
-# Of torch, its Tensor and what others call the same function.
+# Modules or classes, and names of functions.
 CONVERSIONS = (
     *(("torch", name) for name in ("tensor", "as_tensor", "asarray", "to_dlpack")),
     *(("torch.Tensor", name) for name in ("new_tensor", "new", "set_")),

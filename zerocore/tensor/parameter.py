@@ -473,7 +473,7 @@ class UnreducedGrad(ShardedGrad):
             )
 
     def replaced_by(self, value: Tensor, param: ShardedParameter) -> UnreducedGrad:
-        """What ``grad`` becomes that is set to ``value``: this rank's own, in full."""
+        """The new ``grad``, of ``value``: this rank's own, in full."""
         self.check_readable()
         if value.shape != self.global_shape and value.shape != self.shape:
             raise ValueError(

@@ -7,7 +7,7 @@
 // parameter that has no gradient yet: models that use everything never wait.
 //
 // Note [Sums that were not reduced]
-// What a backward without sync leaves is not the gradient that a shard gets. `.grad` is then a
+// A backward without sync leaves no gradient of a shard. `.grad` is then a
 // tensor of its own (`sums`): at stage 1 this rank's sums of all elements, at stages 2 and 3 a mark
 // by which zero_grad() drops what is held back. At stage 0 the gradient itself has the sums. By
 // rows it is as with FSDP2: nothing is shown, and the sums stay.

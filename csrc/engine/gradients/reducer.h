@@ -36,8 +36,8 @@ class Reducer final : private GradSteps {
     shown_.bind(unit, param, std::move(grad));
   }
 
-  // What the parameter's `grad` is after a backward without sync: at stages 0 and 1 over this
-  // rank's sums of all elements, 1-D; else as make_grad.
+  // A tensor for the parameter's `grad` after a backward without sync: at stages 0 and 1 over this
+  // rank's sums of all elements, 1-D; else the same as make_grad.
   at::Tensor make_sums(UnitId unit, int param) const;
   void bind_sums(UnitId unit, int param, at::Tensor sums) {
     shown_.bind_sums(unit, param, std::move(sums));
