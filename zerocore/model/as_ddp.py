@@ -54,6 +54,7 @@ def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
         state.engine.sync = bool(vars(model)[_SYNCS])
         if syncs_buffers:
             if is_due:
+                state.engine.check_process()
                 broadcast(_buffers(model, state), state.meshes[0], state.device)
             is_due = torch.is_grad_enabled() and state.engine.sync
 
