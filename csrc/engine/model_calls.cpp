@@ -49,6 +49,7 @@ void ModelCalls::recover(bool may_be_parked, const char* what) {
   if (in_backward()) {
     return;
   }
+  thread_check_.check_process(); // a fork cannot exchange messages
   if (lifecycle_.in_backward_pass()) {
     thread_check_.check_no_backward();
     reset();

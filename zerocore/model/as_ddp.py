@@ -58,6 +58,7 @@ def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
         state.engine.sync = bool(vars(model)[_SYNCS])
         if sync_buffers is not None:
             if is_due:
+                state.engine.check_process()
                 sync_buffers(model, _buffers(model, state))
             is_due = torch.is_grad_enabled() and state.engine.sync
 
