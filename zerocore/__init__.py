@@ -38,8 +38,9 @@ from zerocore.reporting.report import Report, report
 from zerocore.reporting.timeline import Timeline
 from zerocore.state_dict import full_optimizer_state_dict, full_state_dict, load_full_state_dict
 from zerocore.tensor.functions import register_elementwise
-from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter
+from zerocore.tensor.parameter import ShardedGrad, ShardedParameter
 from zerocore.tensor.place import Place
+from zerocore.tensor.shard import LocalShard
 from zerocore.weights.buckets import Bucket, Export, export
 from zerocore.weights.clones import clone_sharded, copy_weights
 from zerocore.weights.info import ExportInfo, export_info, fused

@@ -12,7 +12,8 @@ from zerocore.checkpoint.dcp.patches import watch_imports
 from zerocore.hooks import patches
 from zerocore.hooks.patches import Patch
 from zerocore.optim.clipping import over_meshes
-from zerocore.tensor.parameter import ShardedParameter, rebuild_shard
+from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.shard import rebuild_shard
 
 
 def register() -> None:

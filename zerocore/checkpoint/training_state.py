@@ -25,9 +25,9 @@ from zerocore.hooks.optimizer_states import (
     params_of,
 )
 from zerocore.optim.ema import EMA
-from zerocore.tensor.parameter import as_shard
 from zerocore.tensor.place import Place, Placed
 from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of, shard_of
+from zerocore.tensor.shard import as_shard
 
 State = dict[str, Any]
 _OTHERS = "zerocore_other_states"  # among a first group's options: states of no parameter

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from zerocore.tensor.parameter import ShardedParameter, as_shard
+from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Place, Placed, local_of
 from zerocore.tensor.rows import as_part, own_elements
+from zerocore.tensor.shard import as_shard
 
 _is_filled = ContextVar("is_filled", default=False)
 

@@ -27,7 +27,8 @@ from zerocore.hooks import (
 )
 from zerocore.model import refusals, state, unit_call
 from zerocore.tensor import conversions, rows, rules
-from zerocore.tensor.parameter import LocalShard, ShardedGrad, ShardedParameter, UnreducedGrad
+from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, UnreducedGrad
+from zerocore.tensor.shard import LocalShard
 
 
 class Patch(NamedTuple):

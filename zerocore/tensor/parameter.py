@@ -1,9 +1,4 @@
-"""The sharded parameter and its gradient: local elements that know their place.
-
-Their shape is that of the full tensor; their memory is 1-D and holds this rank's elements. C++, and
-Python where torch functions are switched off, see the latter.
-``zerocore/tensor/rules.py`` says what torch functions mean on them.
-"""
+"""The sharded parameter and its gradient."""
 
 from __future__ import annotations
 
@@ -17,21 +12,18 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from zerocore.checkpoint.slices.boxes import chunk_list, find_chunk, write_items
-from zerocore.common.agreement import checksum, highest
 from zerocore.tensor import pending_host_updates, rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
-from zerocore.tensor.pickling import goes_as_part, keep_owner, whole_of
 from zerocore.tensor.place import (
     Place,
     Placed,
     PlacedParameter,
     as_view,
-    keep_place,
     leaves,
     local_of,
 )
+from zerocore.tensor.shard import InPlace, LocalShard
 from zerocore.tensor.wrapped import is_wrapped
 
 _grad: Any = torch._C.TensorBase.grad
@@ -39,149 +31,7 @@ _data: Any = torch._C.TensorBase.data
 _AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"
 
 
-class _Shard(Placed):
-    """The part that all kinds of shards have in common."""
-
-    result_type: type[Tensor]  # of what elementwise functions make of it
-    owner: Callable[[], Any]  # the parameter or gradient that gave it, if one did
-    version: int  # of that parameter, if this is a copy of it
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        return rules.call(func, args, kwargs or {})
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        start, end = self.shard_range
-        local = local_of(self)
-        return (
-            f"{type(self).__name__}('{self.fqn}', global_shape={tuple(self.global_shape)}, "
-            f"elements {start}:{end}, dtype={local.dtype}, device='{local.device}')"
-        )
-
-    def __format__(self, spec: str) -> str:
-        return format(self.full_tensor().item(), spec) if spec else repr(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = keep_owner(keep_place(local_of(self).clone(), self), self)
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        if goes_as_part(self.place):
-            # A copy: the memory around a shard belongs to others. Plain types, for weights_only.
-            place = self.place
-            facts = (place.fqn, tuple(place.global_shape), place.shard_range, place.strides)
-            return rebuild_shard, (local_of(self).clone(), *facts)
-        return whole_of(self).__reduce_ex__(proto)
-
-    def own_part(self) -> Any:
-        return as_shard(local_of(self).clone(), self.place.without_groups())
-
-    # torch.distributed.checkpoint asks these of tensors that are parts of others.
-
-    def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
-        return write_items(fqn, self.place, local_of(self))
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return chunk_list(self.place)
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return find_chunk(self.place, local_of(self), index)
-
-
-class _InPlace(_Shard):
-    """A shard whose memory belongs to the engine: new values are copied there."""
-
-    shape: torch.Size  # of the local elements, where torch functions are off
-    # Weak: the state of the model it belongs to. None of what functions make of gradients.
-    state_ref: Callable[[], Any] = staticmethod(lambda: None)
-    aliases: list[ref[Any]]  # what detach() and data have given
-
-    def detach(self) -> Any:
-        """A shard on the same memory, until other values take its place."""
-        return self._alias(local_of(self))
-
-    def _alias(self, local: Tensor) -> Any:
-        shard: Any = local.as_subclass(self.result_type)
-        shard.place, shard.owner = self.place, ref(self)
-        self.aliases = [*self._live_aliases(), ref(shard)]
-        return shard
-
-    def _live_aliases(self) -> list[ref[Any]]:
-        return [alias for alias in getattr(self, "aliases", ()) if alias() is not None]
-
-    def _let_go(self, values: Tensor) -> None:
-        """Lets tensors that were taken from ``data`` keep their values, as elsewhere."""
-        for alias in self._live_aliases():
-            _data.__set__(alias(), values)
-        self.aliases = []
-
-    def set_(self, source: Any) -> Any:
-        """Copies ``source`` as setting ``data`` does; the memory stays where it is."""
-        self.data = source
-        torch.autograd.graph.increment_version(self)  # type: ignore[arg-type]
-        return self
-
-    def _check_data(self, value: Tensor) -> None:
-        local = local_of(self)
-        if (value.dtype, value.device) != (local.dtype, local.device):
-            raise TypeError(
-                f"{self.what} '{self.fqn}' is sharded: its data cannot become {value.dtype} on "
-                f"{value.device} from {local.dtype} on {local.device}; do it before "
-                "zerocore.shard"
-            )
-
-    def _check_averaged(self, value: Tensor, where: str) -> None:
-        """Raises ValueError if the ranks' full gradients differ; collective for each full one, and
-        for each plain one of a vector: one rank may own all of it, so that shapes say nothing."""
-        state = self.state_ref()
-        is_full = value.shape == self.global_shape
-        is_local = self.place.group is not None and value.shape == self.shape
-        is_vector = len(self.global_shape) == 1
-        if state is None or isinstance(value, Placed) or not (is_full or (is_vector and is_local)):
-            return
-        number = int(checksum(value))
-        own = [is_full and not is_local, is_local and not is_full, number, -number]
-        groups = state.ranks_holding(self.fqn).groups
-        full, local, most, least = highest(groups, own, value.device)
-        if (full and local) or (not local and most != -least):
-            raise ValueError(
-                f"{where} of parameter '{self.fqn}' was set to full gradients that differ between "
-                "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad gives "
-                "each rank its own), or call loss.backward(), which averages"
-            )
-
-    def _part_of(self, value: Tensor, where: str) -> Tensor:
-        """This rank's elements of what ``where`` is set to; torch functions are off."""
-        if not isinstance(value, Placed) and value.shape == self.global_shape:
-            part = self.place.part_of(value.detach())
-            return part if self.place.group is None else part.clone()  # the rest is not kept alive
-        known = value.place if isinstance(value, Placed) else self.place
-        if value.shape == self.shape and known.holds_same(self.place):
-            return value
-        if isinstance(value, Placed) and self.place.can_take(known):
-            return self.place.take(local_of(value), known)
-        given = repr(value) if isinstance(value, Placed) else f"shape {tuple(value.shape)}"
-        start, end = self.shard_range
-        raise ValueError(
-            f"{where} of parameter '{self.fqn}' takes a tensor of shape "
-            f"{tuple(self.global_shape)}, or this rank's elements {start}:{end} of it, 1-D, but "
-            f"was set to {given}. To change the shape build the model anew before zerocore.shard"
-        )
-
-
-class LocalShard(_Shard, Tensor):  # type: ignore[misc]
-    """A sharded parameter in a ``state_dict``: this rank's elements, the full shape.
-
-    Elementwise functions work on the local elements and give a shard; norms and full reductions
-    are those of the full tensor, equal on all ranks, which must all call. Others raise TypeError.
-    ``torch.distributed.checkpoint`` saves and loads it as a part of the full tensor.
-    """
-
-
-class ShardedParameter(_InPlace, PlacedParameter, nn.Parameter):  # type: ignore[misc]
+class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[misc]
     """This rank's elements of a parameter, possibly none; what the optimizer updates.
 
     Its shape, ``numel()`` and strides are those of the full parameter; :meth:`local` and
@@ -377,7 +227,7 @@ def _checked_hook(
     return run
 
 
-class ShardedGrad(_InPlace, Tensor):  # type: ignore[misc]
+class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
     """This rank's elements of an averaged gradient.
 
     Elementwise functions work on the local elements. Norms and full reductions are those of the
@@ -399,7 +249,7 @@ class ShardedGrad(_InPlace, Tensor):  # type: ignore[misc]
     def detach(self) -> ShardedGrad:
         """A gradient on the same memory; it keeps its values when ``grad`` is set to another."""
         source = getattr(self, "source", self)
-        shard: ShardedGrad = _InPlace.detach(source)
+        shard: ShardedGrad = InPlace.detach(source)
         shard.place, shard.source = self.place, source  # which is held, then
         return shard
 
@@ -506,24 +356,4 @@ class UnreducedGrad(ShardedGrad):
         """Each rank sets its own."""
 
 
-LocalShard.result_type = LocalShard
 ShardedGrad.result_type = ShardedGrad
-
-
-def as_shard(local: Tensor, place: Place) -> LocalShard:
-    """A shard on the memory of ``local``, plain and 1-D."""
-    shard = local.as_subclass(LocalShard)
-    shard.place = place
-    return shard
-
-
-def rebuild_shard(
-    data: Tensor,
-    fqn: str,
-    global_shape: tuple[int, ...],
-    shard_range: tuple[int, int],
-    strides: tuple[int, ...] | None,
-) -> LocalShard:
-    """A shard from a file: it knows its place, but not the ranks that hold the rest."""
-    place = Place(fqn, torch.Size(global_shape), shard_range, None, strides, is_own=True)
-    return as_shard(data, place)

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocore._C import count_as_data
-from zerocore.tensor.parameter import LocalShard, ShardedParameter, as_shard
+from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Place, Placed, leaf_of, local_of
+from zerocore.tensor.shard import LocalShard, as_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
