@@ -30,8 +30,8 @@ def clip_muon() -> None:
         optimizer.step()
         extension.forbid_host_waits(False)
         states = [value for state in optimizer.state.values() for value in state.values()]
-        held = [*(param.local() for param in model.parameters()), *states]
-        values.append([torch.Tensor(value.detach()).cpu() for value in held])
+        held = [*model.parameters(), *states]
+        values.append([getattr(value, "local", value.detach)().cpu() for value in held])
         optimizer.zero_grad()
     kept = [all(map(torch.equal, old, new)) for old, new in pairwise(values)]
     assert kept == [False, True, False]

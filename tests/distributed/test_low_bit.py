@@ -110,7 +110,7 @@ def transformers_owned(stages: tuple[int, ...]) -> None:
 
     given = partial(Adafactor, lr=1e-2, relative_step=False)
     train({"Adafactor": partial(Adafactor), "given": given}, True, stages)
-    for stage in stages:
+    for stage in filter(None, stages):  # at stage 0 a rank has all elements
         model = zerocore.shard(seeded(), stage=stage)
         with pytest.raises(TypeError, match=r"'0\.weight'.*owned\(Adafactor, params"):
             take_steps(model, Adafactor(model.parameters()), range(1))

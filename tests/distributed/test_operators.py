@@ -197,7 +197,7 @@ def refuse(stages: tuple[int, ...]) -> None:
 
 
 def test_others_are_refused_by_name() -> None:
-    run_ranks(refuse, 2, STAGES)
+    run_ranks(refuse, 2, STAGES[1:])  # at stage 0 a rank has all elements
 
 
 def test_registered_operators_by_hand() -> None:

@@ -102,7 +102,7 @@ def read_local(stage: int) -> dict[str, tuple[tuple[int, int], Tensor]]:
     for key, value in state.items():
         assert value.fqn == key and value.shape == plain[key].shape
         assert not value.requires_grad and value.local().dim() == 1
-    local = {key: (value.shard_range, torch.Tensor(value).clone()) for key, value in state.items()}
+    local = {key: (value.shard_range, value.local().clone()) for key, value in state.items()}
     model.load_state_dict(state)
     return local
 

@@ -1,4 +1,4 @@
-"""The rules of the house: who may include whom, no cycles, no file or class over 400 lines."""
+"""The rules of the house: who may include whom, no cycles, no file or class over 600 lines."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from tests.repository.file_map import named_files
 from tests.repository.python_tree import cycle_in, python_files
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES = 400
+MAX_LINES = 600
 MAX_FUNCTION_LINES = 40
 MAX_PAGE_LINES = 150
 # A room sees itself and those of a lower rank. A file's room is the longest of these that its path

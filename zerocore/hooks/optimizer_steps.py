@@ -211,9 +211,11 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         check_not_shown_full("optimizer.step", params_of(optimizer))
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose backward may reduce
     for updated, state in pairs:
         _check_offload(optimizer, state)
-        _check_reduced(optimizer, state)
+        if not has_closure:
+            _check_reduced(optimizer, state)
         reads_on_host = reads_on_host or _reads_on_host(optimizer, state)
         state.finish_reads()
         state.engine.begin_update(updated.units, casts)
@@ -239,8 +241,8 @@ def _check_reduced(optimizer: Optimizer, state: ShardState) -> None:
         if is_own and shard is not None and shard.state_ref() is state:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step: the gradient of '{shard.fqn}' was not averaged, "
-                "as the last backward ran under no_sync. Run the last backward before a step "
-                "outside of no_sync, or drop the gradients: optimizer.zero_grad(). "
+                "as the last backward that came to it ran under no_sync. Run the last backward "
+                "before a step outside of no_sync, or drop the gradients: optimizer.zero_grad(). "
                 "zerocore.shard(model, stage=0) steps with each rank's own gradient, as "
                 "DistributedDataParallel"
             )

@@ -238,20 +238,9 @@ def _shard_param(
     wholes: Mapping[str, PartOf],
 ) -> Param:
     engine, old, fqn = state.engine, choice.param, choice.fqns[0]
-    layout = engine.layout(unit.index)
-    shared = layout.num_shards > 1
-    placed = layout.places[position]
-    region = layout.regions[placed.region]
     made = engine.make_full(unit.index, position)
     full: nn.Parameter = as_parameter(made, nn.Parameter, old.requires_grad)
-    ranks = state.meshes[unit.mesh]
-    owned = layout.owned(position, ranks.shard_rank if shared else 0)
-    group = ranks.shard if shared else None
-    strides = None if full.is_contiguous() or not region.is_gathered else full.stride()
-    cut = Cut(placed.offset, region.shard_numel, region.num_across)
-    place = Place(
-        fqn, choice.tensor.shape, (owned.begin, owned.end), group, strides, wholes.get(fqn), cut
-    )
+    place = _place_of(state, unit, position, choice, full, wholes.get(fqn))
     data = engine.make_shard(unit.index, position)
     shard: ShardedParameter = as_parameter(data, ShardedParameter, old.requires_grad)
     shard.place, shard.state_ref, shard.full = place, ref(state), full
@@ -266,7 +255,7 @@ def _shard_param(
     shard.grad_device = shard.device if grad is None else grad.device
     owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
     engine.bind(unit.index, position, full, shard, grad, owners)
-    if grad is not None and shared:
+    if grad is not None and place.group is not None:
         shard.bind_sums()
     if shard.make_view is not None:
         engine.set_view(unit.index, position, shard.shown)
@@ -280,6 +269,26 @@ def _shard_param(
         keep_in_place(face, fqn)
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, full, shard, spec, types_of(choice, state.config))
+
+
+def _place_of(
+    state: ShardState,
+    unit: Unit,
+    position: int,
+    choice: ParamChoice,
+    full: nn.Parameter,
+    part: PartOf | None,
+) -> Place:
+    layout = state.engine.layout(unit.index)
+    placed, ranks = layout.places[position], state.meshes[unit.mesh]
+    region = layout.regions[placed.region]
+    shared = layout.num_shards > 1
+    owned = layout.owned(position, ranks.shard_rank if shared else 0)
+    group = ranks.shard if shared else None
+    strides = None if full.is_contiguous() or not region.is_gathered else full.stride()
+    cut = Cut(placed.offset, region.shard_numel, region.num_across)
+    shape, elements = choice.tensor.shape, (owned.begin, owned.end)
+    return Place(choice.fqns[0], shape, elements, group, strides, part, cut)
 
 
 def _view_of(choice: ParamChoice, place: Place) -> Callable[[Tensor], Tensor] | None:

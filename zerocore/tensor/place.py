@@ -316,7 +316,8 @@ class PlacedParameter(Placed):
 def local_of(shard: Any) -> Tensor:
     """The elements of a shard as a plain tensor on the same memory, without gradient."""
     pending_host_updates.finish()
-    shard.check_readable()
+    if isinstance(shard, Placed):
+        shard.check_readable()
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach(shard).as_subclass(Tensor)
 
