@@ -137,10 +137,10 @@ def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> lis
 def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
     if isinstance(tensor, Placed):
         return place.take(local_of(tensor), tensor.place)
-    if tensor.numel() == 1 and tensor.dim() <= max(1, len(place.global_shape)):
-        return tensor.view(-1) if tensor.dim() > 1 else tensor
     if tensor.shape == place.global_shape:
         return place.part_of(tensor)
+    if tensor.numel() == 1 and tensor.dim() <= max(1, len(place.global_shape)):
+        return tensor.view(-1) if tensor.dim() > 1 else tensor
     is_vector = tensor.dim() == 1 and len(place.global_shape) > 1
     is_row = is_vector and tensor.numel() == place.global_shape[-1] and place.group is not None
     is_column = is_vector and place.global_shape[-1] == 1  # with which a vector makes a matrix

@@ -123,6 +123,9 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
         return NotImplemented
     place = source_of(args[:2]).place
     place.check_whole()
+    plain = [arg for arg in args[:2] if not isinstance(arg, Placed)]
+    if any(arg.numel() == 1 and arg.shape != place.global_shape for arg in plain):
+        return NotImplemented  # shapes of local elements differ between ranks
     if base in ("equal", "allclose"):
         same = one.new_tensor(int(func(one, other, *args[2:], **kwargs)), dtype=torch.int64)
         return bool(across(place, same).all())
