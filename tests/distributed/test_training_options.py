@@ -226,6 +226,7 @@ def test_buffers_follow_rank_0_as_under_ddp() -> None:
     run_ranks(sync_buffers, 2)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="DistributedDataParallel raises, too")
 def test_two_forwards_for_a_loss_go_with_a_broadcast_of_buffers() -> None:
     run_ranks(two_forwards_for_a_loss, 2)
 
