@@ -136,8 +136,8 @@ Range GradPacking::added(const GradStep& pack, int param) const {
   if (state_.of(key).local) {
     return state.local ? place : none;
   }
-  // A reduced value counts once in the next sum: on one of the ranks that own it.
-  // A sum of this rank that has no scale yet has the value on each rank.
+  // A reduced value enters the next sum once, from one of the ranks that own it. A bare sum (this
+  // rank's own, not scaled yet) enters it from every rank.
   if (mesh.shards_gradients || !state.valid || !(mesh.counts_kept() || state_.of(key).is_bare)) {
     return none;
   }

@@ -1,4 +1,4 @@
-"""Conversions of shards, which torch makes without asking their class: full, or an error."""
+"""torch.tensor(p), scripts and the like ignore tensor subclasses: shards become full or raise."""
 
 from __future__ import annotations
 

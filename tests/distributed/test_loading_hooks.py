@@ -28,7 +28,7 @@ class Renamed(nn.Linear):
 
 
 class Counted(nn.Linear):
-    """Has a state beside its tensors, and one that is another in files."""
+    """Saves extra state that is no tensor, and a tensor that its files hold in another form."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -269,8 +269,8 @@ def saved_states(metadata: Metadata) -> dict[str, State]:
 
 
 def _target(key: str, known: Any, facts: Any, param: Any) -> Any:
-    """The memory for a saved state: ``known``, or new memory, like the parameter if it is of its
-    shape and ``param`` is given. ValueError for other kinds of numbers."""
+    """Memory to load a saved state into: ``known``, or a new tensor. The new one is sharded like
+    ``param`` if it has that shape. Raises ValueError if the dtypes differ."""
     if not isinstance(facts, TensorStorageMetadata):
         return None
     dtype, shape = facts.properties.dtype, facts.size

@@ -89,7 +89,7 @@ def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def changed_by_hooks(model: nn.Module) -> list[str]:
-    """Names in ``model.state_dict()`` for which a hook gives another tensor than the module's."""
+    """Names in ``model.state_dict()`` whose tensor a state-dict hook has replaced."""
     saved = model.state_dict(keep_vars=True)
     return [key for key, tensor in _tensors_by_name(model).items() if saved[key] is not tensor]
 

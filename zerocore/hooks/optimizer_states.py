@@ -168,8 +168,8 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def is_other(value: Tensor, param: ShardedParameter) -> bool:
-    """Whether a loaded state of several elements is none of the parameter's elements (rows of a
-    matrix): then no parameter's state of this name is, also where the shapes are the same."""
+    """Whether a loaded state has several elements but not one for each element of the parameter
+    (one for each row, say). No state of this name is then sharded, even if its shape fits."""
     place = param.place
     if isinstance(value, Placed) or value.numel() == 1 or value.shape == local_of(param).shape:
         return False

@@ -251,7 +251,8 @@ def is_sharded(value: object) -> TypeIs[Placed]: ...
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a parameter, a gradient or an optimizer's state is a shard of ``zerocore.shard``.
+    """Whether ``value`` is a shard that ``zerocore.shard`` made (of a parameter, a gradient, an
+    optimizer state), or a module of a sharded model.
 
     Behind it type checkers know ``local()``, ``shard_range`` and ``full_tensor()``. DTensors of
     :mod:`zerocore.fsdp` are none. A module is sharded if it is, contains or belongs to a model of

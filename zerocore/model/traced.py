@@ -1,6 +1,6 @@
 """Calls that train nothing: of torch.export, torch.jit.trace, make_fx and under a FakeTensorMode.
 
-Ranks may make them alone, and tensors of theirs have no values. Nothing is sent for such a call.
+One rank may trace alone, and traced tensors hold no values, so these calls start no collective.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
 // parameter that has no gradient yet: models that use everything never wait.
 //
 // Note [Sums that were not reduced]
-// A backward without sync leaves no gradient of a shard. `.grad` is then a
-// tensor of its own (`sums`): at stage 1 this rank's sums of all elements, at stages 2 and 3 a mark
-// by which zero_grad() drops what is held back. At stage 0 the gradient itself has the sums. By
-// rows it is as with FSDP2: nothing is shown, and the sums stay.
+// A backward without sync reduces nothing, so a shard has no gradient yet. `.grad` is then another
+// tensor (`sums`). At stage 1 it holds this rank's gradient of all elements. At stages 2 and 3 it
+// is a mark: when zero_grad() removes it, the unit drops the gradients that it holds back. At stage
+// 0 the gradient itself holds this rank's values. By rows nothing is shown, as with FSDP2.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,7 +41,7 @@ class GradViews {
   void bind_sums(UnitId unit, int param, at::Tensor sums) {
     params_.at(unit).at(param).sums = std::move(sums);
   }
-  // Whether some `shard.grad` may be one that was bound by bind_sums().
+  // True after a backward without sync: `shard.grad` may then be a tensor of bind_sums().
   bool shows_sums() const {
     return std::ranges::any_of(alone_, std::identity());
   }

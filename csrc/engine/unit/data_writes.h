@@ -10,11 +10,13 @@
 
 namespace zerocore {
 
-// A leaf on the memory of `tensor` that counts, with a version counter of its own.
+// A new leaf on the memory of `tensor`. It has its own version counter, and counts writes through
+// its `.data`.
 at::Tensor counted(const at::Tensor& tensor);
-// A tensor as `view`, on the memory of `leaf`, whose writes count as those of `leaf`, which counts.
+// A tensor with the shape and strides of `view` on the memory of `leaf`, a result of counted().
+// Writes to it count as writes to `leaf`.
 at::Tensor counted_view(const at::Tensor& leaf, const at::Tensor& view);
-// The counter of a tensor that counts; of another one it is not enabled.
+// The counter of writes through `tensor.data`. Not enabled if `tensor` is no result of counted().
 c10::VariableVersion data_counter(const at::Tensor& tensor);
 // Writes to `alias` count as those through the `.data` of `tensor`.
 void count_as_data(const at::Tensor& tensor, const at::Tensor& alias);

@@ -280,7 +280,7 @@ def _nothing_left(temporary: Path | None) -> Iterator[list[Path]]:
 def _commit(
     state: ShardState, temporary: Path, plans: list[FilePlan], sums: Checksums, moved: list[Path]
 ) -> None:
-    """On the first rank: gives the files their names; notes each in ``moved``."""
+    """Rank 0 renames the temporary files to their final names and appends each to ``moved``."""
     if state.rank != 0:
         return
     folder = temporary.parent
