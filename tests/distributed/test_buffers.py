@@ -86,3 +86,23 @@ def load_wrong() -> None:
 
 def test_wrong_values_change_nothing() -> None:
     run_ranks(load_wrong, 2)
+
+
+def count_walks() -> None:
+    walks: list[nn.Module] = []
+    walk = nn.Module.named_modules
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        walks.append(self)
+        return walk(self, *args, **kwargs)
+
+    for layer in (nn.Linear(4, 4), nn.BatchNorm1d(4)):
+        model = zerocore.shard(nn.Sequential(layer), stage=3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.Module, "named_modules", counted)
+            model(torch.ones(2, 4))
+    assert not walks
+
+
+def test_a_forward_does_not_walk_over_modules() -> None:
+    run_ranks(count_walks, 2)

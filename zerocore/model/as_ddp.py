@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from weakref import ref
 
 import torch
@@ -48,7 +49,8 @@ def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
     vars(model).setdefault(_SYNCS, True)
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = lambda: no_sync(_alive(root))
-    synced = state.config.communication.sync_buffers
+    # Like DDP: where the model has no buffer now, no call looks for one.
+    synced = state.config.communication.sync_buffers and any(True for _ in model.buffers())
     sync_buffers = BufferSync(state.meshes[0], state.device) if synced else None
 
     @_disable_dynamo
@@ -59,7 +61,7 @@ def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
         if sync_buffers is not None:
             if is_due:
                 state.engine.check_process()
-                sync_buffers(model, _buffers(model, state))
+                sync_buffers(model, partial(_buffers, model, state))
             is_due = torch.is_grad_enabled() and state.engine.sync
 
     return before_call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from weakref import ref
 
 import torch
@@ -54,10 +54,10 @@ class BufferSync:
         self._ranks, self._device = ranks, device
         self._known: dict[int, tuple[ref[Tensor], int]] = {}  # by id, after the last broadcast
 
-    def __call__(self, model: nn.Module, buffers: Sequence[Tensor]) -> None:
-        for buffer, value in _values_of_first(buffers, self._ranks, self._device):
+    def __call__(self, model: nn.Module, find: Callable[[], list[Tensor]]) -> None:
+        for buffer, value in _values_of_first(find(), self._ranks, self._device):
             self._write(model, buffer, value)
-        self._known = {id(each): (ref(each), each._version) for each in model.buffers()}
+        self._known = {id(each): (ref(each), each._version) for each in find()}
 
     def _write(self, model: nn.Module, buffer: Tensor, value: Tensor) -> None:
         """A forward before may have saved the buffer for a backward that is still to come.
