@@ -101,7 +101,6 @@ class ShardOptions:
         reductions: int = 1,
         hold_full: bool = False,
         by_rows: bool = False,
-        gather_at_step: bool = False,
         shard_across: bool = False,
         retain_last: bool = True,
         sums_in_order: bool = False,

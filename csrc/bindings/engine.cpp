@@ -229,7 +229,6 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("end_deferred", method(&Engine::end_deferred), py::arg("drops"), no_gil)
       .def_property_readonly("defers_reductions", method(&Reducer::deferred))
       .def_property_readonly("holds_back", method(&Reducer::holds_back_any))
-      .def("drop_first_gather", method(&Engine::drop_first_gather), no_gil)
       .def("any_rank", method(&Engine::any_rank), no_gil)
       .def(
           "exchange",

@@ -9,7 +9,6 @@
 
 #include "engine/backward_run.h"
 #include "engine/exchange.h"
-#include "engine/first_gather.h"
 #include "engine/model_calls.h"
 #include "engine/order_consensus.h"
 #include "engine/resources.h"
@@ -113,10 +112,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void begin_deferred();
   // Units come and go again. Unless all is dropped, finalizes the backward.
   void end_deferred(bool drops);
-  // Weights are going to change on all ranks, or units to be used outside of passes.
-  void drop_first_gather() {
-    first_gather_.drop();
-  }
   // For an optimizer of whole matrices, on all ranks: which flags any has set.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
   // The same, on all ranks of a mesh: an all-to-all `across` those that hold the same shards, else
@@ -137,7 +132,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer reducer_;
   ThreadCheck thread_check_;
   UnitLifecycle lifecycle_;
-  FirstGather first_gather_;
   OrderConsensus consensus_;
   BackwardRun backward_run_;
   ModelCalls calls_;

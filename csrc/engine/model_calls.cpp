@@ -97,7 +97,6 @@ void ModelCalls::begin_pass() {
 void ModelCalls::start_pass() {
   backward_run_.untracked().forget(schedule_.passes().oldest());
   backward_run_.recomputed_calls().forget(schedule_.passes().oldest());
-  first_gather_.begin_pass();
   bool changed = false;
   std::vector<UnitId> again;
   for (const auto& unit : units_) {
@@ -186,11 +185,8 @@ void ModelCalls::enter(UnitId id) {
 }
 
 void ModelCalls::enter_forward(UnitId id) {
-  if (!schedule_.in_rooted_pass()) {
-    first_gather_.drop();
-    if (lifecycle_.refresh(id)) {
-      lifecycle_.order_gathers();
-    }
+  if (!schedule_.in_rooted_pass() && lifecycle_.refresh(id)) {
+    lifecycle_.order_gathers();
   }
   if (context_.control != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
       !schedule_.order().find(id).has_value()) {

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "engine/backward_run.h"
-#include "engine/first_gather.h"
 #include "engine/order_consensus.h"
 #include "engine/thread_check.h"
 #include "engine/unit_lifecycle.h"
@@ -36,7 +35,6 @@ class ModelCalls {
       Reducer& reducer,
       ThreadCheck& thread_check,
       UnitLifecycle& lifecycle,
-      FirstGather& first_gather,
       OrderConsensus& consensus,
       BackwardRun& backward_run)
       : units_(units),
@@ -45,7 +43,6 @@ class ModelCalls {
         reducer_(reducer),
         thread_check_(thread_check),
         lifecycle_(lifecycle),
-        first_gather_(first_gather),
         consensus_(consensus),
         backward_run_(backward_run) {}
 
@@ -124,7 +121,6 @@ class ModelCalls {
   Reducer& reducer_;
   ThreadCheck& thread_check_;
   UnitLifecycle& lifecycle_;
-  FirstGather& first_gather_;
   OrderConsensus& consensus_;
   BackwardRun& backward_run_;
   bool parked_ = false; // no use of units but Engine::begin_hold

@@ -23,8 +23,7 @@ void Schedule::begin_pass(bool grad, Actions& out) {
   open_ = passes_.open(grad).id;
   rooted_ = true;
   retained_ = -1;
-  // A gather at the step may differ between ranks, which hear of that as they leave the pass.
-  follows_ = residency_.take_ahead() || grad || !residency_.all_stay();
+  follows_ = grad || !residency_.all_stay();
   if (follows_) {
     order_.begin(grad);
     residency_.release_all_but(order_.upcoming(1 + prefetch_), out);

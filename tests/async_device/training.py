@@ -95,18 +95,6 @@ def train_sharded(device: torch.device, stage: int, prefetch: int = 1) -> list[f
     return torch.stack(train(model, device)).tolist()
 
 
-def train_gathering_at_step(device: torch.device, ours: bool, **options: Any) -> list[float]:
-    """The losses at stage 3; on the device the first gather begins at the step before."""
-    model = zerocore.shard(
-        make_model(device),
-        units=[Block],
-        gather_at_step=device.type != "cpu",
-        **options,
-    )
-    make = zerocore.optim.AdamW if ours else torch.optim.AdamW
-    return torch.stack(train(model, device, steps=4, make_optimizer=make)).tolist()
-
-
 def train_offloaded(
     device: torch.device, stage: int, offload: zerocore.Offload, **options: Any
 ) -> list[float]:

@@ -133,16 +133,6 @@ void register_schedule(py::module_& module) {
       .def(
           "invalidate",
           [](S& s, UnitId unit) { return s.run([&] { s.schedule.invalidate(unit, s.actions); }); })
-      .def(
-          "gather_ahead",
-          [](S& s, UnitId unit) {
-            return s.run([&] { s.schedule.residency().gather_ahead(unit, s.actions); });
-          })
-      .def(
-          "drop_ahead",
-          [](S& s, UnitId unit) {
-            return s.run([&] { s.schedule.residency().drop_ahead(unit, s.actions); });
-          })
       .def("is_resident", [](const S& s, UnitId unit) { return s.schedule.is_resident(unit); })
       .def_property_readonly("order", [](const S& s) { return s.schedule.order().events(); });
 }

@@ -236,39 +236,3 @@ def test_calls_that_cross_the_learned_order_leave_nothing_behind() -> None:
     for calls in (first, second, first, second, second):
         driver.backward([driver.forward(calls)])
         assert sorted(reduced(driver)) == [0, 1, 2]
-
-
-def test_a_unit_gathered_ahead_is_what_the_next_pass_begins_with() -> None:
-    driver = make(chain(3), 3, 0)
-    driver.backward([driver.forward(chain(3))])
-    for unit in range(3):
-        driver.apply(driver.schedule.invalidate(unit))
-    driver.collectives.clear()
-    driver.apply(driver.schedule.gather_ahead(0))
-    driver.apply(driver.schedule.abort())  # somebody resets the model: the others do not
-    assert driver.resident == {0}
-    driver.backward([driver.forward(chain(3))])
-    gathers = [unit for op, unit in driver.collectives if op == "unshard"]
-    assert gathers == [0, 1, 2, 1, 0]
-
-
-def test_a_unit_gathered_ahead_is_given_back_when_weights_change() -> None:
-    driver = make(chain(3), 3, 1)
-    driver.apply(driver.schedule.gather_ahead(0))
-    driver.apply(driver.schedule.drop_ahead(0))
-    assert not driver.resident
-    driver.apply(driver.schedule.gather_ahead(0))
-    driver.apply(driver.schedule.invalidate(0))
-    assert not driver.resident
-
-
-def test_ranks_go_together_through_a_pass_that_uses_what_was_gathered_ahead() -> None:
-    """Also where nothing is left to be gathered: they hear of weights that have changed."""
-    schedule = _C_testing.Schedule(1, 1, True, True, order_of(chain(1)))
-    schedule.gather_ahead(0)
-    schedule.begin_pass(False)
-    assert schedule.is_expected(0)
-    schedule.enter(0)
-    schedule.exit(0)
-    assert not schedule.is_expected(0)
-    schedule.end_pass()

@@ -68,7 +68,6 @@ def plan(
     prefetch: int = UNSET,
     reductions_in_flight: int = UNSET,
     accumulate: str = UNSET,
-    gather_at_step: bool = UNSET,
     regather: Any = UNSET,
     replicas_share: str | None = UNSET,
     retain_last: bool = UNSET,
@@ -128,7 +127,7 @@ def plan(
     """
     communication = options_of(
         communication, Communication, prefetch=prefetch, accumulate=accumulate,
-        gather_at_step=gather_at_step, regather=regather, replicas_share=replicas_share,
+        regather=regather, replicas_share=replicas_share,
         retain_last=retain_last, reductions_in_flight=reductions_in_flight, fuse_wgrad=fuse_wgrad,
     )  # fmt: skip
     workload = options_of(

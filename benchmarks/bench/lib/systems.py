@@ -21,8 +21,7 @@ class System:
 
     `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
     of units that zerocore gathers ahead, `reductions` of those it reduces at a time. A `hybrid` one
-    shards within replicas, over a 2-D mesh. With `offload` states are on the host; with
-    `gather_at_step` zerocore begins the first gather of a forward at the optimizer's step. With
+    shards within replicas, over a 2-D mesh. With `offload` states are on the host. With
     `near` all gathers but the first one come from so many ranks that follow each other (hpZ). With
     `registered` the group's backend allocates what collectives read and write. With `fused` linear
     layers write gradients where they are reduced. With `static_graph` the ranks promise to do the
@@ -37,7 +36,6 @@ class System:
     reductions: int = 1
     hybrid: bool = False
     offload: bool = False
-    gather_at_step: bool = False
     near: int | None = None
     registered: bool = False
     fused: bool = False
@@ -170,8 +168,6 @@ def _shard(
         mixed = zerocore.MixedPrecision(recipe.compute_dtype, reduce_dtype=torch.float32)
     # Not named where they are off: a build from before it had them is compared, too.
     options: dict[str, Any] = {"offload": zerocore.Offload(states="cpu")} if system.offload else {}
-    if system.gather_at_step:
-        options["gather_at_step"] = True
     if system.near is not None:
         options["regather"] = system.near
     if system.reductions != 1:
