@@ -329,11 +329,6 @@ void register_figures(py::class_<PyEngine>& engine) {
             return self.engine->unit(unit).context().mesh.shards_parameters;
           })
       .def(
-          "received_nbytes",
-          [](PyEngine& self, UnitId unit) {
-            return self.engine->unit(unit).gathers().received_nbytes();
-          })
-      .def(
           "param_version",
           [](PyEngine& self, UnitId unit, size_t param) {
             return self.engine->unit(unit).versions().of_param(param);

@@ -150,9 +150,6 @@ UnitContext Resources::make_context(const MeshGroups& groups, const ShardOptions
       !streams_.has_streams(),
       axis_of(groups.near.get()));
   context.collectives = groups.of(context.mesh.state.name);
-  if (context.collectives != nullptr && context.mesh.shards_parameters) {
-    context.collectives->find_processes();
-  }
   context.replicas = groups.of(context.mesh.replicas.name);
   context.near = context.mesh.shards_across ? context.collectives : groups.near.get();
   context.control = control_.get();

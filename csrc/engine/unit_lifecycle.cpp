@@ -36,7 +36,7 @@ void UnitLifecycle::carry_out() {
     }
     switch (action.kind) {
       case ActionKind::Unshard:
-        unit.unshard(offload_.before_gather(action.unit), reads_peers_);
+        unit.unshard(offload_.before_gather(action.unit));
         break;
       case ActionKind::Reshard:
         keep_writes(action.unit);
@@ -185,11 +185,7 @@ void UnitLifecycle::end_inner_step() {
 
 void UnitLifecycle::begin_hold(UnitId id) {
   context_.pool->set_apart(true); // what is held for long must not shape the arena
-  reads_peers_ = true;
-  const auto back = c10::make_scope_exit([this] {
-    context_.pool->set_apart(false);
-    reads_peers_ = false;
-  });
+  const auto back = c10::make_scope_exit([this] { context_.pool->set_apart(false); });
   if (refresh(id)) {
     order_gathers();
   }

@@ -293,28 +293,6 @@ PendingCollective Collectives::all_gather(
       });
 }
 
-void Collectives::find_processes() {
-  if (!streams_.has_streams() && size() > 1 && backend_->getBackendName() == "gloo") {
-    processes_ = find_readable_processes(*backend_);
-  }
-}
-
-PendingCollective Collectives::read_peers(
-    const at::Tensor& full,
-    const at::Tensor& own,
-    const PiecesOfRank& pieces_of,
-    CollectiveTag tag) {
-  Operands operands{{own}, {full}};
-  PendingCollective pending =
-      begin("all_gather_by_reads", StreamRole::AllGather, operands, std::move(tag));
-  wait_in(pending, [&] {
-    void* to = full.mutable_data_ptr();
-    read_processes(*backend_, processes_, own.const_data_ptr(), to, pieces_of);
-  });
-  finish(pending, std::move(operands), StreamRole::AllGather, nullptr);
-  return pending;
-}
-
 PendingCollective Collectives::gather_sums(
     const at::Tensor& full,
     const at::Tensor& own,

@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "plan/wire_methods.h"
-#include "runtime/peer_memory.h"
 #include "runtime/stream.h"
 #include "runtime/trace.h"
 
@@ -145,19 +144,6 @@ class Collectives {
       const at::Tensor& own,
       CollectiveTag tag,
       const std::shared_future<void>& after = {});
-  // Finds out whether ranks can read each other's memory, on the CPU over gloo; collective.
-  void find_processes();
-  // See Note [Reads of peers].
-  bool reads_peers() const {
-    return !processes_.empty();
-  }
-  // As all_gather of pieces of each rank's `own`, where reads_peers(). Blocks: no rank reads `own`
-  // any more when it returns.
-  PendingCollective read_peers(
-      const at::Tensor& full,
-      const at::Tensor& own,
-      const PiecesOfRank& pieces_of,
-      CollectiveTag tag);
   // The same among reductions, of floating-point numbers and in place.
   PendingCollective gather_sums(const at::Tensor& full, const at::Tensor& own, CollectiveTag tag);
   // Whether a collective can be issued that begins when something on the host is done.
@@ -229,7 +215,6 @@ class Collectives {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::intrusive_ptr<c10d::Backend> backend_, reductions_;
   EmulatedGroup* emulated_ = nullptr; // the backend, on the CPU
-  std::vector<int64_t> processes_; // of the ranks; empty unless they can read each other's memory
   const Streams& streams_;
   const StreamRole reducing_;
   const bool launches_together_;

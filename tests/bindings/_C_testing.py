@@ -11,7 +11,6 @@ from tests.compiled import COMPILER, CSRC, ROOT, Extension, has_compiler
 
 _PARTS = {
     *("csrc/io/block_threads.cpp", "csrc/io/crc32.cpp", "csrc/io/disk_file.cpp"),
-    "csrc/io/process_memory.cpp",
     *("csrc/runtime/bucket.cpp", "csrc/runtime/bucket_pool.cpp"),
     *("csrc/runtime/file_memory.cpp", "csrc/runtime/swapped_units.cpp"),
     *("csrc/runtime/host_memory.cpp", "csrc/runtime/numa_node.cpp"),

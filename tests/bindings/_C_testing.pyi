@@ -23,9 +23,6 @@ class VectorSplit:
     head: int
     num_vectors: int
 
-def read_process(process: int, pieces: Sequence[tuple[int, int]]) -> bytes | int:
-    """The bytes at addresses, so many at each; or the errno."""
-
 def kernel_chunks(numels: Sequence[int], chunk_numel: int) -> list[SegmentChunk]: ...
 def kernel_run_chunks(numel: int, run: int, chunk_numel: int) -> list[SegmentChunk]: ...
 

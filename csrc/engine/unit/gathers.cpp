@@ -45,13 +45,12 @@ Gathers::Gathers(const Unit& unit, Bucket& full, const Bucket* own)
 void Gathers::begin(
     const std::vector<int>& regions,
     int64_t version,
-    const std::shared_future<void>& after,
-    bool reads) {
+    const std::shared_future<void>& after) {
   RECORD_USER_SCOPE("zerocore::all_gather (" + unit_.name() + ")"); // made for a profiler alone
   after_ = after;
   together_.clear(); // of gathers that failed
   const bool again = std::exchange(version_, version) == version;
-  unsharding_.begin(regions, again, *this, reads && reads_peers());
+  unsharding_.begin(regions, again, *this);
 }
 
 void Gathers::set_keeps_near(bool keeps) {
@@ -85,8 +84,6 @@ void Gathers::run(const GatherStep& step) {
       return wait_across();
     case GatherStepKind::Start:
       return start(step);
-    case GatherStepKind::ReadPeers:
-      return read_peers(step);
     case GatherStepKind::Launch:
       return launch();
     case GatherStepKind::Wait: {
@@ -195,39 +192,6 @@ void Gathers::start(const GatherStep& step) {
     after = {};
   }
   issue(collectives, step, bucket_of(step.to).full_bytes(step.region), source_of(step), after);
-}
-
-void Gathers::read_peers(const GatherStep& step) {
-  get_if_valid(after_);
-  pending_.push_back(context_.collectives->read_peers(
-      full_.full_bytes(step.region),
-      own_->full_bytes(step.region),
-      [&](int64_t rank) { return pieces_of(step.region, rank); },
-      unit_.tag(step.op, step.nbytes)));
-}
-
-bool Gathers::reads_peers() const {
-  return context_.collectives != nullptr && context_.collectives->reads_peers() &&
-      !unit_.settings().gather;
-}
-
-std::vector<io::ProcessBytes> Gathers::pieces_of(int index, int64_t rank) const {
-  const Region& region = layout_.regions()[index];
-  const int64_t nbytes = region.shard_nbytes();
-  if (!layout_.by_rows()) {
-    return {{0, rank * nbytes, nbytes}};
-  }
-  std::vector<io::ProcessBytes> pieces;
-  for (const int param : region.params) {
-    const Range rows = layout_.owned(param, rank);
-    if (!rows.empty()) {
-      const int64_t from = layout_.offset_in_shard(param, rank);
-      const int64_t to = layout_.places()[param].offset + rows.begin;
-      const int64_t size = region.itemsize;
-      pieces.push_back({from * size, to * size, rows.size() * size});
-    }
-  }
-  return pieces;
 }
 
 void Gathers::issue(

@@ -25,16 +25,10 @@ class Gathers final : private GatherSteps {
     return unsharding_.state();
   }
   // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready.
-  // `reads`: out of the other ranks' memory, where they can.
   void begin(
       const std::vector<int>& regions,
       int64_t version,
-      const std::shared_future<void>& after,
-      bool reads);
-  // Bytes of the block from which such a gather is copied out; 0 for none.
-  int64_t received_nbytes() const {
-    return unsharding_.receives(reads_peers()) ? received_->nbytes() : 0;
-  }
+      const std::shared_future<void>& after);
   // Orders compute behind the gathers, or blocks, see PendingCollective::wait.
   void wait() {
     unsharding_.wait(*this);
@@ -70,9 +64,6 @@ class Gathers final : private GatherSteps {
   void start_across(const GatherStep& step);
   void wait_across();
   void start(const GatherStep& step);
-  bool reads_peers() const;
-  void read_peers(const GatherStep& step);
-  std::vector<io::ProcessBytes> pieces_of(int region, int64_t rank) const;
   void issue(
       Collectives& collectives,
       const GatherStep& step,
