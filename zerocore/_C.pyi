@@ -354,7 +354,6 @@ class Engine:
     def make_moments(self, unit: int, param: int) -> list[Tensor]: ...
     def arrived_gradient(self, unit: int, param: int) -> Tensor: ...
     def synchronize(self) -> None: ...
-    def linear(self, unit: int, param: int, input: Tensor, bias: Tensor | None) -> Tensor: ...
     def fail_backward(self) -> None: ...
     def finalize_backward(self) -> None:
         """Reduces gradients that backwards without sync have held back; on all ranks."""
@@ -389,8 +388,6 @@ class Engine:
     parameter_nbytes: int
     main_nbytes: int
     gradient_nbytes: int
-    moved_nbytes: int
-    """Of gradients that were copied into buckets, or scaled where they lay, so far."""
     lands_gradients: bool
     host_bytes: HostBytes
     host_memory_nbytes: int

@@ -104,7 +104,6 @@ class ShardOptions:
         shard_across: bool = False,
         retain_last: bool = True,
         sums_in_order: bool = False,
-        fuse_wgrad: bool = False,
         states: str = "device",
         gradients: str = "device",
         parameters: str = "device",

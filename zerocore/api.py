@@ -54,7 +54,6 @@ def shard(
     gradient_divide_factor: float | None = UNSET,
     sync_buffers: bool = UNSET,
     registered: bool = UNSET,
-    fuse_wgrad: bool = UNSET,
 ) -> _Model:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -106,7 +105,6 @@ def shard(
             retain_last=retain_last, static_graph=static_graph,
             gradient_divide_factor=gradient_divide_factor,
             reductions_in_flight=reductions_in_flight, registered=registered,
-            fuse_wgrad=fuse_wgrad,
         )  # fmt: skip
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 

@@ -251,7 +251,6 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("received_nbytes"),
           py::arg("total_nbytes"))
       .def("reset", method(&ModelCalls::reset), no_gil)
-      .def("linear", method(&Engine::linear), no_gil)
       .def("fail_backward", method(&ModelCalls::fail_backward), no_gil)
       .def("mark_forked", method(&Engine::mark_forked))
       .def("check_process", method(&Engine::check_process))
@@ -354,7 +353,6 @@ void register_figures(py::class_<PyEngine>& engine) {
             return sum_of_units(self, [](const Unit& unit) { return unit.main().device_nbytes(); });
           })
       .def_property_readonly("gradient_nbytes", method(&Reducer::persistent_nbytes))
-      .def_property_readonly("moved_nbytes", method(&Reducer::moved_nbytes))
       .def_property_readonly("registered", method(&Engine::registered))
       .def_property_readonly(
           "hand_overs", [](const PyEngine& self) { return self.engine->hand_overs(); })

@@ -141,7 +141,6 @@ void register_options(py::module_& module) {
                       bool shard_across,
                       bool retain_last,
                       bool sums_in_order,
-                      bool fuse_wgrad,
                       const std::string& states,
                       const std::string& gradients,
                       const std::string& parameters) {
@@ -154,7 +153,6 @@ void register_options(py::module_& module) {
                 by_rows,
                 shard_across,
                 sums_in_order,
-                fuse_wgrad,
                 retain_last,
                 tiers};
           }),
@@ -167,7 +165,6 @@ void register_options(py::module_& module) {
           py::arg("shard_across") = false,
           py::arg("retain_last") = true,
           py::arg("sums_in_order") = false,
-          py::arg("fuse_wgrad") = false,
           py::arg("states") = "device",
           py::arg("gradients") = "device",
           py::arg("parameters") = "device");

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "engine/graph/autograd.h"
-#include "engine/graph/fused_linear.h"
 #include "watch/watchdog.h"
 
 namespace zerocore {
@@ -168,18 +167,6 @@ void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   if (calls_.has_calls()) {
     lifecycle_.end_inner_step();
   }
-}
-
-at::Tensor Engine::linear(
-    UnitId id,
-    int param,
-    const at::Tensor& input,
-    const std::optional<at::Tensor>& bias) {
-  const auto place = [engine = weak_from_this(), id, param] {
-    const auto alive = engine.lock();
-    return alive == nullptr ? at::Tensor() : alive->backward_run_.place_for_grad(id, param);
-  };
-  return fused_linear(input, units_.at(id)->params().at(param).full, bias, place);
 }
 
 void Engine::finalize_backward() {

@@ -100,12 +100,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_update(const std::vector<UpdatedUnit>& units, bool casts);
   // Someone has set requires_grad of a parameter of the unit: calls under way go by it at once.
   void sync_requires_grad(UnitId unit);
-  // As F.linear of the parameter, see fused_linear().
-  at::Tensor linear(
-      UnitId unit,
-      int param,
-      const at::Tensor& input,
-      const std::optional<at::Tensor>& bias);
   // Reduces gradients that backwards without sync have held back. On all ranks.
   void finalize_backward();
   // From here on nothing is reduced, and units that are gathered stay.

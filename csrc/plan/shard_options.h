@@ -17,7 +17,6 @@ struct ShardOptions {
   bool by_rows = false; // a shard is some rows of each parameter, see plan/layout.h
   bool shard_across = false; // the optimizer's states are sharded over the replicas, too
   bool sums_in_order = false; // of gradients, see Note [Sums in order]
-  bool fuse_wgrad = false; // see Note [Gradients in place]
   bool retain_last = true; // the unit that a forward leaves last stays for its backward
   Tiers tiers;
 };

@@ -155,9 +155,7 @@ void StepSimulation::backward(Actions& actions) {
     }
     run(actions);
     if (!event.ready) {
-      const UnitId unit = calls_.at(event.index).unit;
-      unsharding_[unit].wait(*this);
-      reduction_.prepare(unit, sync_, *this);
+      unsharding_[calls_.at(event.index).unit].wait(*this);
     }
   }
 }

@@ -81,13 +81,12 @@ def train(
 def train_sharded(device: torch.device, stage: int, prefetch: int = 1) -> list[float]:
     """The losses of some steps at a stage.
 
-    On the device one more reduction is in flight, and layers write gradients into buckets.
+    On the device one more reduction is in flight.
     """
     on_device = device.type != "cpu"
     communication = zerocore.Communication(
         prefetch=prefetch,
         reductions_in_flight=prefetch + 1 if on_device else 1,
-        fuse_wgrad=on_device,
     )
     model = zerocore.shard(
         make_model(device), stage=stage, units=[Block], communication=communication

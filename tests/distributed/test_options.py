@@ -29,7 +29,6 @@ OPTIONS: dict[str, Any] = {
     "gradient_divide_factor": 1.0,
     "sync_buffers": True,
     "registered": True,
-    "fuse_wgrad": True,
 }
 
 

@@ -58,11 +58,6 @@ class Communication:
             gradients and registers them with its communicator, so that collectives copy less (NCCL
             on GPUs with multicast; other backends offer none). At stage 3 reductions need
             ``overlap_reductions=False`` for it. NCCL's pool keeps what ``parked`` frees.
-        fuse_wgrad: the backward of a ``torch.nn.Linear`` writes the weight's gradient into the
-            bucket that is reduced, from where it would be copied; no bit changes. Where autograd
-            needs it elsewhere (hooks, ``autocast``, ``torch.compile``), and where gradients add up
-            under ``no_sync`` or the number of ranks is no power of two, it is copied as before.
-            At stages 2 and 3 a unit's bucket is taken when its backward begins.
 
     Raises:
         ValueError: an option is out of range.
@@ -80,7 +75,6 @@ class Communication:
     gradient_divide_factor: float | None = None
     sync_buffers: bool = True
     registered: bool = False
-    fuse_wgrad: bool = False
 
     @property
     def num_near(self) -> int:
@@ -125,7 +119,6 @@ def shard_options(
         shard_across=communication.replicas_share is not None,
         retain_last=communication.retain_last,
         sums_in_order=sums_in_order,
-        fuse_wgrad=communication.fuse_wgrad,
         states=place_of(offload, "states"),
         gradients=place_of(offload, "gradients"),
         parameters=place_of(offload, "parameters"),

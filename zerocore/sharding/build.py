@@ -30,7 +30,6 @@ from zerocore.model.as_ddp import behave_as_ddp
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.extensions import Extension
-from zerocore.model.linear import fuse_linear
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.parts import find_ranges, find_sizes
 from zerocore.model.precision import MixedPrecision, param_types, unit_param
@@ -82,7 +81,6 @@ def build(request: ShardRequest) -> ShardState:
         state.units.append(_shard_unit(state, index, unit, extensions, request.init_fn, wholes))
     state.part_ranges = find_ranges(state)
     materialize_buffers(model, request.device, request.init_fn)
-    _fuse_linears(state)
     _set_unit_calls(model, units_of, state)
     watch_loads(model, state)
     start(model, state, config.sync_params or state.world_size == 1)
@@ -299,14 +297,6 @@ def _view_of(choice: ParamChoice, place: Place) -> Callable[[Tensor], Tensor] | 
         return partial(show_dtensor, spec=choice.spec, sums=place.part is None)
     wrapper = choice.wrapper
     return None if wrapper is None else partial(show_made, make=wrapper.around)
-
-
-def _fuse_linears(state: ShardState) -> None:
-    for unit in state.units if state.config.communication.fuse_wgrad else ():
-        for position, param in enumerate(unit.params):
-            for owner, name in param.owners:
-                if name == "weight":
-                    fuse_linear(owner, state.engine, unit.index, position, param.full)
 
 
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
