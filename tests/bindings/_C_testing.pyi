@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zerocore._C import CallEvent, HostMemory, Layout, PoolStats, Range, ShardOptions
+from zerocore._C import CallEvent, Layout, PoolStats, Range, ShardOptions
 
 def crc32_by_tables(data: np.ndarray, crc: int = 0) -> int: ...
 
@@ -32,11 +32,6 @@ def wire_runs(layout: Layout, region: int) -> tuple[list[_Runs], list[_Runs]]: .
 def kernel_vector_split(
     dst: int, dst_itemsize: int, src: int, src_itemsize: int, numel: int
 ) -> VectorSplit: ...
-def numa_node_of(pci_bus_id: str, devices: str) -> int: ...
-def prefer_numa_node(memory: HostMemory, node: int) -> int:
-    """The error number, 0 for none."""
-
-def map_host_memory(nbytes: int, *, numa_node: int) -> HostMemory: ...
 
 class Slot:
     """A block of pool memory."""
