@@ -19,7 +19,6 @@ from bench.lib.links import Link, open_link
 from bench.lib.results import RESULTS_FOLDER, Results
 from bench.lib.tables import Table
 from bench.overlap.lookups import lookups
-from bench.overlap.offloaded import HostedRun
 from bench.overlap.report import comparison, draw_sweep, find, requirements, sweep
 from bench.overlap.run import COMPARED, GOAL_RATIO, HYBRID, OTHER_OPTIONS, WORKLOADS, OverlapRun
 from zerocore import Timeline, trace
@@ -37,21 +36,13 @@ def make_run(link: Link, quick: bool, num_rounds: int | None, ratios: str) -> Ov
     return OverlapRun(link, workload, (*COMPARED, *OTHER_OPTIONS, *hybrid))
 
 
-def measure(run: OverlapRun, quick: bool, results: Results) -> HostedRun | None:
-    """The rounds of the run itself, then parts on the host, which need the emulated link."""
+def measure(run: OverlapRun, quick: bool, results: Results) -> None:
+    """The rounds of the run."""
     link, num_rounds = run.link, run.workload.num_rounds
     for index in track(range(num_rounds), "rounds", transient=True, disable=not link.is_main):
         run.measure_round(index)
         results.write(report(run), run.raw())
-    tables, raw = [*report(run), lookups(link, quick)], run.raw()
-    results.write(tables, raw)
-    if not link.is_emulated or link.device.type != "cpu":
-        return None
-    hosted = HostedRun(run)
-    for _ in range(num_rounds):
-        hosted.measure_round()
-        results.write([*tables, hosted.table()], {**raw, "hosted": hosted.raw()})
-    return hosted
+    results.write([*report(run), lookups(link, quick)], run.raw())
 
 
 def one_step(run: OverlapRun) -> Timeline:
@@ -64,7 +55,7 @@ def one_step(run: OverlapRun) -> Timeline:
     return timeline
 
 
-def write_pictures(run: OverlapRun, hosted: HostedRun | None, results: Results) -> None:
+def write_pictures(run: OverlapRun, results: Results) -> None:
     """The sweep, the timelines and the trace."""
     timeline = one_step(run)
     if not run.link.is_main:
@@ -73,8 +64,6 @@ def write_pictures(run: OverlapRun, hosted: HostedRun | None, results: Results) 
         draw_sweep(run, results.file("_sweep.png"))
     for end in ("_timeline.png", "_trace.json"):
         timeline.write(results.file(end))
-    if hosted is not None:
-        hosted.timeline().write(results.file("_host_timeline.png"))
 
 
 def report(run: OverlapRun) -> list[Table]:
@@ -97,9 +86,9 @@ def main(
     theme = f"overlap_{link.label}_{link.device.type}"
     with Results(theme, save, out, is_main=link.is_main) as results:
         run = make_run(link, quick, rounds, ratios)
-        hosted = measure(run, quick, results)
+        measure(run, quick, results)
         if save:
-            write_pictures(run, hosted, results)
+            write_pictures(run, results)
     if link.device.type == "cuda":
         torch.cuda.synchronize()
     dist.destroy_process_group()

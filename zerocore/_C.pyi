@@ -144,7 +144,6 @@ class EngineOptions:
         registered: bool = False,
         alarm_name: str = "",
         stall_seconds: float | None = 0.0,
-        host_link: LinkModel | None = None,
         host_threads: int = 1,
     ) -> None: ...
 

@@ -85,11 +85,6 @@ void EmulatedGroup::shutdown() {
   }
 }
 
-void EmulatedGroup::hold_next(std::shared_future<void> after) {
-  const std::lock_guard lock(mutex_);
-  after_ = std::move(after);
-}
-
 void EmulatedGroup::startCoalescing() {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!coalesced_, "startCoalescing() was called twice");
@@ -113,7 +108,6 @@ EmulatedGroup::WorkPtr EmulatedGroup::issue(MirroredCall call) {
   one.ns = transfer_ns(link(), call.traffic, call.nbytes, size_);
   {
     const std::lock_guard lock(mutex_);
-    one.after = std::exchange(after_, {});
     if (coalesced_) {
       Transfer& all = *coalesced_;
       all.ns += one.ns;

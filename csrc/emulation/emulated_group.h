@@ -15,7 +15,6 @@
 
 #include <atomic>
 #include <functional>
-#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -64,9 +63,6 @@ class EmulatedGroup final : public c10d::Backend {
   void set_link(const LinkModel& link) {
     link_->set_model(link);
   }
-
-  // The next collective begins behind `after`, as on a device where a stream waits for it.
-  void hold_next(std::shared_future<void> after);
 
   const std::string getBackendName() const override {
     return "emulated";
@@ -125,7 +121,6 @@ class EmulatedGroup final : public c10d::Backend {
   const Unlocked unlocked_;
   std::mutex mutex_;
   std::optional<Transfer> coalesced_; // between startCoalescing() and endCoalescing()
-  std::shared_future<void> after_; // of the next collective
   std::atomic<uint64_t> sequence_ = 0;
 };
 

@@ -28,7 +28,7 @@ MirroredCall::MirroredCall(
     std::vector<at::Tensor> outputs)
     : traffic(traffic_),
       nbytes(nbytes_),
-      transfer{op, async, std::move(outputs), {}, 0.0, {}},
+      transfer{op, async, std::move(outputs), {}, 0.0},
       rank_(group.getRank()),
       size_(group.getSize()) {}
 

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "common/math.h"
-#include "emulation/emulated_group.h"
 #include "runtime/wire_calls.h"
 #include "watch/alarm.h"
 #include "watch/control_link.h"
@@ -114,9 +113,6 @@ Collectives::Collectives(
       launches_together_(streams.has_streams() && backend_->supportsCoalescing()),
       methods_(WireMethods::of_backend(backend_->getBackendName(), size(), sums_in_order)),
       alarm_(alarm) {
-  if (!streams_.has_streams()) {
-    emulated_ = dynamic_cast<EmulatedGroup*>(backend_.get());
-  }
   if (backend_->getBackendName() == "gloo") {
     const auto link = ControlLink::of(backend_);
     guard_ = {link, &link->guard()};
@@ -279,12 +275,7 @@ void Collectives::trace_completion(const PendingCollective& pending) const {
 PendingCollective Collectives::all_gather(
     const at::Tensor& full,
     const at::Tensor& own,
-    CollectiveTag tag,
-    const std::shared_future<void>& after) {
-  if (after.valid()) {
-    TORCH_INTERNAL_ASSERT(can_defer_start());
-    emulated_->hold_next(after);
-  }
+    CollectiveTag tag) {
   const OwnCollective* given = tag.own;
   return start(
       "all_gather", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool async) {

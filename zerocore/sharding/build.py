@@ -22,7 +22,6 @@ from zerocore._C import (
 from zerocore.common.agreement import together
 from zerocore.common.alarm import watch
 from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
-from zerocore.common.links import emulated_host_link
 from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.registration import watch_loads, watch_registrations
@@ -135,7 +134,6 @@ def make_engine(
         registered=config.communication.registered,
         alarm_name="" if control is None else name,
         stall_seconds=stall_seconds,
-        host_link=emulated_host_link(),
         host_threads=update_threads(device) if threads is None else threads,
     )
     engine = Engine(options, device=device, units=units, order=order)

@@ -2,7 +2,6 @@
 // the device from the host or the disk first; decides nothing. See plan/unsharding.h, which does.
 #pragma once
 
-#include <future>
 #include <optional>
 #include <vector>
 
@@ -24,11 +23,8 @@ class Gathers final : private GatherSteps {
   UnitState state() const {
     return unsharding_.state();
   }
-  // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready.
-  void begin(
-      const std::vector<int>& regions,
-      int64_t version,
-      const std::shared_future<void>& after);
+  // See Unsharding.
+  void begin(const std::vector<int>& regions, int64_t version);
   // Orders compute behind the gathers, or blocks, see PendingCollective::wait.
   void wait() {
     unsharding_.wait(*this);
@@ -57,10 +53,8 @@ class Gathers final : private GatherSteps {
   }
   void take(const GatherStep& step);
   void give_back(const GatherStep& step);
-  void read();
   void load(const GatherStep& step);
   void encode(const GatherStep& step);
-  void load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenRecord* record);
   void start_across(const GatherStep& step);
   void wait_across();
   void start(const GatherStep& step);
@@ -68,8 +62,7 @@ class Gathers final : private GatherSteps {
       Collectives& collectives,
       const GatherStep& step,
       const at::Tensor& to,
-      const at::Tensor& from,
-      const std::shared_future<void>& after);
+      const at::Tensor& from);
   void launch();
   void finish();
   void copy_out();
@@ -86,12 +79,9 @@ class Gathers final : private GatherSteps {
   Unsharding unsharding_;
   int64_t version_ = -1; // of the parameters, when the last gather began
   Slot full_slot_, received_slot_;
-  std::shared_future<void> after_; // of the gathers that begin now
-  std::shared_future<void> arrival_; // of the load of the region that is gathered next
   std::vector<CollectiveCall> together_; // to be one launch
   Collectives* together_by_ = nullptr;
   std::vector<PendingCollective> pending_;
-  std::vector<std::shared_future<void>> loads_; // that no gather waits for
   StreamEvent loaded_;
   std::vector<at::Tensor> near_; // bytes by region, see Note [Near ranks]; empty before the first
   StreamEvent kept_; // behind the copies to `near_`
