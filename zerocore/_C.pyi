@@ -257,6 +257,9 @@ class OpCounter:
 def set_device_timer(timer: Any) -> None:
     """Lends the emulated link a ``DeviceTimer`` (``emulation/device_timer.h``) in a capsule."""
 
+def set_device_loops(loops: Any) -> None:
+    """Lends ``Loops`` (``kernels/loops.h``) of a device that was added to torch, in a capsule."""
+
 def set_logged_compute_stream(stream: int) -> None:
     """The compute stream of engines that log hand-overs, from here on; 0 at first."""
 
