@@ -19,7 +19,6 @@ import typer
 from rich.progress import track
 
 from bench.kernels.contests import OWN
-from bench.lib.ranks import EMULATED
 from bench.lib.results import Results
 from bench.lib.systems import is_installed
 from bench.lib.tables import Table
@@ -141,13 +140,9 @@ def measure_adamw(
 
 
 def measure_training(rounds: int) -> tuple[list[Table], dict[str, Any]]:
-    """Steps of whole systems, on emulated links and over gloo."""
-    tables, raw = [], {}
-    for backend in (EMULATED, "gloo"):
-        found = measure_steps(backend, rounds)
-        tables.append(steps_table(backend, found))
-        raw[backend] = {system.label: asdict(measured) for system, measured in found.items()}
-    return tables, {"steps": raw}
+    """Steps of whole systems, over gloo."""
+    found = measure_steps(rounds)
+    return [steps_table(found)], {"steps": {s.label: asdict(each) for s, each in found.items()}}
 
 
 def main(

@@ -18,14 +18,10 @@ from rich.progress import track
 from bench.lib.links import Link, open_link
 from bench.lib.results import RESULTS_FOLDER, Results
 from bench.lib.tables import Table
-from bench.overlap.at_step import AtStepRun
 from bench.overlap.lookups import lookups
-from bench.overlap.offloaded import HostedRun
 from bench.overlap.report import comparison, draw_sweep, find, requirements, sweep
 from bench.overlap.run import COMPARED, GOAL_RATIO, HYBRID, OTHER_OPTIONS, WORKLOADS, OverlapRun
 from zerocore import Timeline, trace
-
-PARTS: dict[str, type[AtStepRun] | type[HostedRun]] = {"at_step": AtStepRun, "hosted": HostedRun}
 
 
 def make_run(link: Link, quick: bool, num_rounds: int | None, ratios: str) -> OverlapRun:
@@ -40,26 +36,13 @@ def make_run(link: Link, quick: bool, num_rounds: int | None, ratios: str) -> Ov
     return OverlapRun(link, workload, (*COMPARED, *OTHER_OPTIONS, *hybrid))
 
 
-def measure(run: OverlapRun, quick: bool, results: Results) -> list[AtStepRun | HostedRun]:
-    """The rounds of the run itself, then the parts that need the emulated link."""
+def measure(run: OverlapRun, quick: bool, results: Results) -> None:
+    """The rounds of the run."""
     link, num_rounds = run.link, run.workload.num_rounds
     for index in track(range(num_rounds), "rounds", transient=True, disable=not link.is_main):
         run.measure_round(index)
         results.write(report(run), run.raw())
-    tables, raw = [*report(run), lookups(link, quick)], run.raw()
-    results.write(tables, raw)
-    parts: list[AtStepRun | HostedRun] = []
-    for name, make_part in PARTS.items() if link.is_emulated else ():
-        if name == "hosted" and link.device.type != "cpu":
-            continue
-        part = make_part(run)
-        for _ in range(num_rounds):
-            part.measure_round()
-            results.write([*tables, part.table()], {**raw, name: part.raw()})
-        tables.append(part.table())
-        raw[name] = part.raw()
-        parts.append(part)
-    return parts
+    results.write([*report(run), lookups(link, quick)], run.raw())
 
 
 def one_step(run: OverlapRun) -> Timeline:
@@ -72,7 +55,7 @@ def one_step(run: OverlapRun) -> Timeline:
     return timeline
 
 
-def write_pictures(run: OverlapRun, parts: list[AtStepRun | HostedRun], results: Results) -> None:
+def write_pictures(run: OverlapRun, results: Results) -> None:
     """The sweep, the timelines and the trace."""
     timeline = one_step(run)
     if not run.link.is_main:
@@ -81,9 +64,6 @@ def write_pictures(run: OverlapRun, parts: list[AtStepRun | HostedRun], results:
         draw_sweep(run, results.file("_sweep.png"))
     for end in ("_timeline.png", "_trace.json"):
         timeline.write(results.file(end))
-    for part in parts:
-        if isinstance(part, HostedRun):
-            part.timeline().write(results.file("_host_timeline.png"))
 
 
 def report(run: OverlapRun) -> list[Table]:
@@ -106,9 +86,9 @@ def main(
     theme = f"overlap_{link.label}_{link.device.type}"
     with Results(theme, save, out, is_main=link.is_main) as results:
         run = make_run(link, quick, rounds, ratios)
-        parts = measure(run, quick, results)
+        measure(run, quick, results)
         if save:
-            write_pictures(run, parts, results)
+            write_pictures(run, results)
     if link.device.type == "cuda":
         torch.cuda.synchronize()
     dist.destroy_process_group()

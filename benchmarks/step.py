@@ -19,7 +19,7 @@ from rich.progress import Progress
 from bench.lib.models import GPT, GPT_SIZES
 from bench.lib.ranks import EMULATED, EMULATED_PRESET, run_here, run_on_ranks
 from bench.lib.results import Results
-from bench.lib.systems import FP32, OURS, PEERS, SYSTEMS, Recipe, System, is_installed, with_fused
+from bench.lib.systems import FP32, OURS, PEERS, SYSTEMS, Recipe, System, is_installed
 from bench.lib.tables import Table
 from bench.step.run import RankReport, RunLength, run_on_this_rank
 
@@ -101,16 +101,12 @@ BySize = dict[str, dict[str, Measured]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where systems run: ranks, their device ("cpu", "cuda"), their link ("real", "emulated").
-
-    With `fused` zerocore runs with fuse_wgrad, too.
-    """
+    """Where systems run: ranks, their device ("cpu", "cuda"), their link ("real", "emulated")."""
 
     num_ranks: int
     device: str
     link: str
     recipe: Recipe = FP32
-    fused: bool = False
 
     @property
     def backend(self) -> str:
@@ -129,7 +125,6 @@ class Place:
         parts += [recipe.dtype] if recipe.dtype != "fp32" else []
         parts += [f"accumulate{recipe.accumulate}"] if recipe.accumulate > 1 else []
         parts += ["clip"] if recipe.clip is not None else []
-        parts += ["fused"] if self.fused else []
         return "_".join(parts)
 
     @property
@@ -291,7 +286,6 @@ def main(
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
     clip: Annotated[float | None, typer.Option(help="Bound of the gradients' norm.")] = None,
     optimizer: Annotated[str, typer.Option(help="Of zerocore: torch or zerocore.")] = "torch",
-    fused: Annotated[bool, typer.Option(help="The stages with fuse_wgrad, too.")] = False,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Measures step time, memory and loss; prints zerocore's ratio to the best peer."""
@@ -305,9 +299,7 @@ def main(
         raise typer.BadParameter(f"peers are {', '.join(PEERS)}; sizes {', '.join(RUN_LENGTHS)}")
     own = [s for s in SYSTEMS if s.peer in OURS and str(s.stage) in stages.split(",")]
     systems = [s for s in SYSTEMS if s.peer in wanted or s in own]
-    if fused:
-        systems += [with_fused(s) for s in own if s.peer == "zerocore"]
-    place = Place(ranks, device, link, Recipe(dtype, accumulate, clip, optimizer), fused)
+    place = Place(ranks, device, link, Recipe(dtype, accumulate, clip, optimizer))
     with Results(place.theme, save) as results:
         measure(sizes, systems, place, rounds, results)
 

@@ -46,7 +46,6 @@ def shard(
     prefetch: int = UNSET,
     reductions_in_flight: int = UNSET,
     accumulate: str = UNSET,
-    gather_at_step: bool = UNSET,
     regather: Any = UNSET,
     replicas_share: str | None = UNSET,
     overlap_reductions: bool = UNSET,
@@ -55,7 +54,6 @@ def shard(
     gradient_divide_factor: float | None = UNSET,
     sync_buffers: bool = UNSET,
     registered: bool = UNSET,
-    fuse_wgrad: bool = UNSET,
 ) -> _Model:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
@@ -102,12 +100,11 @@ def shard(
     def make_config() -> ShardConfig:
         options = options_of(
             communication, Communication, prefetch=prefetch, accumulate=accumulate,
-            gather_at_step=gather_at_step, regather=regather, sync_buffers=sync_buffers,
+            regather=regather, sync_buffers=sync_buffers,
             overlap_reductions=overlap_reductions, replicas_share=replicas_share,
             retain_last=retain_last, static_graph=static_graph,
             gradient_divide_factor=gradient_divide_factor,
             reductions_in_flight=reductions_in_flight, registered=registered,
-            fuse_wgrad=fuse_wgrad,
         )  # fmt: skip
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 

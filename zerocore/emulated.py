@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
-from zerocore.common.links import Link, find_link, set_emulated_host_link
+from zerocore.common.links import Link, find_link
 from zerocore.common.nodes import DEFAULT_NODE
 from zerocore.common.options import check_int
 from zerocore.common.quantities import parse_seconds
@@ -97,7 +97,6 @@ class Emulation:
 
     def close(self) -> None:
         """Destroys all process groups; collectives under way fail. Again, it does nothing."""
-        set_emulated_host_link(None)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -115,7 +114,6 @@ def emulate(
     sms: int = 0,
     *,
     rank: int = 0,
-    host_link: Link | str | float | None = None,
 ) -> Emulation:
     """Makes this process one rank of ``world_size`` on an emulated link, as the default group.
 
@@ -126,9 +124,6 @@ def emulate(
         latency: seconds per call, or text; see :func:`link`.
         sms: multiprocessors that a collective keeps busy on a GPU.
         rank: which rank this process plays.
-        host_link: link between the device and the host, in each direction, of models with
-            ``offload=`` that are sharded from now on: gradients on their way to the host and
-            weights on their way back last as long as it takes. None for as long as the copy takes.
 
     Returns:
         A handle that can change the link, and ends the emulation when used as context manager.
@@ -151,7 +146,6 @@ def emulate(
     dist.init_process_group(
         "emulated", rank=rank, world_size=world_size, store=store, pg_options=chosen
     )
-    set_emulated_host_link(None if host_link is None else link(host_link))
     return Emulation(_backend_of(distributed_c10d._get_default_group()))
 
 

@@ -202,14 +202,15 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("enter", method(&ModelCalls::enter), no_gil)
       .def(
           "exit",
-          [](PyEngine& self, UnitId unit, const py::object& value, bool keep) {
+          [](PyEngine& self, UnitId unit, const py::object& value, bool keep, bool reads) {
             const auto outputs = collect_outputs(value);
             const py::gil_scoped_release release;
-            self.engine->calls().exit(unit, outputs, keep);
+            self.engine->calls().exit(unit, outputs, keep, reads);
           },
           py::arg("unit"),
           py::arg("value"),
-          py::arg("keep") = false)
+          py::arg("keep") = false,
+          py::arg("reads") = true)
       .def("adopt", method(&ModelCalls::adopt), no_gil)
       .def_property_readonly("in_call", method(&ModelCalls::in_call))
       .def("hold_unsharded", method(&Engine::hold_unsharded), no_gil)
@@ -229,7 +230,6 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("end_deferred", method(&Engine::end_deferred), py::arg("drops"), no_gil)
       .def_property_readonly("defers_reductions", method(&Reducer::deferred))
       .def_property_readonly("holds_back", method(&Reducer::holds_back_any))
-      .def("drop_first_gather", method(&Engine::drop_first_gather), no_gil)
       .def("any_rank", method(&Engine::any_rank), no_gil)
       .def(
           "exchange",
@@ -252,7 +252,6 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("received_nbytes"),
           py::arg("total_nbytes"))
       .def("reset", method(&ModelCalls::reset), no_gil)
-      .def("linear", method(&Engine::linear), no_gil)
       .def("fail_backward", method(&ModelCalls::fail_backward), no_gil)
       .def("mark_forked", method(&Engine::mark_forked))
       .def("check_process", method(&Engine::check_process))
@@ -330,11 +329,6 @@ void register_figures(py::class_<PyEngine>& engine) {
             return self.engine->unit(unit).context().mesh.shards_parameters;
           })
       .def(
-          "received_nbytes",
-          [](PyEngine& self, UnitId unit) {
-            return self.engine->unit(unit).gathers().received_nbytes();
-          })
-      .def(
           "param_version",
           [](PyEngine& self, UnitId unit, size_t param) {
             return self.engine->unit(unit).versions().of_param(param);
@@ -345,7 +339,7 @@ void register_figures(py::class_<PyEngine>& engine) {
             return self.engine->unit(unit).versions().of_shards();
           })
       .def_property_readonly(
-          "order", [](const PyEngine& self) { return self.engine->schedule().order().events(); })
+          "order", [](const PyEngine& self) { return self.engine->schedule().expected(); })
       .def_property_readonly(
           "pool_stats", [](const PyEngine& self) { return self.engine->pool().stats(); })
       .def("forget_recent_peak", method(&BucketPool::forget_recent_peak))
@@ -360,7 +354,6 @@ void register_figures(py::class_<PyEngine>& engine) {
             return sum_of_units(self, [](const Unit& unit) { return unit.main().device_nbytes(); });
           })
       .def_property_readonly("gradient_nbytes", method(&Reducer::persistent_nbytes))
-      .def_property_readonly("moved_nbytes", method(&Reducer::moved_nbytes))
       .def_property_readonly("registered", method(&Engine::registered))
       .def_property_readonly(
           "hand_overs", [](const PyEngine& self) { return self.engine->hand_overs(); })

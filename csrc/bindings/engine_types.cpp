@@ -77,7 +77,6 @@ void register_engine_options(py::module_& module) {
               bool,
               std::string,
               std::optional<double>,
-              std::optional<LinkModel>,
               int>(),
           py::kw_only(),
           py::arg("sharding"),
@@ -88,7 +87,6 @@ void register_engine_options(py::module_& module) {
           py::arg("registered") = false,
           py::arg("alarm_name") = "",
           py::arg("stall_seconds") = 0.0,
-          py::arg("host_link") = py::none(),
           py::arg("host_threads") = 1);
 }
 

@@ -25,6 +25,11 @@ PYBIND11_MODULE(_C, module) {
                                   ", C++ flags: " ZEROCORE_CXX_FLAGS;
   module.attr("CHUNK_NUMEL") = zerocore::kernels::kChunkNumel;
   module.attr("HAS_CUDA_KERNELS") = zerocore::kernels::has_loops(c10::DeviceType::CUDA);
+  // A device that is added to torch lends its loops as a capsule.
+  module.def("set_device_loops", [](const pybind11::capsule& loops) {
+    zerocore::kernels::register_loops(
+        c10::DeviceType::PrivateUse1, *loops.get_pointer<const zerocore::kernels::Loops>());
+  });
   zerocore::register_plan(module);
   zerocore::register_io(module);
   zerocore::register_pickles(module);

@@ -85,11 +85,6 @@ void EmulatedGroup::shutdown() {
   }
 }
 
-void EmulatedGroup::hold_next(std::shared_future<void> after) {
-  const std::lock_guard lock(mutex_);
-  after_ = std::move(after);
-}
-
 void EmulatedGroup::startCoalescing() {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!coalesced_, "startCoalescing() was called twice");
@@ -113,7 +108,6 @@ EmulatedGroup::WorkPtr EmulatedGroup::issue(MirroredCall call) {
   one.ns = transfer_ns(link(), call.traffic, call.nbytes, size_);
   {
     const std::lock_guard lock(mutex_);
-    one.after = std::exchange(after_, {});
     if (coalesced_) {
       Transfer& all = *coalesced_;
       all.ns += one.ns;
@@ -151,32 +145,6 @@ EmulatedGroup::WorkPtr EmulatedGroup::_allgather_base(
   return issue(std::move(call));
 }
 
-EmulatedGroup::WorkPtr EmulatedGroup::allgather_coalesced(
-    std::vector<Tensors>& outputs,
-    Tensors& inputs,
-    const c10d::AllgatherOptions& options) {
-  MirroredCall call(*this, OpType::ALLGATHER_COALESCED, Traffic::AllGather, options.asyncOp);
-  for (const Tensors& of_rank : outputs) {
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      call.add(of_rank.at(i), inputs[i], {});
-      call.transfer.outputs.push_back(of_rank[i]);
-    }
-  }
-  call.nbytes = nbytes_of(call.transfer.outputs);
-  return issue(std::move(call));
-}
-
-EmulatedGroup::WorkPtr EmulatedGroup::allgather_into_tensor_coalesced(
-    Tensors& outputs,
-    Tensors& inputs,
-    const c10d::AllgatherOptions& options) {
-  MirroredCall call(*this, OpType::COALESCED, Traffic::AllGather, options.asyncOp);
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    call.gather(outputs.at(i), inputs[i]);
-  }
-  return issue(std::move(call));
-}
-
 EmulatedGroup::WorkPtr EmulatedGroup::gather(
     std::vector<Tensors>& outputs,
     Tensors& inputs,
@@ -203,12 +171,6 @@ EmulatedGroup::WorkPtr EmulatedGroup::allreduce(
     call.add(tensor, tensor, call.combination(options.reduceOp));
   }
   return issue(std::move(call));
-}
-
-EmulatedGroup::WorkPtr EmulatedGroup::allreduce_coalesced(
-    Tensors& tensors,
-    const c10d::AllreduceCoalescedOptions& options) {
-  return allreduce(tensors, options);
 }
 
 EmulatedGroup::WorkPtr EmulatedGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -240,17 +202,6 @@ EmulatedGroup::WorkPtr EmulatedGroup::_reduce_scatter_base(
     const c10d::ReduceScatterOptions& options) {
   MirroredCall call(*this, OpType::_REDUCE_SCATTER_BASE, Traffic::ReduceScatter, options.asyncOp);
   call.reduce(output, input, options.reduceOp);
-  return issue(std::move(call));
-}
-
-EmulatedGroup::WorkPtr EmulatedGroup::reduce_scatter_tensor_coalesced(
-    Tensors& outputs,
-    Tensors& inputs,
-    const c10d::ReduceScatterOptions& options) {
-  MirroredCall call(*this, OpType::COALESCED, Traffic::ReduceScatter, options.asyncOp);
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    call.reduce(outputs.at(i), inputs[i], options.reduceOp);
-  }
   return issue(std::move(call));
 }
 

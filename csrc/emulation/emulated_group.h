@@ -3,10 +3,9 @@
 // Note [Mirrors]
 // The peers mirror this rank: whatever they send equals what this rank sends. So a
 // gather fills every slice with this rank's data; a reduction of N equal values is N times the
-// value (sum), the value (average, minimum, maximum, bitwise and, or), its N-th power (product),
-// the value or zero (bitwise exclusive or, N odd or even), N * factor times it (premul sum); a
-// reduce-scatter is that of this rank's slice; a broadcast changes nothing, whoever is the root;
-// an all-to-all receives from every peer what this rank sends to itself. A training step is
+// value (sum), the value (average, minimum, maximum, bitwise and, or), N * factor times it (premul
+// sum); a reduce-scatter is that of this rank's slice; a broadcast changes nothing, whoever is the
+// root; an all-to-all receives from every peer what this rank sends to itself. A training step is
 // therefore that of a single process whose batch every rank sees. Send and receive do not exist:
 // a mirror of rank 0 never sends what rank 0 expects from rank 1.
 #pragma once
@@ -15,7 +14,6 @@
 
 #include <atomic>
 #include <functional>
-#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -65,9 +63,6 @@ class EmulatedGroup final : public c10d::Backend {
     link_->set_model(link);
   }
 
-  // The next collective begins behind `after`, as on a device where a stream waits for it.
-  void hold_next(std::shared_future<void> after);
-
   const std::string getBackendName() const override {
     return "emulated";
   }
@@ -79,18 +74,11 @@ class EmulatedGroup final : public c10d::Backend {
 
   WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
   WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
-  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&)
-      override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&, const c10d::AllgatherOptions&)
-      override;
   WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
-  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
   WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
   WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&, const c10d::ReduceScatterOptions&)
       override;
   WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions&)
-      override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&, const c10d::ReduceScatterOptions&)
       override;
   WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
   WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
@@ -125,7 +113,6 @@ class EmulatedGroup final : public c10d::Backend {
   const Unlocked unlocked_;
   std::mutex mutex_;
   std::optional<Transfer> coalesced_; // between startCoalescing() and endCoalescing()
-  std::shared_future<void> after_; // of the next collective
   std::atomic<uint64_t> sequence_ = 0;
 };
 

@@ -75,7 +75,6 @@ EmulatedLink::WorkPtr EmulatedLink::carry(Transfer transfer, int communicator) {
 void EmulatedLink::carry_on_cpu(const WorkPtr& work, Transfer transfer, int64_t ns) {
   LinkWorker::Job job;
   job.duration_ns = ns;
-  job.after = std::move(transfer.after);
   job.transfer = [moves = std::move(transfer.moves)] {
     for (const Move& move : moves) {
       carry_out(move);

@@ -14,7 +14,6 @@
 #include <c10/core/Stream.h>
 
 #include <chrono>
-#include <future>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -32,7 +31,6 @@ struct Transfer {
   std::vector<at::Tensor> outputs;
   std::vector<Move> moves;
   double ns = 0.0; // on the link, without the latency
-  std::shared_future<void> after = {}; // on the CPU: begins behind it; not valid for at once
 };
 
 class EmulatedLink {

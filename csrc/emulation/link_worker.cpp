@@ -76,14 +76,9 @@ void LinkWorker::run() {
 }
 
 void LinkWorker::carry_out(Job job) {
-  auto start = std::max(job.submitted, free_at_);
+  free_at_ = std::max(job.submitted, free_at_) + std::chrono::nanoseconds(job.duration_ns);
   std::exception_ptr error;
   try {
-    if (job.after.valid()) {
-      job.after.get();
-      start = std::max(start, Clock::now());
-    }
-    free_at_ = start + std::chrono::nanoseconds(job.duration_ns);
     job.transfer();
   } catch (...) {
     error = std::current_exception();

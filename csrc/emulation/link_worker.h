@@ -7,25 +7,22 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <future>
 #include <memory>
 #include <mutex>
 #include <thread>
 
 namespace zerocore {
 
-// One end of a link. A job starts when it is submitted, when what it is to come after is done or
-// when the one before it is over, whichever is last, and is over `duration_ns` after that: its
-// transfer is part of this time. A transfer that takes longer delays the jobs behind it. The thread
-// sleeps through nearly all of the time and is started by the first job; who owns a worker must
-// stop() it.
+// One end of a link. A job starts when it is submitted or when the one before it is over, whichever
+// is last, and is over `duration_ns` after that: its transfer is part of this time. A transfer that
+// takes longer delays the jobs behind it. The thread sleeps through nearly all of the time and is
+// started by the first job; who owns a worker must stop() it.
 class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
   using Clock = std::chrono::steady_clock;
 
  public:
   struct Job {
     int64_t duration_ns = 0;
-    std::shared_future<void> after; // what is sent must be there first; not valid for at once
     std::function<void()> transfer;
     // Called on the worker's thread when the job is over, with what went wrong or null. Must not
     // throw. Every submitted job is finished exactly once.

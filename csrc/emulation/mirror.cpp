@@ -6,7 +6,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/pow.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -108,9 +107,6 @@ void carry_out(const Move& move) {
       break;
     case Combination::Kind::Scale:
       scale(move);
-      break;
-    case Combination::Kind::Power:
-      at::pow_out(to, move.from, static_cast<int64_t>(move.combination.factor));
       break;
     case Combination::Kind::Zero:
       to.zero_();

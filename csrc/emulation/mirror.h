@@ -7,13 +7,13 @@
 
 namespace zerocore {
 
-// How N equal values combine: into the value itself (average, minimum, maximum, bitwise and, or),
-// a multiple of it (sum), a power (product), or zero (bitwise exclusive or of an even number).
+// How N equal values combine: into the value itself (average, minimum, maximum, bitwise and, or)
+// or a multiple of it (sum). Zero is what a mirror does not send.
 struct Combination {
-  enum class Kind : uint8_t { Copy, Scale, Power, Zero };
+  enum class Kind : uint8_t { Copy, Scale, Zero };
 
   Kind kind = Kind::Copy;
-  double factor = 1.0; // of Scale, or the exponent of Power
+  double factor = 1.0; // of Scale
 };
 
 // `to` becomes the combination of N times `from`; the two may be the same memory, but not overlap

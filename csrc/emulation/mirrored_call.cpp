@@ -28,21 +28,20 @@ MirroredCall::MirroredCall(
     std::vector<at::Tensor> outputs)
     : traffic(traffic_),
       nbytes(nbytes_),
-      transfer{op, async, std::move(outputs), {}, 0.0, {}},
+      transfer{op, async, std::move(outputs), {}, 0.0},
       rank_(group.getRank()),
       size_(group.getSize()) {}
 
 Combination MirroredCall::combination(const c10d::ReduceOp& op) const {
   const auto n = static_cast<double>(size_);
+  TORCH_CHECK_VALUE(
+      op.op_ != c10d::ReduceOp::PRODUCT && op.op_ != c10d::ReduceOp::BXOR,
+      "the emulated link makes no product and no exclusive or");
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
       return {Kind::Scale, n};
     case c10d::ReduceOp::PREMUL_SUM:
       return {Kind::Scale, n * premul_factor(op)};
-    case c10d::ReduceOp::PRODUCT:
-      return {Kind::Power, n};
-    case c10d::ReduceOp::BXOR:
-      return {size_ % 2 == 0 ? Kind::Zero : Kind::Copy, 1.0};
     default:
       return {Kind::Copy, 1.0};
   }

@@ -140,7 +140,6 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
     lifecycle_.catch_up(id);
     lifecycle_.use(id);
   }
-  reducer_.prepare(id);
 }
 
 // Of a backward within another one all gradients of the unit come, so none that came before count.
@@ -210,13 +209,6 @@ void BackwardRun::grad_ready(UnitId id, int param) {
   if (progress.num_fired == lifecycle_.trainable().count(id)) {
     lifecycle_.run([&](Actions& out) { schedule_.walk().ready(id, out); });
   }
-}
-
-at::Tensor BackwardRun::place_for_grad(UnitId id, int param) {
-  const at::Tensor& full = units_[id]->params()[param].full;
-  const bool keeps_to_order = lifecycle_.in_backward_pass() && !backward_is_selective() &&
-      progress_[id].backward == current_backward();
-  return keeps_to_order && !has_hooks(full) ? reducer_.place_for_grad(id, param) : at::Tensor();
 }
 
 void BackwardRun::forget_fired(UnitId id) {

@@ -49,8 +49,6 @@ class BackwardRun {
   // A use of the model that only a backward makes; the first one begins it.
   void begin();
   void grad_ready(UnitId unit, int param);
-  // See Reducer::place_for_grad; called in a backward.
-  at::Tensor place_for_grad(UnitId unit, int param);
   // A checkpoint is about to make a call of the unit again. Throws if its parameters have changed,
   // or on a thread that runs beside the hooks. Begins the backward.
   void begin_recompute(UnitId unit);

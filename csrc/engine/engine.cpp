@@ -3,23 +3,12 @@
 
 #include <ATen/core/functional.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "engine/graph/autograd.h"
-#include "engine/graph/fused_linear.h"
 #include "watch/watchdog.h"
 
 namespace zerocore {
-
-namespace {
-
-bool gathers_at_step(const Units& units, const ShardOptions& sharding) {
-  return std::ranges::any_of(
-      units, [&](const auto& unit) { return unit->context().mesh.gathers_at_step(sharding); });
-}
-
-} // namespace
 
 Engine::Engine(
     const EngineOptions& options,
@@ -38,7 +27,6 @@ Engine::Engine(
       reducer_(units_, context_, options.sharding, offload_),
       thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       lifecycle_(units_, context_, schedule_, offload_, reducer_, std::move(show_params)),
-      first_gather_(gathers_at_step(units_, options.sharding), schedule_, lifecycle_),
       consensus_(units_, context_, schedule_, lifecycle_),
       backward_run_(units_, context_, schedule_, reducer_, thread_check_, lifecycle_, consensus_),
       calls_(
@@ -48,7 +36,6 @@ Engine::Engine(
           reducer_,
           thread_check_,
           lifecycle_,
-          first_gather_,
           consensus_,
           backward_run_) {
   for (const auto& unit : units_) {
@@ -61,14 +48,10 @@ Engine::~Engine() {
   // Otherwise what is in flight never ends here, or has ended with the alarm.
   if (!thread_check_.is_forked() && (alarm == nullptr || !alarm->is_raised())) {
     consensus_.leave_unsettled();
-    const bool is_ahead = first_gather_.is_pending(); // its group may have ended meanwhile
     try {
-      first_gather_.drop();
       calls_.reset();
     } catch (const std::exception& error) {
-      if (!is_ahead) {
-        TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
-      }
+      TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
     }
   }
   if (alarm != nullptr && Watchdog::of_process().remove(alarm)) {
@@ -87,7 +70,6 @@ void Engine::start(bool consistent) {
 
 void Engine::hold_unsharded(const std::vector<UnitId>& units) {
   calls_.recover();
-  first_gather_.drop();
   try {
     lifecycle_.hold_unsharded(units);
   } catch (...) {
@@ -100,7 +82,6 @@ void Engine::hold_unsharded(const std::vector<UnitId>& units) {
 void Engine::begin_hold(UnitId unit) {
   calls_.recover(/*may_be_parked=*/true);
   offload_.wait_updates();
-  first_gather_.drop();
   lifecycle_.begin_hold(unit);
   calls_.leave_if_outside();
 }
@@ -109,7 +90,6 @@ void Engine::set_parked(bool parked) {
   if (parked) {
     calls_.recover();
     offload_.synchronize(); // gradients may be on their way to the host
-    first_gather_.drop();
     for (const auto& unit : units_) {
       lifecycle_.refresh(unit->id());
       if (!unit->context().mesh.shards_parameters) { // all of it is parked
@@ -142,7 +122,6 @@ std::vector<at::Tensor> Engine::device_memory(UnitId id) const {
 
 void Engine::set_kept(UnitId unit, bool kept) {
   calls_.recover(/*may_be_parked=*/!kept);
-  first_gather_.drop();
   lifecycle_.set_kept(unit, kept);
   calls_.leave_if_outside();
 }
@@ -151,7 +130,6 @@ void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool 
   calls_.recover();
   calls_.leave_if_outside();
   offload_.wait_updates();
-  first_gather_.drop();
   units_.at(unit)->materialize(full, broadcast);
   if (context_.disk != nullptr) {
     context_.disk->store(unit);
@@ -172,10 +150,6 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   calls_.check_not_parked();
   if (calls_.has_calls()) {
     lifecycle_.begin_inner_step();
-  } else if (first_gather_.is_on()) {
-    calls_.recover();
-    calls_.leave_if_outside();
-    first_gather_.begin_update(units);
   }
   lifecycle_.begin_update(units, casts);
   calls_.begin_step();
@@ -192,23 +166,7 @@ void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   calls_.end_step();
   if (calls_.has_calls()) {
     lifecycle_.end_inner_step();
-  } else if (!in_backward() && first_gather_.is_due()) {
-    calls_.recover();
-    calls_.leave_if_outside();
-    first_gather_.begin();
   }
-}
-
-at::Tensor Engine::linear(
-    UnitId id,
-    int param,
-    const at::Tensor& input,
-    const std::optional<at::Tensor>& bias) {
-  const auto place = [engine = weak_from_this(), id, param] {
-    const auto alive = engine.lock();
-    return alive == nullptr ? at::Tensor() : alive->backward_run_.place_for_grad(id, param);
-  };
-  return fused_linear(input, units_.at(id)->params().at(param).full, bias, place);
 }
 
 void Engine::finalize_backward() {

@@ -9,7 +9,6 @@
 
 #include "engine/backward_run.h"
 #include "engine/exchange.h"
-#include "engine/first_gather.h"
 #include "engine/model_calls.h"
 #include "engine/order_consensus.h"
 #include "engine/resources.h"
@@ -101,22 +100,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_update(const std::vector<UpdatedUnit>& units, bool casts);
   // Someone has set requires_grad of a parameter of the unit: calls under way go by it at once.
   void sync_requires_grad(UnitId unit);
-  // As F.linear of the parameter, see fused_linear().
-  at::Tensor linear(
-      UnitId unit,
-      int param,
-      const at::Tensor& input,
-      const std::optional<at::Tensor>& bias);
   // Reduces gradients that backwards without sync have held back. On all ranks.
   void finalize_backward();
   // From here on nothing is reduced, and units that are gathered stay.
   void begin_deferred();
   // Units come and go again. Unless all is dropped, finalizes the backward.
   void end_deferred(bool drops);
-  // Weights are going to change on all ranks, or units to be used outside of passes.
-  void drop_first_gather() {
-    first_gather_.drop();
-  }
   // For an optimizer of whole matrices, on all ranks: which flags any has set.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
   // The same, on all ranks of a mesh: an all-to-all `across` those that hold the same shards, else
@@ -137,7 +126,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Reducer reducer_;
   ThreadCheck thread_check_;
   UnitLifecycle lifecycle_;
-  FirstGather first_gather_;
   OrderConsensus consensus_;
   BackwardRun backward_run_;
   ModelCalls calls_;

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "emulation/link_model.h"
 #include "plan/shard_options.h"
 
 namespace zerocore {
@@ -28,7 +27,6 @@ struct EngineOptions {
   bool registered = false; // see Note [Registered memory]
   std::string alarm_name; // see AlarmOptions; empty for no alarm
   std::optional<double> stall_seconds = 0; // see AlarmOptions; 0 for no alarm
-  std::optional<LinkModel> host_link; // emulated, between the device and the host
   int host_threads = 1; // that share a unit's update on the host
 };
 

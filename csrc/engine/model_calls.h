@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "engine/backward_run.h"
-#include "engine/first_gather.h"
 #include "engine/order_consensus.h"
 #include "engine/thread_check.h"
 #include "engine/unit_lifecycle.h"
@@ -36,7 +35,6 @@ class ModelCalls {
       Reducer& reducer,
       ThreadCheck& thread_check,
       UnitLifecycle& lifecycle,
-      FirstGather& first_gather,
       OrderConsensus& consensus,
       BackwardRun& backward_run)
       : units_(units),
@@ -45,7 +43,6 @@ class ModelCalls {
         reducer_(reducer),
         thread_check_(thread_check),
         lifecycle_(lifecycle),
-        first_gather_(first_gather),
         consensus_(consensus),
         backward_run_(backward_run) {}
 
@@ -53,8 +50,12 @@ class ModelCalls {
   void end_pass(const std::vector<at::Tensor>& outputs);
   void fail_pass();
   void enter(UnitId unit);
-  // `keep`: see Schedule::exit.
-  void exit(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep = false);
+  // `keep`, `reads`: see Schedule::exit.
+  void exit(
+      UnitId unit,
+      const std::vector<at::Tensor>& outputs,
+      bool keep = false,
+      bool reads = true);
   // A parameter of a unit that was not entered is read: the innermost call that runs owns
   // the unit from here to its end.
   void adopt(UnitId unit);
@@ -108,7 +109,7 @@ class ModelCalls {
   void enter_forward(UnitId unit);
   void recompute(UnitId unit);
   void leave_adopted(const std::vector<at::Tensor>& outputs);
-  void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep);
+  void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep, bool reads);
   void leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep);
   int64_t note_call(const RecordedCall& recorded, const Call& entered);
   void push_call(Call call);
@@ -124,7 +125,6 @@ class ModelCalls {
   Reducer& reducer_;
   ThreadCheck& thread_check_;
   UnitLifecycle& lifecycle_;
-  FirstGather& first_gather_;
   OrderConsensus& consensus_;
   BackwardRun& backward_run_;
   bool parked_ = false; // no use of units but Engine::begin_hold

@@ -83,9 +83,6 @@ Resources::Resources(
     control_ =
         std::make_unique<ControlChannel>(std::move(group), alarm_.get(), options.static_graph);
   }
-  if (options.host_link) {
-    host_link_ = std::make_unique<HostLink>(*options.host_link);
-  }
   if (options.sharding.tiers.has_host_gradients()) {
     host_ = std::make_unique<HostStates>();
     streams_.add_copy_streams();
@@ -150,9 +147,6 @@ UnitContext Resources::make_context(const MeshGroups& groups, const ShardOptions
       !streams_.has_streams(),
       axis_of(groups.near.get()));
   context.collectives = groups.of(context.mesh.state.name);
-  if (context.collectives != nullptr && context.mesh.shards_parameters) {
-    context.collectives->find_processes();
-  }
   context.replicas = groups.of(context.mesh.replicas.name);
   context.near = context.mesh.shards_across ? context.collectives : groups.near.get();
   context.control = control_.get();
@@ -160,7 +154,6 @@ UnitContext Resources::make_context(const MeshGroups& groups, const ShardOptions
   context.alarm = alarm_.get();
   context.pool = &pool_;
   context.trace = &trace_;
-  context.host_link = host_link_.get();
   context.by_rows = sharding.by_rows;
   context.tiers = sharding.tiers;
   context.host = host_.get();

@@ -61,7 +61,6 @@ class Resources {
   std::shared_ptr<Alarm> alarm_;
   std::vector<MeshGroups> groups_;
   std::unique_ptr<ControlChannel> control_;
-  std::unique_ptr<HostLink> host_link_; // emulated, or null
   std::unique_ptr<HostStates> host_; // null if no state is on the host
   std::unique_ptr<DiskStates> disk_; // null if no state is on disk
   std::vector<UnitContext> contexts_;

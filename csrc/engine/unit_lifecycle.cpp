@@ -36,7 +36,8 @@ void UnitLifecycle::carry_out() {
     }
     switch (action.kind) {
       case ActionKind::Unshard:
-        unit.unshard(offload_.before_gather(action.unit), reads_peers_);
+        offload_.wait_weights(action.unit);
+        unit.unshard();
         break;
       case ActionKind::Reshard:
         keep_writes(action.unit);
@@ -67,7 +68,8 @@ void UnitLifecycle::gather_late(std::optional<UnitId> last) {
   const std::vector<UnitId> units(late_.begin(), end);
   late_.erase(late_.begin(), end);
   for (const UnitId id : units) {
-    units_[id]->unshard(offload_.before_gather(id));
+    offload_.wait_weights(id);
+    units_[id]->unshard();
   }
 }
 
@@ -185,11 +187,7 @@ void UnitLifecycle::end_inner_step() {
 
 void UnitLifecycle::begin_hold(UnitId id) {
   context_.pool->set_apart(true); // what is held for long must not shape the arena
-  reads_peers_ = true;
-  const auto back = c10::make_scope_exit([this] {
-    context_.pool->set_apart(false);
-    reads_peers_ = false;
-  });
+  const auto back = c10::make_scope_exit([this] { context_.pool->set_apart(false); });
   if (refresh(id)) {
     order_gathers();
   }

@@ -136,7 +136,6 @@ class UnitLifecycle {
   WriteCheck write_check_;
   ShowParams show_params_;
   Actions actions_; // not carried out yet; reused
-  bool reads_peers_ = false; // gathers do, see Note [Reads of peers]
   bool in_backward_pass_ = false;
   std::vector<bool> full_shown_; // by unit: in its modules
   std::vector<UnitId> late_; // to be gathered; see Note [Gathers behind a call]

@@ -104,7 +104,7 @@ struct Loops {
   void (*decode)(const DecodeCall&);
 };
 
-// Called while the library is loaded, once a device.
+// Once a device, before its first kernel.
 bool register_loops(c10::DeviceType device, const Loops& loops);
 bool has_loops(c10::DeviceType device);
 // Throws c10::NotImplementedError for a device that this build has no kernels for.

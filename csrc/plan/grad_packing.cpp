@@ -7,90 +7,54 @@
 
 namespace zerocore {
 
-void GradPacking::prepare(UnitId unit, GradSteps& steps) {
-  for (const RegionKey& key : state_.trained_regions(unit)) {
-    RegionState& state = state_.of(key);
-    if (!state.local && !state.across) {
-      take_blocks(key, /*holds=*/false, steps);
-      state.is_open = packs_bare(key, /*holds=*/false);
-    }
-  }
-}
-
-std::optional<GradBuffer> GradPacking::place(RegionKey key) const {
-  return state_.of(key).is_open ? std::make_optional(target(key, /*holds=*/false)) : std::nullopt;
-}
-
-void GradPacking::give_back_unused(RegionKey key, GradSteps& steps) {
-  RegionState& state = state_.of(key);
-  state.is_open = false;
-  if (facts_.fuses() && !state.local) {
-    give_back_all(key, GradBuffer::Kept, steps);
-  }
-}
-
 GradBuffer GradPacking::target(RegionKey key, bool holds) const {
   const bool to_wire = facts_.is_wired(key) && !holds && !state_.of(key).local;
   return to_wire ? GradBuffer::Wire : GradBuffer::Full;
 }
 
-// Whether what is packed gets its scale later; not where something scaled is added to. Sums of this
-// rank are shown as they are, unless this rank has only its part of an average among them.
-bool GradPacking::packs_bare(RegionKey key, bool holds) const {
+// Whether sums of this rank get their scale later: they are shown as they are, unless this rank has
+// only its part of an average among them.
+bool GradPacking::holds_bare(RegionKey key) const {
   const UnitMesh& mesh = facts_.mesh_of(key.first);
-  if (holds && !mesh.shards_gradients) {
-    return (!mesh.shards_optimizer && !mesh.shards_across) || !state_.any_valid(key);
-  }
-  const bool keeps = facts_.is_wired(key) || mesh.shards_gradients;
-  return facts_.fuses() && state_.of(key).is_exact && !holds && (keeps || !state_.any_valid(key));
-}
-
-void GradPacking::take_blocks(RegionKey key, bool holds, GradSteps& steps) {
-  state_.of(key).kept = true;
-  steps.run(make_step(GradStepKind::Keep, key));
-  if (facts_.is_wired(key) && !holds) {
-    take(key, GradBuffer::Wire, steps);
-  }
-  if (facts_.mesh_of(key.first).shards_gradients && target(key, holds) == GradBuffer::Full) {
-    take(key, GradBuffer::Full, steps);
-  }
+  return !mesh.shards_gradients &&
+      ((!mesh.shards_optimizer && !mesh.shards_across) || !state_.any_valid(key));
 }
 
 void GradPacking::pack(RegionKey key, bool holds, GradSteps& steps) {
   RegionState& state = state_.of(key);
-  take_blocks(key, holds, steps);
+  state.kept = true;
+  steps.run(make_step(GradStepKind::Keep, key));
+  if (facts_.is_wired(key) && !holds) {
+    take(key, GradBuffer::Wire, steps);
+  }
   GradStep step = make_step(GradStepKind::Pack, key);
   step.to = target(key, holds);
-  if (!state.local || !state_.any_summed(key)) {
-    state.is_bare = packs_bare(key, holds);
+  if (facts_.mesh_of(key.first).shards_gradients && step.to == GradBuffer::Full) {
+    take(key, GradBuffer::Full, steps);
   }
-  const bool is_bare_sum = state.local && state.is_bare && !holds;
+  if (!state.local || !state_.any_summed(key)) {
+    state.is_bare = holds && holds_bare(key);
+  }
   const bool to_wire = step.to == GradBuffer::Wire;
   const bool splits = facts_.splits_scale(key);
   step.scale = state.is_bare ? ScalePart::None
       : to_wire && splits    ? ScalePart::Packed
                              : ScalePart::All;
   steps.run(step);
-  if (facts_.is_wired(key) && !holds && !to_wire) {
+  const bool wires = facts_.is_wired(key) && !holds && !to_wire;
+  if (wires || (state.is_bare && !holds)) {
     step.kind = GradStepKind::Cast;
     step.from = GradBuffer::Full;
-    step.to = GradBuffer::Wire;
-    step.scale = is_bare_sum       ? (splits ? ScalePart::Packed : ScalePart::All)
-        : splits && !state.is_bare ? ScalePart::RestUndone
-                                   : ScalePart::None;
-    steps.run(step);
-    state.is_bare = state.is_bare && !is_bare_sum;
-  } else if (is_bare_sum && (!state.is_exact || facts_.offloads_grads())) {
-    step.kind = GradStepKind::Cast;
-    step.from = step.to;
-    step.scale = ScalePart::All;
+    step.to = wires ? GradBuffer::Wire : GradBuffer::Full;
+    step.scale = state.is_bare ? (wires && splits ? ScalePart::Packed : ScalePart::All)
+        : splits               ? ScalePart::RestUndone
+                               : ScalePart::None;
     steps.run(step);
     state.is_bare = false;
   }
   // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
   state.adds = (to_wire || facts_.mesh_of(key.first).shards_gradients) && state_.any_valid(key);
   state.local = holds;
-  state.is_open = false;
   for (const int param : facts_.region_of(key).params) {
     state_.params(key.first)[param].local = true;
   }

@@ -2,8 +2,6 @@
 // integers only.
 #pragma once
 
-#include <optional>
-
 #include "plan/grad_steps.h"
 #include "plan/reduction_state.h"
 
@@ -14,12 +12,6 @@ class GradPacking {
   // All outlive it.
   GradPacking(const ReductionFacts& facts, ReductionState& state) : facts_(facts), state_(state) {}
 
-  // Takes the blocks that a unit's gradients are packed into, see Note [Gradients in place].
-  void prepare(UnitId unit, GradSteps& steps);
-  // Where layers may write gradients.
-  std::optional<GradBuffer> place(RegionKey key) const;
-  // Of a backward that did not come to the reduction.
-  void give_back_unused(RegionKey key, GradSteps& steps);
   // `holds`: into sums of this rank.
   void pack(RegionKey key, bool holds, GradSteps& steps);
   // Does nothing for a block that is held.
@@ -33,8 +25,7 @@ class GradPacking {
 
  private:
   GradBuffer target(RegionKey key, bool holds) const;
-  bool packs_bare(RegionKey key, bool holds) const;
-  void take_blocks(RegionKey key, bool holds, GradSteps& steps);
+  bool holds_bare(RegionKey key) const;
 
   const ReductionFacts& facts_;
   ReductionState& state_;

@@ -62,7 +62,7 @@ PoolMap plan_pool(
   const std::vector<CallEvent>& first = options.first_order.empty() ? order : options.first_order;
   StepSimulation simulation(units, first, expected, PoolMap());
   simulation.run_steps();
-  return simulation.arranged_pool();
+  return simulation.pool().arranged();
 }
 
 std::vector<PlannedEvent> plan_events(

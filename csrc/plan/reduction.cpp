@@ -49,12 +49,6 @@ bool sum_in_order(const ReductionFacts& facts, GradStep last, GradSteps& steps) 
 Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units)
     : facts_(options, std::move(units)), state_(facts_), packing_(facts_, state_) {}
 
-void Reduction::prepare(UnitId unit, bool sync, GradSteps& steps) {
-  if (facts_.fuses() && !is_in_flight(unit) && !holds(unit, sync)) {
-    packing_.prepare(unit, steps);
-  }
-}
-
 bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
   const bool holds = this->holds(unit, sync);
   complete_until(most_beside(unit), steps);
@@ -87,7 +81,6 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
       param = {/*valid=*/param.valid || param.local, /*local=*/false};
     }
     for (const Key& key : keys) {
-      scale_bare(key, steps);
       grad_ready(key, steps);
     }
   }
@@ -116,7 +109,6 @@ bool Reduction::is_in_flight(UnitId unit) const {
 void Reduction::finish(GradSteps& steps) {
   complete_until(0, steps);
   for (const Key& key : state_.regions()) {
-    packing_.give_back_unused(key, steps);
     if (state_.of(key).across) {
       wait_across(key, steps);
       grad_ready(key, steps);
@@ -131,7 +123,6 @@ void Reduction::reset(GradSteps& steps) {
     RegionState& state = state_.of(key);
     state.local = false;
     state.across = false;
-    state.is_open = false;
     state.result = GradBuffer::Kept; // whoever resets has waited for copies to the host
     steps.run(make_step(GradStepKind::Wait, key));
     steps.run(make_step(GradStepKind::WaitAcross, key));
@@ -206,8 +197,6 @@ void Reduction::complete(Key key, GradSteps& steps) {
     offload_grad(key, state.result, steps);
   } else if (state.result != GradBuffer::Kept) {
     add_to_kept(key, state.result, facts_.mesh_of(key.first).parts(), steps);
-  } else {
-    scale_bare(key, steps);
   }
   packing_.give_back_all(key, state.result, steps);
   for (const int param : facts_.region_of(key).params) {
@@ -252,8 +241,6 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
   const GradBuffer sum = in_place ? GradBuffer::Kept : state.result;
   if (facts_.mesh_of(key.first).parts() > 1) {
     sum_parts(key, sum, in_place ? rest_of_scale(key) : ScalePart::None, steps);
-  } else if (in_place) {
-    scale_bare(key, steps);
   }
   start_across(key, sum, steps);
   if (!in_place) {
@@ -319,17 +306,7 @@ void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& 
 }
 
 ScalePart Reduction::rest_of_scale(Key key) const {
-  const bool is_bare = state_.of(key).is_bare;
-  return is_bare ? ScalePart::All : facts_.splits_scale(key) ? ScalePart::Rest : ScalePart::None;
-}
-
-// Of a kept gradient that no sum scales.
-void Reduction::scale_bare(Key key, GradSteps& steps) {
-  if (state_.of(key).is_bare) {
-    GradStep step = make_step(GradStepKind::Sum, key);
-    step.scale = ScalePart::All;
-    steps.run(step);
-  }
+  return facts_.splits_scale(key) ? ScalePart::Rest : ScalePart::None;
 }
 
 int64_t Reduction::kept_nbytes(UnitId unit) const {

@@ -37,12 +37,6 @@
 // they are packed, and the rest with the sum. Local sums have all of it, and lose the rest where
 // they are cast.
 //
-// Note [Gradients in place]
-// With `fuse_wgrad` a unit's block is there when its backward begins, so that layers can write
-// gradients of weights to where a pack would copy them. They are not scaled there: what a rank sums
-// or keeps of them is. That changes no bit where the scale is a power of two; with other scales,
-// and where sums of this rank or reduced values are added to, all gradients are packed.
-//
 // Note [Gradients on the host]
 // Where a device keeps its gradients on the host, a reduction leaves its result in a block, which
 // is copied from there. Without a collective it is the packed gradients themselves.
@@ -50,7 +44,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <optional>
 #include <vector>
 
 #include "common/types.h"
@@ -71,15 +64,6 @@ class Reduction {
   // Packs the unit's gradients and starts their reduction. Without sync they may only be summed on
   // this rank; false then.
   bool reduce(UnitId unit, bool sync, GradSteps& steps);
-  // The unit's backward begins: takes the blocks that its gradients are packed into.
-  void prepare(UnitId unit, bool sync, GradSteps& steps);
-  bool fuses() const {
-    return facts_.fuses();
-  }
-  // Where layers may write the gradients of a region, not scaled, until they are packed.
-  std::optional<GradBuffer> place(UnitId unit, int region) const {
-    return packing_.place({unit, region});
-  }
   // Ends a backward: completes everything.
   void finish(GradSteps& steps);
   // Forgets reductions and local sums. Gives back all blocks, whatever was carried out.
@@ -95,10 +79,6 @@ class Reduction {
   }
   void set_valid(UnitId unit, int param, bool valid) {
     state_.params(unit).at(param).valid = valid;
-  }
-  // Whether the region's gradients are the same bits if the sum is scaled, and not what it adds.
-  void set_exact(UnitId unit, int region, bool exact) {
-    state_.of({unit, region}).is_exact = exact;
   }
   // Forgets what is known of the parameter's gradient, sums of this rank included.
   void drop(UnitId unit, int param) {
@@ -142,7 +122,6 @@ class Reduction {
   void wait_across(Key key, GradSteps& steps);
   void grad_ready(Key key, GradSteps& steps);
   ScalePart rest_of_scale(Key key) const;
-  void scale_bare(Key key, GradSteps& steps);
   void sum_parts(Key key, GradBuffer to, ScalePart scale, GradSteps& steps);
   void zero_invalid(Key key, GradSteps& steps);
   void offload_grad(Key key, GradBuffer from, GradSteps& steps);

@@ -70,10 +70,6 @@ class ReductionFacts {
     return mesh_of(key.first).communicates() &&
         (mesh_of(key.first).sums_in_order || region_of(key).has_wire());
   }
-  // See Note [Gradients in place].
-  bool fuses() const {
-    return options.sharding.fuse_wgrad && !offloads_grads();
-  }
   // See Note [Scale of gradients].
   bool splits_scale(RegionKey key) const {
     return is_wired(key) && (mesh_of(key.first).sums_in_order || !offloads_grads());

@@ -15,9 +15,7 @@ struct RegionState {
   bool local = false; // the full bucket holds sums that were not reduced
   bool adds = false; // what is being reduced is added to the gradient
   bool across = false; // a StartAcross is to be waited for
-  bool is_exact = false; // no bit depends on whether the sum is scaled or what it adds
-  bool is_open = false; // layers may write where gradients are packed
-  bool is_bare = false; // what was packed has no scale yet
+  bool is_bare = false; // the local sums have no scale yet
   GradBuffer result = GradBuffer::Kept; // of the reduction
   std::array<bool, kNumGradBuffers> held = {}; // blocks of the pool
 };

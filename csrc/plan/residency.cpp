@@ -50,8 +50,7 @@ void Residency::end_late(UnitId unit, Actions& out) {
 void Residency::release(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
   const Uses& uses = state.uses;
-  const bool in_use =
-      uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays || uses.ahead;
+  const bool in_use = uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays;
   if (state.releases && state.resident && !in_use) {
     leave(unit, /*late=*/uses.held > 0 || uses.kept, out);
   }
@@ -90,7 +89,6 @@ void Residency::leave_backward(UnitId unit, Actions& out) {
 
 void Residency::invalidate(UnitId unit, Actions& out) {
   UnitState& state = units_[unit];
-  state.uses.ahead = false;
   drop(unit, out);
   if (!state.releases && state.gathers) {
     state.resident = false;
@@ -109,7 +107,7 @@ void Residency::abort(Actions& out) {
   for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
     end_late(unit, out);
     Uses& uses = units_[unit].uses;
-    uses = {.holds = uses.holds, .ahead = uses.ahead};
+    uses = {.holds = uses.holds};
   }
   release_all_but({}, out);
 }
@@ -127,24 +125,6 @@ void Residency::keep(UnitId unit, Actions& out) {
 void Residency::drop(UnitId unit, Actions& out) {
   units_[unit].uses.stays = false;
   release(unit, out);
-}
-
-void Residency::gather_ahead(UnitId unit, Actions& out) {
-  units_[unit].uses.ahead = true;
-  unshard(unit, out);
-}
-
-void Residency::drop_ahead(UnitId unit, Actions& out) {
-  units_[unit].uses.ahead = false;
-  release(unit, out);
-}
-
-bool Residency::take_ahead() {
-  bool any = false;
-  for (UnitState& unit : units_) {
-    any = std::exchange(unit.uses.ahead, false) || any;
-  }
-  return any;
 }
 
 void Residency::release_unsharded(UnitId unit, Actions& out) {

@@ -40,7 +40,6 @@ class Residency {
     bool in_backward = false; // by the order
     bool kept = false; // by this rank, to the end of its backward
     bool stays = false; // as its Staying says, or because it was asked for ahead of its use
-    bool ahead = false; // gathered for the pass that begins next
   };
 
   explicit Residency(const std::vector<UnitMesh>& meshes); // by unit
@@ -106,12 +105,6 @@ class Residency {
   // Unshards a unit ahead of its use, and reshards one that stays; neither while it is in use.
   void keep(UnitId unit, Actions& out);
   void drop(UnitId unit, Actions& out);
-  // Unshards a unit for the pass that begins next, whatever comes before that; or reshards it, as
-  // it is not what is needed any more.
-  void gather_ahead(UnitId unit, Actions& out);
-  void drop_ahead(UnitId unit, Actions& out);
-  // The pass begins. Whether a unit was gathered for it.
-  bool take_ahead();
 
  private:
   struct UnitState {

@@ -15,11 +15,8 @@ struct ShardOptions {
   int reductions = 1; // units reduced at a time, where reductions hold blocks of the pool
   bool hold_full = false; // stages 2, 3: full sums of gradients are kept while not syncing
   bool by_rows = false; // a shard is some rows of each parameter, see plan/layout.h
-  bool gather_at_step =
-      false; // stage 3: the first gather of a forward begins at the step before it
   bool shard_across = false; // the optimizer's states are sharded over the replicas, too
   bool sums_in_order = false; // of gradients, see Note [Sums in order]
-  bool fuse_wgrad = false; // see Note [Gradients in place]
   bool retain_last = true; // the unit that a forward leaves last stays for its backward
   Tiers tiers;
 };

@@ -82,9 +82,7 @@ void StepSimulation::run_steps() {
 void StepSimulation::step() {
   Actions actions;
   for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
-    if (!schedule_.residency().uses(unit).ahead) {
-      schedule_.invalidate(unit, actions);
-    }
+    schedule_.invalidate(unit, actions);
   }
   run(actions);
   for (int index = 0; index < options_.micro_batches; ++index) {
@@ -98,7 +96,6 @@ void StepSimulation::step() {
     }
   }
   forget_gathered();
-  gather_at_step(actions);
 }
 
 // The optimizer's step changes what is trained.
@@ -107,27 +104,6 @@ void StepSimulation::forget_gathered() {
     gathered_[unit] =
         gathered_[unit] && std::ranges::none_of(layouts_[unit].regions(), &Region::requires_grad);
   }
-}
-
-// As FirstGather::begin.
-void StepSimulation::gather_at_step(Actions& actions) {
-  const std::vector<CallEvent>& order = schedule_.order().events();
-  const UnitId first = order.empty() ? -1 : order.front().unit;
-  if (first >= 0 && meshes_[first].gathers_at_step(options_.sharding)) {
-    schedule_.invalidate(first, actions);
-    schedule_.residency().gather_ahead(first, actions);
-    moment_ = 2 * static_cast<int32_t>(calls_.size()) + 1;
-    run(actions);
-  }
-}
-
-PoolMap StepSimulation::arranged_pool() {
-  Actions actions;
-  for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
-    schedule_.residency().drop_ahead(unit, actions);
-  }
-  run(actions);
-  return pool_.arranged();
 }
 
 void StepSimulation::micro_batch() {
@@ -179,9 +155,7 @@ void StepSimulation::backward(Actions& actions) {
     }
     run(actions);
     if (!event.ready) {
-      const UnitId unit = calls_.at(event.index).unit;
-      unsharding_[unit].wait(*this);
-      reduction_.prepare(unit, sync_, *this);
+      unsharding_[calls_.at(event.index).unit].wait(*this);
     }
   }
 }

@@ -34,8 +34,6 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   const PoolMap& pool() const {
     return pool_;
   }
-  // Places for all blocks of the steps; no step comes after.
-  PoolMap arranged_pool();
   const Layout& layout(size_t unit) const {
     return layouts_[unit];
   }
@@ -51,7 +49,6 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   void step();
   void micro_batch();
   void forget_gathered();
-  void gather_at_step(Actions& actions);
   void forward(Actions& actions);
   void backward(Actions& actions);
   int32_t first_enter(UnitId unit) const;

@@ -133,10 +133,6 @@ struct UnitMesh {
   int64_t near_nbytes(int64_t nbytes) const {
     return gathers_near() ? nbytes / near.size : 0;
   }
-  // Whether an optimizer's step begins the first gather of the forward that comes next.
-  bool gathers_at_step(const ShardOptions& sharding) const {
-    return sharding.gather_at_step && shards_parameters && shards_optimizer;
-  }
 };
 
 } // namespace zerocore

@@ -3,21 +3,9 @@
 
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-
 namespace zerocore {
 
-bool Unsharding::can_read() const {
-  const bool has_own = mesh_.shards_parameters && !mesh_.shards_across;
-  return has_own && !tiers_.has_host_parameters() &&
-      std::ranges::none_of(layout_.regions(), &Region::is_encoded);
-}
-
-void Unsharding::begin(
-    const std::vector<int>& regions,
-    bool again,
-    GatherSteps& steps,
-    bool reads) {
+void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps& steps) {
   wait(steps); // a rank that skipped the unit may not have waited for its last gather
   const bool in_use = has_full_ && mesh_.shards_parameters;
   if (in_use) {
@@ -26,8 +14,7 @@ void Unsharding::begin(
   is_near_ = again && mesh_.gathers_near() && (has_near_ || has_full_);
   has_near_ = has_near_ && is_near_;
   is_whole_ = false;
-  reads = reads && can_read();
-  receives_ = receives(reads) && !is_near_;
+  receives_ = copies_out_ && !is_near_;
   if (receives_) {
     take(ParamMemory::Received, StreamRole::AllGather, steps);
   } else if (!has_full_) {
@@ -44,7 +31,7 @@ void Unsharding::begin(
     start_across(regions, steps);
   }
   for (const int region : regions) {
-    is_near_ ? start_near(region, steps) : start(region, reads, steps);
+    is_near_ ? start_near(region, steps) : start(region, steps);
   }
   steps.run({.kind = GatherStepKind::Launch, .unit = unit_});
   is_whole_ = true;
@@ -67,7 +54,7 @@ void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& step
   steps.run({.kind = GatherStepKind::WaitAcross, .unit = unit_});
 }
 
-void Unsharding::start(int index, bool reads, GatherSteps& steps) const {
+void Unsharding::start(int index, GatherSteps& steps) const {
   const Region& region = layout_.regions()[index];
   const ParamMemory to = receives_ ? ParamMemory::Received : ParamMemory::Full;
   const bool loads = tiers_.has_host_parameters();
@@ -82,8 +69,7 @@ void Unsharding::start(int index, bool reads, GatherSteps& steps) const {
     const bool is_in_place = loads || encodes || !mesh_.shards_parameters || mesh_.shards_across;
     const ParamMemory from = is_in_place ? to : ParamMemory::Own;
     const int64_t nbytes = received_.regions()[index].nbytes();
-    const auto kind = reads ? GatherStepKind::ReadPeers : GatherStepKind::Start;
-    steps.run({kind, unit_, index, from, to, nbytes, TraceOp::AllGather});
+    steps.run({GatherStepKind::Start, unit_, index, from, to, nbytes, TraceOp::AllGather});
   }
 }
 

@@ -9,8 +9,7 @@
 // stage 3       Own is memory of its own, on the device, the host or the disk. Full is a block of
 //               the pool from a gather to the reshard.
 // A layout of rows is gathered into Received, a block that is copied out to Full and given back; so
-// is one of encoded parameters, whose rank's part is made in that block. Rows that are read out of
-// the other ranks' memory go to Full.
+// is one of encoded parameters, whose rank's part is made in that block.
 // With near ranks a part of Full stays in Near, from the first reshard until the parameters change.
 #pragma once
 
@@ -47,7 +46,6 @@ enum class GatherStepKind : uint8_t {
   StartAcross, // the gather of this rank's part of `to` over the replicas, from `from`
   WaitAcross, // for StartAcross, where no stream keeps the order
   Start, // the gather of a region, from `from` (this rank's part of it) to `to`
-  ReadPeers, // the same, complete, from Own to Full: ranks read the others' memory
   Launch, // no Start follows
   Wait, // for all gathers and loads
   CopyOut, // Received goes to Full
@@ -98,12 +96,7 @@ class Unsharding {
   }
   // Gathers `regions`: all where parameters are sharded, else those that have changed. A unit that
   // is in use already stays where it is. `again`: nothing has changed since the gather before.
-  // `reads`: by Note [Reads of peers].
-  void begin(const std::vector<int>& regions, bool again, GatherSteps& steps, bool reads = false);
-  // Whether a gather goes to Received, unless it comes from near ranks.
-  bool receives(bool reads) const {
-    return copies_out_ && !(reads && can_read());
-  }
+  void begin(const std::vector<int>& regions, bool again, GatherSteps& steps);
   // Completes the gathers that begin() has started, if there are any.
   void wait(GatherSteps& steps);
   // Completes them and gives Full back; the unit is not sharded.
@@ -115,9 +108,8 @@ class Unsharding {
   }
 
  private:
-  bool can_read() const;
   void start_across(const std::vector<int>& regions, GatherSteps& steps) const;
-  void start(int region, bool reads, GatherSteps& steps) const;
+  void start(int region, GatherSteps& steps) const;
   void start_near(int region, GatherSteps& steps) const;
   void take(ParamMemory memory, StreamRole user, GatherSteps& steps);
 

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "common/math.h"
-#include "emulation/emulated_group.h"
 #include "runtime/wire_calls.h"
 #include "watch/alarm.h"
 #include "watch/control_link.h"
@@ -114,9 +113,6 @@ Collectives::Collectives(
       launches_together_(streams.has_streams() && backend_->supportsCoalescing()),
       methods_(WireMethods::of_backend(backend_->getBackendName(), size(), sums_in_order)),
       alarm_(alarm) {
-  if (!streams_.has_streams()) {
-    emulated_ = dynamic_cast<EmulatedGroup*>(backend_.get());
-  }
   if (backend_->getBackendName() == "gloo") {
     const auto link = ControlLink::of(backend_);
     guard_ = {link, &link->guard()};
@@ -279,40 +275,13 @@ void Collectives::trace_completion(const PendingCollective& pending) const {
 PendingCollective Collectives::all_gather(
     const at::Tensor& full,
     const at::Tensor& own,
-    CollectiveTag tag,
-    const std::shared_future<void>& after) {
-  if (after.valid()) {
-    TORCH_INTERNAL_ASSERT(can_defer_start());
-    emulated_->hold_next(after);
-  }
+    CollectiveTag tag) {
   const OwnCollective* given = tag.own;
   return start(
       "all_gather", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool async) {
         return given != nullptr ? wire::Works{(*given)(full, own)}
                                 : wire::gather(*backend_, methods_.gather, full, own, async);
       });
-}
-
-void Collectives::find_processes() {
-  if (!streams_.has_streams() && size() > 1 && backend_->getBackendName() == "gloo") {
-    processes_ = find_readable_processes(*backend_);
-  }
-}
-
-PendingCollective Collectives::read_peers(
-    const at::Tensor& full,
-    const at::Tensor& own,
-    const PiecesOfRank& pieces_of,
-    CollectiveTag tag) {
-  Operands operands{{own}, {full}};
-  PendingCollective pending =
-      begin("all_gather_by_reads", StreamRole::AllGather, operands, std::move(tag));
-  wait_in(pending, [&] {
-    void* to = full.mutable_data_ptr();
-    read_processes(*backend_, processes_, own.const_data_ptr(), to, pieces_of);
-  });
-  finish(pending, std::move(operands), StreamRole::AllGather, nullptr);
-  return pending;
 }
 
 PendingCollective Collectives::gather_sums(

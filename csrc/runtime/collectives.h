@@ -12,21 +12,18 @@
 
 #include <exception>
 #include <functional>
-#include <future>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "plan/wire_methods.h"
-#include "runtime/peer_memory.h"
 #include "runtime/stream.h"
 #include "runtime/trace.h"
 
 namespace zerocore {
 
 class Alarm;
-class EmulatedGroup;
 class IssueGuard;
 
 // Raises the alarm, if there is one, and throws c10::DistBackendError with its sentence or with
@@ -138,32 +135,10 @@ class Collectives {
   std::vector<PendingCollective> start_together(TraceOp op, std::vector<CollectiveCall> calls);
 
   // Gathers every rank's `own` into `full`, rank after rank. `own` may be this rank's slice of
-  // `full` (in place) or other memory. Both are 1-D bytes. Begins when `after` is ready, if it is
-  // valid, which it may be where the ranks' group can_defer_start().
-  PendingCollective all_gather(
-      const at::Tensor& full,
-      const at::Tensor& own,
-      CollectiveTag tag,
-      const std::shared_future<void>& after = {});
-  // Finds out whether ranks can read each other's memory, on the CPU over gloo; collective.
-  void find_processes();
-  // See Note [Reads of peers].
-  bool reads_peers() const {
-    return !processes_.empty();
-  }
-  // As all_gather of pieces of each rank's `own`, where reads_peers(). Blocks: no rank reads `own`
-  // any more when it returns.
-  PendingCollective read_peers(
-      const at::Tensor& full,
-      const at::Tensor& own,
-      const PiecesOfRank& pieces_of,
-      CollectiveTag tag);
+  // `full` (in place) or other memory. Both are 1-D bytes.
+  PendingCollective all_gather(const at::Tensor& full, const at::Tensor& own, CollectiveTag tag);
   // The same among reductions, of floating-point numbers and in place.
   PendingCollective gather_sums(const at::Tensor& full, const at::Tensor& own, CollectiveTag tag);
-  // Whether a collective can be issued that begins when something on the host is done.
-  bool can_defer_start() const {
-    return emulated_ != nullptr;
-  }
 
   // Leaves in `received` what methods().reduce says of this rank's slice of the sum of `full` over
   // the ranks: as many parts of the slice's size. One part is the sum itself, and `received` may
@@ -228,8 +203,6 @@ class Collectives {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::intrusive_ptr<c10d::Backend> backend_, reductions_;
-  EmulatedGroup* emulated_ = nullptr; // the backend, on the CPU
-  std::vector<int64_t> processes_; // of the ranks; empty unless they can read each other's memory
   const Streams& streams_;
   const StreamRole reducing_;
   const bool launches_together_;

@@ -5,9 +5,6 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
-#include <array>
-#include <string>
-
 namespace zerocore {
 
 namespace {
@@ -26,13 +23,7 @@ bool is_capturing(const c10::Stream& stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-std::string pci_bus_id(c10::DeviceIndex device) {
-  std::array<char, 32> id{};
-  C10_CUDA_CHECK_WARN(cudaDeviceGetPCIBusId(id.data(), static_cast<int>(id.size()), device));
-  return id.data();
-}
-
-constexpr CudaCalls kCalls{&pin, &unpin, &is_capturing, &pci_bus_id};
+constexpr CudaCalls kCalls{&pin, &unpin, &is_capturing};
 
 [[maybe_unused]] const bool registered = [] {
   cuda_calls() = &kCalls;

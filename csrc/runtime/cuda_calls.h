@@ -4,7 +4,6 @@
 #include <c10/core/Stream.h>
 
 #include <cstddef>
-#include <string>
 
 namespace zerocore {
 
@@ -16,8 +15,6 @@ struct CudaCalls {
   void (*unpin)(void* data);
   // Whether the stream records a graph of its work.
   bool (*is_capturing)(const c10::Stream& stream);
-  // Of a device on the bus, such as "0000:3B:00.0"; empty if it cannot be told. Never throws.
-  std::string (*pci_bus_id)(c10::DeviceIndex device);
 };
 
 // Null in a build without CUDA. Set once, when the library is loaded.

@@ -8,7 +8,6 @@
 
 #include "runtime/bucket.h"
 #include "runtime/cuda_calls.h"
-#include "runtime/numa_node.h"
 
 namespace zerocore {
 
@@ -40,9 +39,6 @@ HostMemory::HostMemory(const HostMemoryOptions& options)
       std::strerror(errno),
       ". Is there a limit on this process (ulimit -v, ulimit -d)?");
   if (nbytes_ > 0) {
-    if (options.numa_node >= 0) { // before pages are touched; pinning does
-      prefer_numa_node(data(), static_cast<size_t>(nbytes_), options.numa_node);
-    }
     advise(data(), options);
   }
   if (options.pinned_nbytes > 0) {

@@ -18,8 +18,6 @@ struct HostMemoryOptions {
   // Whether a child of a fork has a copy of what is not pinned, as of other memory. Not of memory
   // that a disk writes to: pages shared with a child are copied when either writes.
   bool inherited = false;
-  // The node that all of it is to lie on if it can, as that of the device that copies; -1: any.
-  int numa_node = -1;
 };
 
 // Torch's own pinned blocks are rounded up to powers of two, and pinning one while a collective

@@ -62,7 +62,6 @@ class Case:
     is_narrow: bool
     is_ours: bool  # the optimizer
     offload: zerocore.Offload | None = None
-    gathers_at_step: bool = False
 
     @staticmethod
     def of(seed: int) -> Case:
@@ -78,7 +77,6 @@ class Case:
                 is_narrow=rng.random() < 0.4,
                 is_ours=offload is GRADIENTS or rng.random() < 0.7,
                 offload=offload,
-                gathers_at_step=stage == 3 and rng.random() < 0.3,
             )
             if case.is_allowed():
                 return case
@@ -86,8 +84,6 @@ class Case:
     def is_allowed(self) -> bool:
         """Torch's optimizers and snapshots take no states on a disk."""
         assert self.offload is not None
-        if self.gathers_at_step and self.offload.parameters == "disk":
-            return False
         on_disk = self.offload.states == "disk"
         return not (on_disk and (self.action == "snapshot" or not self.is_ours))
 
@@ -108,7 +104,6 @@ class Program:
             units=[Block],
             offload=case.offload,
             mixed_precision=NARROW if case.is_narrow else None,
-            gather_at_step=case.gathers_at_step,
         )
         make = adamw if case.is_ours else torchs
         self.optimizer: Any = make(self.model.parameters())

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.compiled import ROOT, Extension
+from zerocore import _C
 
 DEVICE = "asyncdev"
 _SOURCES = sorted(path.relative_to(ROOT) for path in Path(__file__).parent.glob("*.cpp"))
@@ -33,6 +34,7 @@ def load() -> Any:
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch._register_device_module(DEVICE, _module(extension))
     dist.Backend.register_backend(DEVICE, _create_group, extended_api=True, devices=[DEVICE])
+    _C.set_device_loops(extension.loops())
     return extension
 
 

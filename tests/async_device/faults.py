@@ -177,10 +177,7 @@ def options_of(stage: int, offloads: bool) -> list[dict[str, Any]]:
     if offloads:
         parts = [STATES] + [GRADIENTS] * (stage >= 2) + [PARAMETERS] * (stage == 3)
         return [{"stage": stage, "offload": offload} for offload in parts]
-    options: list[dict[str, Any]] = [
-        {"stage": stage, "prefetch": prefetch} for prefetch in ((0, 1) if stage else (1,))
-    ]
-    return [*options, {"stage": stage, "gather_at_step": True}] if stage == 3 else options
+    return [{"stage": stage, "prefetch": prefetch} for prefetch in ((0, 1) if stage else (1,))]
 
 
 def main() -> None:

@@ -7,6 +7,7 @@
 #include "generator.h"
 #include "group.h"
 #include "link_timer.h"
+#include "operator_loops.h"
 #include "queue.h"
 #include "registration.h"
 
@@ -98,6 +99,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("refuse_registration", &refuse_registration, py::arg("why"));
   module.def("device_timer", [] { return py::capsule(static_cast<const void*>(&link_timer())); });
   module.def("booked", &booked_durations);
+  module.def("loops", [] { return py::capsule(static_cast<const void*>(&operator_loops())); });
   bind_recording(module);
   module.def("set_capturing", [](int stream) { capturing_stream() = stream; });
   module.def("host_waits", &host_waits);

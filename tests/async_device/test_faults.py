@@ -21,7 +21,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("stage", "more"),
-    [*by_night((1, {}), (3, {"gather_at_step": True}), (3, {"other_mesh": ("1",)})), (3, {})],
+    [*by_night((1, {}), (3, {"other_mesh": ("1",)})), (3, {})],
 )
 def test_a_missing_wait_shows(stage: int, more: dict[str, Any]) -> None:
     """Of each kind at least one of the first and the last, on some rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerocore
 from tests.async_device.training import WIDTH, Block, make_model, start
@@ -277,6 +278,47 @@ def wait_on_threads() -> dict[str, int]:
 def test_threads_wait_for_the_device_of_their_model() -> None:
     for waits in run_ranks(wait_on_threads, 2, launch="torchrun"):
         assert waits["for an event"] > 0 and "for an event, without a device" not in waits, waits
+
+
+LATE_S = 0.3  # each copy of a gradient to the host
+
+
+def steps_with_late_copies() -> list[tuple[float, int, int]]:
+    """Of each step: seconds until its backward had computed, when the next forward began to
+    gather the first unit, and when the last one was updated; ns."""
+    device, extension = start(on_device=True)
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).to(device)
+    model = zerocore.shard(layers, stage=3, units=[nn.Linear], offload=STATES)
+    optimizer: Any = adamw(model.parameters())
+    stream = extension.id_of_handle(state_of(model).engine.stream_handle("device_to_host"))
+    inputs, found = torch.ones(2, 2048, device=device), []
+    for step in range(4):
+        loss = model(inputs).square().mean()
+        optimizer.synchronize()
+        torch.get_device_module(device).synchronize()
+        dist.barrier()
+        extension.set_lag(stream, int(LATE_S * 1e6) if step > 0 else 0)
+        begin = time.perf_counter()
+        loss.backward()
+        torch.get_device_module(device).current_stream().synchronize()
+        seconds = time.perf_counter() - begin
+        with zerocore.record_events(model) as events, torch.no_grad():
+            optimizer.step()
+            model(inputs)
+            optimizer.synchronize()
+        optimizer.zero_grad()
+        gather = next(event for event in events if event.op == "all_gather")
+        update = [event for event in events if event.op == "host_update"][-1]
+        found.append((seconds, gather.issued_ns, update.done_ns))
+    return found[1:]  # memory comes with the first step
+
+
+def test_copies_and_updates_go_on_beside_the_backward_and_the_forward() -> None:
+    """Gradients of four units are copied one after the other; a loaded host may be late."""
+    for steps in run_ranks(steps_with_late_copies, 2, launch="torchrun"):
+        assert any(seconds < 4 * LATE_S for seconds, _, _ in steps), steps
+        assert any(gathers < updated for _, gathers, updated in steps), steps
 
 
 class Counted:

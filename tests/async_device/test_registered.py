@@ -28,7 +28,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (3, {"stage": 2, "mixed_precision": zerocore.MixedPrecision(wire_dtype=torch.bfloat16)}),
     (2, {"stage": 2, "offload": zerocore.Offload(states="cpu", gradients="cpu")}),
     (1, {"offload": zerocore.Offload(states="cpu", gradients="cpu", parameters="cpu")}),
-    (3, {"stage": 3, "prefetch": 2, "reductions_in_flight": 2, "gather_at_step": True}),
+    (3, {"stage": 3, "prefetch": 2, "reductions_in_flight": 2}),
 ]
 
 

@@ -17,7 +17,6 @@ from tests.async_device.training import (
     make_model,
     start,
     train,
-    train_gathering_at_step,
     train_offloaded,
     train_sharded,
 )
@@ -107,54 +106,24 @@ def test_compute_goes_from_stream_to_stream() -> None:
 BF16 = zerocore.MixedPrecision(torch.bfloat16, torch.float32)
 
 
-def train_all_gathering_at_step(on_device: bool) -> list[list[float]]:
-    device, extension = start(on_device)
-    losses = []
-    for seed in in_turns(extension, 3):
-        losses += [
-            train_gathering_at_step(device, False, prefetch=seed),
-            train_gathering_at_step(device, seed == 1, mixed_precision=BF16),
-            train_gathering_at_step(device, True, offload=zerocore.Offload(states="cpu")),
-        ]
-    everything = zerocore.Offload(states="cpu", parameters="cpu")
-    return [*losses, train_gathering_at_step(device, True, offload=everything)]
-
-
-@pytest.mark.parametrize("num_ranks", [*by_night(3), 2])
-def test_gathers_at_the_step_have_the_bits_of_those_in_the_forward(num_ranks: int) -> None:
-    function = train_all_gathering_at_step
-    expected = run_ranks(function, num_ranks, False, launch="torchrun", timeout=150)
-    assert run_ranks(function, num_ranks, True, launch="torchrun", timeout=150) == expected
-
-
-def change_weights_alone(options: dict[str, Any], trains: bool) -> str:
+def change_weights_alone(stage: int) -> str:
     """The error of a rank where only the last one changes a weight that was gathered."""
     device, _ = start(on_device=True)
-    model = zerocore.shard(make_model(device), units=[Block], **options)
+    model = zerocore.shard(make_model(device), stage=stage, units=[Block])
     inputs = torch.ones(4, WIDTH, device=device)
     train(model, device, steps=2)
-    if not options.get("gather_at_step"):
-        model(inputs).sum().backward()
+    model(inputs).sum().backward()
     if dist.get_rank() == 1:
         model[0].down.bias.data.local().add_(1.0)
     with pytest.raises(ValueError, match="begin again, from a checkpoint") as caught:
-        if trains:
-            model(inputs).sum().backward()
-        else:
-            with torch.no_grad():
-                model(inputs)
+        model(inputs).sum().backward()
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("stage", "trains"), [*by_night((1, True), (3, False)), (2, True), (3, True)]
-)
-def test_a_gathered_weight_that_one_rank_changes_is_an_error(stage: int, trains: bool) -> None:
+@pytest.mark.parametrize("stage", [*by_night(1), 2])
+def test_a_gathered_weight_that_one_rank_changes_is_an_error(stage: int) -> None:
     """The device matches collectives by their order alone, as NCCL does."""
-    options = {"stage": stage, "gather_at_step": stage == 3}
-    first, second = run_ranks(
-        change_weights_alone, 2, options, trains, launch="torchrun", timeout=100
-    )
+    first, second = run_ranks(change_weights_alone, 2, stage, launch="torchrun", timeout=100)
     assert "weights have changed on another rank only" in first
     assert "unit '0': its weights have changed on this rank" in second
 

@@ -81,30 +81,17 @@ def train(
 def train_sharded(device: torch.device, stage: int, prefetch: int = 1) -> list[float]:
     """The losses of some steps at a stage.
 
-    On the device one more reduction is in flight, and layers write gradients into buckets.
+    On the device one more reduction is in flight.
     """
     on_device = device.type != "cpu"
     communication = zerocore.Communication(
         prefetch=prefetch,
         reductions_in_flight=prefetch + 1 if on_device else 1,
-        fuse_wgrad=on_device,
     )
     model = zerocore.shard(
         make_model(device), stage=stage, units=[Block], communication=communication
     )
     return torch.stack(train(model, device)).tolist()
-
-
-def train_gathering_at_step(device: torch.device, ours: bool, **options: Any) -> list[float]:
-    """The losses at stage 3; on the device the first gather begins at the step before."""
-    model = zerocore.shard(
-        make_model(device),
-        units=[Block],
-        gather_at_step=device.type != "cpu",
-        **options,
-    )
-    make = zerocore.optim.AdamW if ours else torch.optim.AdamW
-    return torch.stack(train(model, device, steps=4, make_optimizer=make)).tolist()
 
 
 def train_offloaded(

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from zerocore import _C as C
-from zerocore import Event
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -37,22 +36,6 @@ def test_the_second_measurement_of_a_peer_is_called_what_it_is() -> None:
 
     assert _of_link(Figures(100.0, 130.0, 80.0, 20.0, 30.0, 35.0)) == "75.0 (waits in the link)"
     assert _of_link(Figures(100.0, 130.0, 80.0, 20.0, 30.0, None)) == "-"
-
-
-def test_hidden_percent_of_what_is_on_the_host() -> None:
-    from bench.overlap.offloaded import HostWork, hidden, read_work
-
-    assert hidden(HostWork(60.0, 10.0, 0.0), 20.0) == pytest.approx((100 * 2 / 3, 80.0))
-    events = [
-        Event(op, unit, 0, 0, begin * 10**6, (begin + ms) * 10**6, 10**6)
-        for op, unit, begin, ms in (
-            *(("to_host", "1", 0, 2), ("to_host", "0", 2, 4), ("host_update", "0", 6, 1)),
-            *(("to_device", "0", 7, 5), ("host_update", "1", 7, 1), ("to_device", "1", 12, 3)),
-            ("all_gather", "0", 12, 9),
-        )
-    ]
-    assert read_work([], events) == HostWork(total=8.0, unavoidable=10.0, waits=3.5)
-    assert read_work(events[:3], events) == HostWork(total=4.5, unavoidable=10.0, waits=2.0)
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:
@@ -123,10 +106,7 @@ def test_quick_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     names = sorted(path.name.split("_overlap_")[1] for path in tmp_path.iterdir())
-    suffixes = (
-        *(".json", ".md", "_host_timeline.png"),
-        *("_sweep.png", "_timeline.png", "_trace.json"),
-    )
+    suffixes = (".json", ".md", "_sweep.png", "_timeline.png", "_trace.json")
     assert names == [f"emulated_cpu{suffix}" for suffix in suffixes]
     results, trace = (
         json.loads(next(tmp_path.glob(f"*{end}.json")).read_text()) for end in ("cpu", "trace")
@@ -134,10 +114,6 @@ def test_quick_run(tmp_path: Path) -> None:
     assert results["link"] == "emulated"
     for rounds in results["systems"].values():
         assert len(rounds["0.0"]["step_ms"]) == results["workload"]["num_rounds"]
-    for rounds in results["hosted"].values():
-        assert len(rounds["hosted_ms"]) == results["workload"]["num_rounds"]
-        assert all({"total", "waits"} < set(work) for work in rounds["work_ms"])
-        assert all(work["unavoidable"] > 0 for work in rounds["work_ms"])
     lanes = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     assert {"compute", "all_gather", "reduce_scatter"} <= lanes
     markdown = next(tmp_path.glob("*.md")).read_text()

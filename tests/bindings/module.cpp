@@ -5,9 +5,7 @@ PYBIND11_MODULE(_C_testing, module) {
   pybind11::module_::import("zerocore._C");
   zerocore::register_bucket_pool(module);
   zerocore::register_dissemination(module);
-  zerocore::register_host_memory(module);
   zerocore::register_kernels(module);
-  zerocore::register_process_memory(module);
   zerocore::register_reduction(module);
   zerocore::register_roll_call(module);
   zerocore::register_schedule(module);

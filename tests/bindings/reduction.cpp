@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -180,25 +179,6 @@ void register_reduction(py::module_& module) {
           },
           py::arg("unit"),
           py::arg("sync") = true)
-      .def(
-          "prepare",
-          [](R& r, UnitId unit, bool sync) {
-            r.reduction.prepare(unit, sync, r);
-            return r.take();
-          },
-          py::arg("unit"),
-          py::arg("sync") = true)
-      .def(
-          "place",
-          [](const R& r, UnitId unit, int region) -> std::optional<std::string> {
-            const auto place = r.reduction.place(unit, region);
-            return place ? std::make_optional<std::string>(place_name(*place)) : std::nullopt;
-          })
-      .def(
-          "set_exact",
-          [](R& r, UnitId unit, int region, bool exact) {
-            r.reduction.set_exact(unit, region, exact);
-          })
       .def(
           "finish",
           [](R& r) {

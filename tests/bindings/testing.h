@@ -7,9 +7,7 @@ namespace zerocore {
 
 void register_bucket_pool(pybind11::module_& module);
 void register_dissemination(pybind11::module_& module);
-void register_host_memory(pybind11::module_& module);
 void register_kernels(pybind11::module_& module);
-void register_process_memory(pybind11::module_& module);
 void register_reduction(pybind11::module_& module);
 void register_roll_call(pybind11::module_& module);
 void register_schedule(pybind11::module_& module);

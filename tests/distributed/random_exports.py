@@ -27,7 +27,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "offload": (None, None, None, STATES, ALL, ALL_ON_DISK),
     "shared_states": (False, True),
     "near": (False, True),
-    "gather_at_step": (False, False, True),
     "optimizer": ("torch", "zerocore"),
     "moment": (
         "new", "stepped", "with gradients", "in no_sync", "before backward", "parked",
@@ -75,7 +74,6 @@ def fit_sharding(case: Case, shape: str) -> None:
     if case["offload"]:
         case["optimizer"] = "zerocore"
     case["near"] = case["near"] and stage == 3 and shape == "4"
-    case["gather_at_step"] = case["gather_at_step"] and stage == 3 and case["offload"] is None
     alone = not (case["near"] or case["offload"])
     case["shared_states"] = case["shared_states"] and stage > 0 and shape == "2x2" and alone
     if stage < 3 or case["offload"] in (ALL, ALL_ON_DISK) or case["shared_states"]:

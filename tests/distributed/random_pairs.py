@@ -31,12 +31,12 @@ OF_LOOP = (
 )  # fmt: skip
 OF_SHARD = (
     "offload_states", "offload_gradients", "offload_parameters", "mixed_precision", "muon",
-    "hybrid", "accumulate_full", "gather_at_step",
+    "hybrid", "accumulate_full",
 )  # fmt: skip
 FEATURES = OF_MODEL + OF_LOOP + OF_SHARD
-LEAST_STAGE = {"offload_gradients": 2, "offload_parameters": 3, "gather_at_step": 3}
+LEAST_STAGE = {"offload_gradients": 2, "offload_parameters": 3}
 OFFLOADED = ("offload_states", "offload_gradients", "offload_parameters")
-NOT_IN_FSDP = {*OFFLOADED, "muon", "accumulate_full", "gather_at_step", "tied"}
+NOT_IN_FSDP = {*OFFLOADED, "muon", "accumulate_full", "tied"}
 ALTERNATIVES = (  # of which one pair has one
     {*OFFLOADED, "muon"},  # whole matrices do not move where states are on the host
     {"checkpoint", "reentrant"},

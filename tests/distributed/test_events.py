@@ -122,31 +122,6 @@ def test_accumulation_is_as_planned_where_collectives_sum(
         accumulate_as_planned(stage, shape)
 
 
-def compare_steps_with_plan(mixed: zerocore.MixedPrecision | None, prefetch: int) -> None:
-    """Whole steps, of which the optimizer's has the first gather of the next one."""
-    model, optimizer = make(3, prefetch=prefetch, gather_at_step=True, mixed_precision=mixed)
-    for number in range(4):
-        with zerocore.record_events(model) as events:
-            model(torch.randn(3, WIDTH)).sum().backward()
-            optimizer.step()
-        optimizer.zero_grad()
-        at_step = [(e.op, e.unit) for e in events[-2:]]
-        assert at_step == [("unshard", "blocks.0"), ("all_gather", "blocks.0")]
-        if number > 0:
-            actual = [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events]
-            assert actual == planned_events(model)
-    assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
-    stats = state_of(model).engine.pool_stats
-    assert stats.in_use_nbytes == events[-1].pool_nbytes > 0
-    assert "first gather at the step" in str(zerocore.describe(model))
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_gather_at_the_step_is_as_planned(prefetch: int) -> None:
-    for world_size, mixed in ((2, None), (3, MIXED)):
-        run_ranks(compare_steps_with_plan, world_size, mixed, prefetch)
-
-
 def count_unsharded(prefetch: int) -> int:
     model, optimizer = make(3, prefetch=prefetch)
     step(model, optimizer)

@@ -93,7 +93,6 @@ def compare_options(options: dict[str, Any], dtype: torch.dtype | None) -> None:
         ({"stage": 3, "offload": ALL}, None),
         ({"stage": 3, "offload": ALL, "mixed_precision": BF16}, torch.bfloat16),
         ({"stage": 3, "offload": ALL_ON_DISK}, None),
-        ({"stage": 3, "gather_at_step": True}, None),
         ({"stage": 3, "regather": 1}, None),
     ],
     ids=str,

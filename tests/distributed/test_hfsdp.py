@@ -32,7 +32,6 @@ WAYS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({}, (1, 2, 3)),
     ({"accumulate": "full", "prefetch": 2}, (2, 3)),
     ({"mixed_precision": MIXED}, (1, 3)),
-    ({"gather_at_step": True}, (3,)),
 ]
 
 

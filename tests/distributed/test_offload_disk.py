@@ -37,8 +37,7 @@ from tests.distributed.offloading import (
 )
 from tests.distributed.test_offload import VARIANTS, frozen, train, trained_blocks
 from tests.distributed.training import case_named
-from zerocore import Offload, emulated
-from zerocore.common.links import set_emulated_host_link
+from zerocore import Offload
 
 
 def offloads_for(stage: int, name: str, make: Any) -> list[Offload]:
@@ -235,22 +234,6 @@ def fail_on_one_rank(offload: Offload, how: str) -> str:
     except Exception as error:
         return str(error)
     return "nothing"
-
-
-def fail_over_a_link(how: str) -> str:
-    """Weights return over an emulated link, and wait for nothing that does not come."""
-    set_emulated_host_link(emulated.link("1GB/s,1ms"))
-    try:
-        return fail_on_one_rank(DISK, how)
-    finally:
-        set_emulated_host_link(None)
-
-
-@pytest.mark.parametrize("how", ["ends", "is full"])
-def test_a_failed_disk_is_an_error_while_weights_return_over_a_link(how: str) -> None:
-    failed, other = run_ranks(fail_over_a_link, 2, how, timeout=40.0)
-    assert ("cannot read" if how == "ends" else "cannot write") in failed
-    assert "rank 0" in other, other
 
 
 @pytest.mark.parametrize("how", ["ends", "is full"])

@@ -28,18 +28,14 @@ from tests.distributed.offloading import (
     blocks,
     offloads_of,
 )
-from zerocore import MixedPrecision, Offload, emulated
+from zerocore import MixedPrecision, Offload
 from zerocore._C import HostUpdate
-from zerocore.common.links import set_emulated_host_link
 from zerocore.model.state import state_of
 
 
-def record_step(
-    stage: int, offload: Offload, link: str = "1GB/s,20ms", **options: Any
-) -> list[zerocore.Event]:
-    """Events from a backward to the next forward, over a slow link."""
-    set_emulated_host_link(emulated.link(link))
-    model, optimizer = blocks(stage, offload, **options)
+def record_step(stage: int, offload: Offload) -> list[zerocore.Event]:
+    """Events from a backward to the next forward."""
+    model, optimizer = blocks(stage, offload)
     for _ in range(2):
         backward(model)
         optimizer.step()
@@ -71,8 +67,6 @@ def check_order() -> None:
             update, sent = by_op["host_update", unit], by_op["to_device", unit]
             assert update.done_ns <= sent.issued_ns
             assert sent.done_ns <= by_op["all_gather", unit].issued_ns
-        # The forward began when its first unit had come back; the others were on their way.
-        assert by_op["all_gather", "0"].issued_ns < by_op["to_device", "3"].issued_ns
         # Squares are summed as each gradient arrives; all are known when the first unit is updated.
         assert [unit for op, unit in first if op == "host_squares"] == names[::-1]
         squares = {
@@ -84,8 +78,6 @@ def check_order() -> None:
             assert squares[unit].done_ns <= by_op["host_update", "0"].issued_ns
         # Under the backward: the last unit's before the first one's gradient has come.
         assert squares["3"].done_ns <= arrived["0"].done_ns
-        # The next unit is updated while weights return.
-        assert by_op["host_update", "1"].issued_ns < by_op["to_device", "0"].done_ns
 
 
 def test_units_leave_and_return_one_by_one() -> None:
@@ -104,28 +96,20 @@ def arrivals_and_gathers(
 
 
 def check_loads() -> None:
-    """Loads of parameters take the link's time; their gathers begin behind them."""
+    """Gathers begin behind the loads of their parameters, and those behind the update."""
     events = record_step(3, ALL)
-    updated = next(event for event in events if event.op == "host_update")
-    for index, (load, gather) in enumerate(arrivals_and_gathers(events)):
-        # By the link's clock, 20 ms each; its thread may notice later that one begins.
-        assert load.done_ns >= updated.done_ns + (index + 1) * 20e6
-        assert gather.issued_ns >= load.done_ns  # gloo has no way to wait: the host does
+    updates = {event.unit: event for event in events if event.op == "host_update"}
+    for load, gather in arrivals_and_gathers(events):
+        assert updates[load.unit].done_ns <= load.issued_ns
+        assert load.done_ns <= gather.issued_ns  # gloo has no way to wait: the host does
 
 
-def test_loads_take_the_time_of_the_link() -> None:
+def test_gathers_wait_for_loads() -> None:
     run_ranks(check_loads, 2)
 
 
-def test_on_the_emulated_link_the_host_does_not_wait() -> None:
-    """A gather is issued at once and begins when its part is loaded, or its weights are back."""
+def test_squares_are_summed_where_a_step_asks_for_their_norm() -> None:
     with zerocore.emulate(4, "10GB/s", "1ms"):
-        for offload in (ALL, STATES):
-            arrivals = list(arrivals_and_gathers(record_step(3, offload)))
-            assert all(arrival.done_ns < gather.done_ns for arrival, gather in arrivals)
-            # Of the first units: the link is slow, so later ones are issued when they are used.
-            assert all(gather.issued_ns < arrival.done_ns for arrival, gather in arrivals[:2])
-        # Squares of gradients are summed only where a step asks for their norm.
         model, optimizer = blocks(3, STATES)
         optimizer.clip_grad_norm = None
         for _ in range(2):
@@ -199,7 +183,6 @@ def test_an_update_has_as_many_threads_as_asked() -> None:
 
 def check_readers() -> None:
     """A read after a step finds all of it done."""
-    set_emulated_host_link(emulated.link("1GB/s,20ms"))
     readers: dict[str, Callable[[nn.Module, Any], Any]] = {
         "full_state_dict": lambda model, _: zerocore.full_state_dict(model, rank0_only=False),
         "state_dict": lambda model, _: {k: v.local() for k, v in model.state_dict().items()},

@@ -1,4 +1,4 @@
-"""Ordinary scripts give the same with offload and gathers at the step as under DDP and FSDP2."""
+"""Ordinary scripts give the same with offload as under DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -25,30 +25,21 @@ Make = Callable[[], tuple[Any, Any]]  # a model and its optimizer, always with t
 Script = Callable[[Make, Path], list[float]]
 
 
-def systems(changes_weights: bool = True) -> dict[str, Make]:
-    """DDP, which is the truth, FSDP2, and zerocore with everything on the host and on a disk.
-
-    And zerocore with gathers at the step, unless the script changes weights between step and
-    forward, which those do not allow.
-    """
+def systems() -> dict[str, Make]:
+    """DDP, which is the truth, FSDP2, and zerocore with everything on the host and on a disk."""
     net = make_net()
 
-    def ours(make: Any = adamw, **options: Any) -> Make:
-        return lambda: with_optimizer(zerocore.shard(copy.deepcopy(net), **options), make)
+    def ours(**options: Any) -> Make:
+        return lambda: with_optimizer(zerocore.shard(copy.deepcopy(net), **options), adamw)
 
     def with_optimizer(model: nn.Module, optimizer: Any) -> tuple[Any, Any]:
         return model, optimizer(model.parameters())
 
-    early = {
-        "at the step": ours(torchs, gather_at_step=True),
-        "host, at the step": ours(offload=ALL, gather_at_step=True),
-    }
     return {
         "ddp": lambda: with_optimizer(DistributedDataParallel(copy.deepcopy(net)), torchs),
         "fsdp2": lambda: with_optimizer(shard_blocks(ENGINES["torch"], copy.deepcopy(net)), torchs),
         "host": ours(offload=ALL),
         "disk": ours(offload=ALL_ON_DISK),
-        **({} if changes_weights else early),
     }
 
 
@@ -150,9 +141,9 @@ def look_for_a_learning_rate(make: Make, folder: Path) -> list[float]:
     return seen + [step(model, optimizer, index) for index in range(1, 4)]
 
 
-def compare(script: Script, folder: Path, changes_weights: bool = True) -> None:
+def compare(script: Script, folder: Path) -> None:
     found = {}
-    for name, make in systems(changes_weights).items():
+    for name, make in systems().items():
         found[name] = script(make, folder / name)
         dist.barrier()
     for name, values in found.items():
@@ -176,4 +167,4 @@ def test_torchs_own_checkpoint_is_resumed(tmp_path: Path) -> None:
 @pytest.mark.one_by_day
 @pytest.mark.parametrize("script", [go_back_to_the_best, look_for_a_learning_rate])
 def test_weights_and_states_come_back(script: Script, tmp_path: Path) -> None:
-    run_ranks(compare, 2, script, tmp_path, False)
+    run_ranks(compare, 2, script, tmp_path)

@@ -22,7 +22,6 @@ OPTIONS: dict[str, Any] = {
     "prefetch": 2,
     "reductions_in_flight": 2,
     "accumulate": "full",
-    "gather_at_step": True,
     "regather": 2,
     "overlap_reductions": False,
     "retain_last": False,
@@ -30,7 +29,6 @@ OPTIONS: dict[str, Any] = {
     "gradient_divide_factor": 1.0,
     "sync_buffers": True,
     "registered": True,
-    "fuse_wgrad": True,
 }
 
 

@@ -99,7 +99,7 @@ def total(module: nn.Module) -> Tensor:
     return zerocore.clip_grad_norm_(module, float("inf"))
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce": True}, {"wgrad": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reduce": True}], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_own_gradients(stage: int, world_size: int, options: dict[str, bool]) -> None:
@@ -107,8 +107,6 @@ def test_own_gradients(stage: int, world_size: int, options: dict[str, bool]) ->
     if options.get("reduce"):
         wire = zerocore.MixedPrecision(wire_dtype=torch.float32)
         given = {"mixed_precision": wire}
-    if options.get("wgrad"):
-        given = {"fuse_wgrad": True}
     run_ranks(accumulate, world_size, stage, given)
 
 

@@ -104,7 +104,7 @@ def test_a_rank_that_stops_taking_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(STALL_SECONDS, "2")
     outcomes = run_to_end(stop_taking, 2)
     assert outcomes[0].error is not None
-    assert "rank 1" in outcomes[0].error and "all_gather_by_reads of" in outcomes[0].error
+    assert "rank 1" in outcomes[0].error and "all_gather of" in outcomes[0].error
 
 
 class Odd(nn.Module):

@@ -49,7 +49,7 @@ def sharded(case: Case, net: Any, shape: str) -> Any:
         )
     return zerocore.shard(
         net, stage=case["face"], group=mesh, units=case["units"], mixed_precision=mixed,
-        offload=case["offload"], gather_at_step=case["gather_at_step"],
+        offload=case["offload"],
         regather=2 if case["near"] else None,
         replicas_share="optimizer" if case["shared_states"] else None,
     )  # fmt: skip

@@ -74,10 +74,9 @@ def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
         "prefetch": rng.randrange(3),
         "reductions_in_flight": 1 + seed % 3,
         "registered": seed % 2 == 1,
-        "fuse_wgrad": seed // 4 % 2 == 0,
         "accumulate": rng.choice([None, None, "full"]),
     }
-    more = rng.choice(["", "", "gather_at_step", "offload", "overlap_reductions", "retain_last"])
+    more = rng.choice(["", "", "offload", "overlap_reductions", "retain_last"])
     if more == "offload":
         options[more] = zerocore.Offload(parameters="cpu" if stage == 3 else "device")
     elif more and (stage == 3 or more == "overlap_reductions"):

@@ -61,7 +61,6 @@ class ShardedPlayer(Player):
             "accumulate": rng.choice(["sharded", "sharded", "full"]),
         }
         if case.stage == 3:
-            options["gather_at_step"] = rng.random() < 0.3
             options["retain_last"] = rng.random() < 0.3
         if all(kind == "own_adamw" for kind in case.optimizers) and rng.random() < 0.5:
             options["offload"] = zerocore.Offload(states="cpu")

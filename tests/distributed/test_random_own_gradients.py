@@ -59,7 +59,6 @@ class Program:
         self.seed = seed
         self.stage = self.rng.randrange(4)
         options: dict[str, Any] = {"accumulate": self.rng.choice(["sharded", "full"])}
-        options["fuse_wgrad"] = self.rng.random() < 0.3
         torch.manual_seed(seed)
         sizes = [self.rng.choice([1, 3, 4, 17]) for _ in range(4)]
         self.width = sizes[0]

@@ -62,7 +62,6 @@ def shard(net: Net, stage: int | str, seed: int) -> None:
         units=rng.choice([None, [Reader], [nn.Linear], [Reader, nn.Linear]]),
         prefetch=rng.randrange(3),
         reductions_in_flight=rng.randint(1, 3),
-        fuse_wgrad=rng.random() < 0.3,
         **more,
     )
 

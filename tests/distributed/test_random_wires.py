@@ -47,7 +47,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "accumulate": ("sharded", "full"),
     "no_sync": (False, True),
     "offload": (None, None, ("states",), ("states", "gradients")),
-    "gather_at_step": (False, True),
     "replicas_share": (None, "optimizer"),
     "gather_dtype": (None, None, torch.int8),
     "own_sum": (False, False, True),
@@ -63,7 +62,7 @@ def case_of(seed: int, world: int) -> Case:
     case = {name: rng.choice(values) for name, values in CHOICES.items()}
     if world < 4:
         case["replicas"] = 1
-    least = {"near": 3, "gather_at_step": 3, "gather_dtype": 3, "replicas_share": 1}
+    least = {"near": 3, "gather_dtype": 3, "replicas_share": 1}
     for name, stage in least.items():
         if case["face"] == "fsdp" or case["face"] < stage:
             case[name] = CHOICES[name][0]
@@ -75,8 +74,6 @@ def case_of(seed: int, world: int) -> Case:
         case |= {"near": 1, "offload": None, "gather_dtype": None}
     if case["face"] in (0, 1) and case["offload"] is not None:
         case["offload"] = ("states",) if case["face"] == 1 else None
-    if case["gather_at_step"]:
-        case["offload"] = None  # whose updates end at any time
     if case["face"] == "fsdp":
         case |= {"offload": None, "no_sync": False}
     else:
@@ -115,7 +112,7 @@ def sharded(case: Case) -> Any:
         **{
             name: case[name]
             for name in (
-                "prefetch", "overlap_reductions", "accumulate", "gather_at_step", "replicas_share",
+                "prefetch", "overlap_reductions", "accumulate", "replicas_share",
                 "reductions_in_flight", "registered",
             )
         },
@@ -171,10 +168,7 @@ def follow_plan(model: Any, case: Case) -> None:
             for micro in range(case["micro_batches"]):
                 with held(model, case, micro == case["micro_batches"] - 1):
                     backward(model, micro, FP32)
-            if case["gather_at_step"]:
-                optimizer.step()  # begins the next forward's first gather
-        if not case["gather_at_step"]:
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
     moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
     if case["micro_batches"] == 1 or case["no_sync"]:

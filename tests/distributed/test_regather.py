@@ -91,10 +91,9 @@ def test_the_bits_are_those_of_gathers_from_all(
         {"mixed_precision": MIXED},
         {"accumulate": "full", "prefetch": 2},
         {"prefetch": 0, "frozen": True},
-        {"gather_at_step": True},
         {"offload": zerocore.Offload(parameters="cpu")},
     ],
-    ids=["mixed", "full", "frozen", "at-step", "host"],
+    ids=["mixed", "full", "frozen", "host"],
 )
 def test_the_bits_are_equal_with_other_options(options: dict[str, Any]) -> None:
     run_ranks(train_as_without, 4, 2, False, options)
@@ -130,7 +129,7 @@ def compare_with_plan(num_near: int, options: dict[str, Any]) -> None:
     assert usage == zerocore.predict_memory(model, micro_batches=MICRO_BATCHES)
 
 
-@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"gather_at_step": True}])
+@pytest.mark.parametrize("options", [{}, {"frozen": True}])
 @pytest.mark.parametrize("num_near", [*by_night(4), 2])
 def test_events_and_bytes_equal_the_plan(num_near: int, options: dict[str, Any]) -> None:
     run_ranks(compare_with_plan, 8, num_near, options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import zerocore
 from tests.engine.graphs import (
@@ -57,39 +56,6 @@ def test_every_wait_for_gradients_is_needed(
     others = {kinds[i] for i in idle} - {("device_to_host", "compute")}
     assert others == ({("reduce_scatter", "device_to_host")} if packed else set())
     assert any(kinds[i][1] == "device_to_host" for i in made if i not in idle)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("seed", seeds(30))
-def test_a_gather_at_the_step_is_ordered(seed: int, mesh: Mesh) -> None:
-    model = shard(seed, 3, mesh, gather_at_step=True)
-    assert find_race(train(model, seed)) is None
-    engine = state_of(model).engine
-    assert engine.pool_stats.in_use_nbytes in (0, engine.layout(engine.order[0].unit).nbytes)
-
-
-@pytest.mark.one_by_day
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize("mixed", POLICIES, ids=["plain", "bf16", "fp32_reduce"])
-@pytest.mark.parametrize("ours", [False, True], ids=["torch", "zerocore"])
-def test_every_wait_of_a_gather_at_the_step_is_needed(
-    prefetch: int, mixed: zerocore.MixedPrecision | None, ours: bool
-) -> None:
-    model = zerocore.shard(
-        five_in_a_row(),
-        units=[Block],
-        prefetch=prefetch,
-        mixed_precision=mixed,
-        gather_at_step=True,
-    )
-    log, setup = log_of_steps(model, zerocore.optim.AdamW if ours else torch.optim.SGD)
-    assert find_race(log) is None
-    needed = [position for position in waits(log) if position >= setup]
-    idle = [(i, log[i].stream) for i in needed if find_race(log, without=i) is None]
-    # The forward's own wait for shards that may have changed. Without prefetch the second unit's
-    # gather is behind the use of the first one as well, whose bytes it takes.
-    assert {stream for _, stream in idle} <= {"all_gather"}
-    assert len(idle) == (0 if prefetch else 3)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -33,7 +33,6 @@ def make(stage: int, world: int = WORLD, units: int = 1, **options: Any) -> _C_t
         hold_full=options.pop("hold_full", False),
         sums_in_order=options.pop("sums_in_order", False),
         reductions=options.pop("reductions", 1),
-        fuse_wgrad=options.pop("fuse_wgrad", False),
         gradients=gradients,
     )
     return _C_testing.Reduction(

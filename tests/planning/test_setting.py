@@ -21,7 +21,7 @@ WORLD_SIZE = 8
 KEYWORDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "communication": (
         Communication,
-        {"prefetch": 2, "accumulate": "full", "gather_at_step": True, "regather": 2},
+        {"prefetch": 2, "accumulate": "full", "regather": 2},
     ),
     "workload": (
         Workload,

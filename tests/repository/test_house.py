@@ -40,7 +40,7 @@ RESERVED = [
         r"torch/csrc/distributed/c10d/",
         r"engine/|watch/(alarm|control_link|issue_guard|roll_call|store_connection|watchdog)\."
         r"|emulation/(emulated_(group|link|work)|mirrored_call)\."
-        r"|runtime/(collectives|control_channel|peer_memory|registered_memory|wire_calls)\.",
+        r"|runtime/(collectives|control_channel|registered_memory|wire_calls)\.",
     ),
     (r"(c10/|ATen/)?cuda", r"kernels/cuda/|emulation/emulated_timer\.cu|runtime/cuda_calls\.cu"),
     (ANY_TORCH, r"(kernels|watch|emulation|runtime|engine|bindings)/"),

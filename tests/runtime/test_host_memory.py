@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import re
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bindings import _C_testing
 from tests.distributed.scripts import run_program
 from zerocore import _C
 from zerocore._C import HostMemory
@@ -102,39 +100,3 @@ def test_a_limit_is_an_error() -> None:
     ((code, output),) = run_program(LIMITED, 1)
     assert code == 0, output
     assert "cannot take 2147483648 bytes of host memory: Cannot allocate memory" in output
-
-
-def policy_of(address: int) -> str:
-    """Where the pages of the mapping at an address are to come from."""
-    path = Path("/proc/self/numa_maps")
-    if not path.exists():
-        pytest.skip("this Linux knows no NUMA nodes")
-    found = re.search(rf"^{address:x} (\S+)", path.read_text(), re.MULTILINE)
-    return found[1] if found else ""
-
-
-def test_memory_prefers_the_node_that_it_is_given() -> None:
-    refused = _C_testing.prefer_numa_node(HostMemory(64 * KIB), 0)
-    if refused in (errno.EPERM, errno.ENOSYS):
-        pytest.skip("this container lets nobody choose a node")
-    assert refused == 0
-    memory = _C_testing.map_host_memory(64 * KIB, numa_node=0)
-    assert policy_of(memory.address) == "prefer:0"
-    assert memory.view(0, 64 * KIB, torch.uint8).fill_(1).sum() == 64 * KIB
-
-
-@pytest.mark.parametrize("node", [-1, 1000, 1 << 20])
-def test_memory_goes_without_a_node_that_is_not_there(node: int) -> None:
-    memory = _C_testing.map_host_memory(64 * KIB, numa_node=node)
-    assert policy_of(memory.address) == "default"
-    assert memory.view(0, 64 * KIB, torch.uint8).fill_(1).sum() == 64 * KIB
-    assert _C_testing.prefer_numa_node(memory, node) != 0
-
-
-def test_the_node_of_a_device_is_what_the_system_says(tmp_path: Path) -> None:
-    for bus_id, text in (("0000:3b:00.0", "1\n"), ("0000:af:00.0", "-1\n"), ("0001:00:00.0", "?")):
-        (tmp_path / bus_id).mkdir()
-        (tmp_path / bus_id / "numa_node").write_text(text)
-    expected = {"0000:3B:00.0": 1, "0000:3b:00.0": 1, "0000:AF:00.0": -1, "0001:00:00.0": -1}
-    for bus_id, node in {**expected, "0002:00:00.0": -1, "": -1}.items():
-        assert _C_testing.numa_node_of(bus_id, str(tmp_path)) == node

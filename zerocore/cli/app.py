@@ -119,9 +119,6 @@ def plan(
     ] = None,
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZER_STATES))] = "adamw",
     prefetch: Annotated[int, typer.Option(min=0, help="Units gathered ahead.")] = 1,
-    gather_at_step: Annotated[
-        bool, typer.Option(help="The first gather begins at the optimizer's step.")
-    ] = False,
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples in a forward.")] = 1,
     micro_batches: Annotated[int, typer.Option(min=1, help="Forwards in a step.")] = 1,
     accumulate: Annotated[str, typer.Option(help=", ".join(ACCUMULATE_MODES))] = "sharded",
@@ -179,7 +176,6 @@ def plan(
             mixed_precision=mixed if any(given) else None,
             optimizer=optimizer,
             prefetch=prefetch,
-            gather_at_step=gather_at_step,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
             accumulate=accumulate,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zerocore._C import LinkModel
 from zerocore.common.quantities import format_nbytes, parse_bandwidth, parse_seconds
 
 # Of the full buffer; an operation that is not here is an error.
@@ -119,17 +118,3 @@ def _parse_link(link: str | float) -> Link:
     bandwidth, _, latency = link.partition(",")
     rate = math.inf if bandwidth in ("inf", "infinite") else parse_bandwidth(bandwidth)
     return Link(link, rate, parse_seconds(latency or DEFAULT_LATENCY))
-
-
-_host_link: LinkModel | None = None
-
-
-def emulated_host_link() -> LinkModel | None:
-    """The link between device and host, as set last; None where nothing is emulated."""
-    return _host_link
-
-
-def set_emulated_host_link(link: LinkModel | None) -> None:
-    """For models that are sharded from now on."""
-    global _host_link
-    _host_link = link

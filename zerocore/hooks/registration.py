@@ -115,7 +115,7 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
             for param in state.params():
                 for fqn in param.fqns:
                     _check_place(prefix + fqn, state_dict.get(prefix + fqn), param.shard)
-        state.begin_load()
+        state.finish_reads()
 
     model.register_load_state_dict_pre_hook(check)
     for module in {owner for param in state.params() for owner, _ in param.owners}:

@@ -27,10 +27,6 @@ class Communication:
             on, at stages 2 and 3; each holds a unit's full gradients in the pool until it is done.
         accumulate: ``"sharded"`` reduces gradients in every backward (stages 2 and 3, also under
             ``no_sync``); ``"full"`` holds full gradients under ``no_sync`` and communicates once.
-        gather_at_step: at stage 3, the first gather of a forward begins when the optimizer has
-            stepped, under logging and loading. All ranks must take the same steps and change
-            weights alike; weights that change between a step and the forward are gathered again.
-            A plan takes the pause between steps to last as long as the first gather.
         regather: at stage 3, ranks with fast links between them, such as those of a node: a process
             group or 1-D DeviceMesh of a part of ``group``, or how many that follow each other. The
             first gather after a change of the weights comes from all ranks; each of these k then
@@ -62,11 +58,6 @@ class Communication:
             gradients and registers them with its communicator, so that collectives copy less (NCCL
             on GPUs with multicast; other backends offer none). At stage 3 reductions need
             ``overlap_reductions=False`` for it. NCCL's pool keeps what ``parked`` frees.
-        fuse_wgrad: the backward of a ``torch.nn.Linear`` writes the weight's gradient into the
-            bucket that is reduced, from where it would be copied; no bit changes. Where autograd
-            needs it elsewhere (hooks, ``autocast``, ``torch.compile``), and where gradients add up
-            under ``no_sync`` or the number of ranks is no power of two, it is copied as before.
-            At stages 2 and 3 a unit's bucket is taken when its backward begins.
 
     Raises:
         ValueError: an option is out of range.
@@ -76,7 +67,6 @@ class Communication:
     prefetch: int = 1
     reductions_in_flight: int = 1
     accumulate: str = "sharded"
-    gather_at_step: bool = False
     regather: Any = None
     replicas_share: str | None = None
     overlap_reductions: bool = True
@@ -85,7 +75,6 @@ class Communication:
     gradient_divide_factor: float | None = None
     sync_buffers: bool = True
     registered: bool = False
-    fuse_wgrad: bool = False
 
     @property
     def num_near(self) -> int:
@@ -127,11 +116,9 @@ def shard_options(
         reductions=communication.reductions_in_flight,
         hold_full=communication.accumulate == "full",
         by_rows=by_rows,
-        gather_at_step=communication.gather_at_step,
         shard_across=communication.replicas_share is not None,
         retain_last=communication.retain_last,
         sums_in_order=sums_in_order,
-        fuse_wgrad=communication.fuse_wgrad,
         states=place_of(offload, "states"),
         gradients=place_of(offload, "gradients"),
         parameters=place_of(offload, "parameters"),
@@ -194,8 +181,3 @@ class ShardConfig:
             if not isinstance(self.offload, Offload):
                 raise TypeError(f"offload must be a zerocore.Offload, got {self.offload!r}")
             self.offload.check_stage(self.stage)
-            if self.communication.gather_at_step and self.place_of("parameters") == "disk":
-                raise ValueError(
-                    "gather_at_step=True is not built for parameters on disk, which are read for "
-                    "each gather; leave it out, or keep parameters on the host or the device"
-                )

@@ -151,11 +151,6 @@ class ShardState:
         while self.readers:
             self.readers.pop(0)()
 
-    def begin_load(self) -> None:
-        """Called before values are loaded, on all ranks."""
-        self.finish_reads()
-        self.engine.drop_first_gather()
-
     @property
     def extensions(self) -> list[Any]:
         """Parameters that gather themselves."""

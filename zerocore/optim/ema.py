@@ -73,7 +73,7 @@ class EMA(Optimizer):
         shards = [shard for param in params if (shard := shard_of(param)) is not None]
         for state in dict.fromkeys(shard.state_ref() for shard in shards):
             if state is not None:
-                state.begin_load()
+                state.finish_reads()
         for param in params:
             value, average = own_elements(param), self._average(param)
             held = value.clone()

@@ -68,11 +68,9 @@ def plan(
     prefetch: int = UNSET,
     reductions_in_flight: int = UNSET,
     accumulate: str = UNSET,
-    gather_at_step: bool = UNSET,
     regather: Any = UNSET,
     replicas_share: str | None = UNSET,
     retain_last: bool = UNSET,
-    fuse_wgrad: bool = UNSET,
     micro_batches: int = UNSET,
     micro_batch: int = UNSET,
     seq_len: int = UNSET,
@@ -128,8 +126,8 @@ def plan(
     """
     communication = options_of(
         communication, Communication, prefetch=prefetch, accumulate=accumulate,
-        gather_at_step=gather_at_step, regather=regather, replicas_share=replicas_share,
-        retain_last=retain_last, reductions_in_flight=reductions_in_flight, fuse_wgrad=fuse_wgrad,
+        regather=regather, replicas_share=replicas_share,
+        retain_last=retain_last, reductions_in_flight=reductions_in_flight,
     )  # fmt: skip
     workload = options_of(
         workload, Workload, micro_batches=micro_batches, micro_batch=micro_batch, seq_len=seq_len,

@@ -231,7 +231,6 @@ class Plan:
             + f", {format_nbytes(setting.machine.memory_nbytes)} of memory, "
             f"prefetch {communication.prefetch}"
             + (f", {reductions} reductions in flight" if reductions > 1 else "")
-            + (", first gather at the step" if communication.gather_at_step else "")
             + (", checkpointed" if setting.workload.checkpointing else "")
             + (", zero bubble" if setting.workload.zero_bubble else "")
         )

@@ -201,6 +201,6 @@ def retryable(
     except _Undo as undo:
         reason = str(undo)
         with torch.no_grad():
-            state.begin_load()
+            state.finish_reads()
             before.restore()
     attempt.note(reason, most)

@@ -93,7 +93,7 @@ class Snapshot:
         """
         self._check(saved)
         with self.changing():
-            self._state.begin_load()
+            self._state.finish_reads()
             self._large.restore(saved)
             self._small.restore(saved["small"])
 

@@ -54,7 +54,6 @@ class Description:
     rank: int
     units: tuple[UnitDescription, ...]
     offload: str = ""  # what leaves the device, and where it is
-    gather_at_step: bool = False
     num_near: int = 1
     replicas_share: str | None = None
     registered: str = ""  # see registered_of
@@ -64,7 +63,6 @@ class Description:
         return (
             f"{self.model}: stage {self.stage}, rank {self.rank} of {self.world_size}, "
             f"{len(self.units)} units{self.offload and f', {self.offload}'}"
-            + (", first gather at the step" if self.gather_at_step else "")
             + (f", later gathers from {self.num_near} near ranks" if self.num_near > 1 else "")
             + (", replicas share the optimizer's states" if self.replicas_share else "")
             + (self.registered and f", {self.registered}")
@@ -133,7 +131,6 @@ def describe(model: nn.Module | Optimizer) -> Any:
         state.rank,
         units,
         _describe_offload(state.config),
-        state.config.communication.gather_at_step,
         state.meshes[0].num_near,
         state.config.communication.replicas_share,
         registered_of(state),

@@ -22,7 +22,6 @@ from zerocore._C import (
 from zerocore.common.agreement import together
 from zerocore.common.alarm import watch
 from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
-from zerocore.common.links import emulated_host_link
 from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
 from zerocore.hooks.registration import watch_loads, watch_registrations
@@ -30,14 +29,20 @@ from zerocore.model.as_ddp import behave_as_ddp
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.extensions import Extension
-from zerocore.model.linear import fuse_linear
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.parts import find_ranges, find_sizes
 from zerocore.model.precision import MixedPrecision, param_types, unit_param
 from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
-from zerocore.model.units import ParamChoice, UnitPlanned, UnitsOf, call_order, units_by_module
+from zerocore.model.units import (
+    ParamChoice,
+    UnitPlanned,
+    UnitsOf,
+    backward_reads,
+    call_order,
+    units_by_module,
+)
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward
 from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
@@ -82,7 +87,6 @@ def build(request: ShardRequest) -> ShardState:
         state.units.append(_shard_unit(state, index, unit, extensions, request.init_fn, wholes))
     state.part_ranges = find_ranges(state)
     materialize_buffers(model, request.device, request.init_fn)
-    _fuse_linears(state)
     _set_unit_calls(model, units_of, state)
     watch_loads(model, state)
     start(model, state, config.sync_params or state.world_size == 1)
@@ -137,7 +141,6 @@ def make_engine(
         registered=config.communication.registered,
         alarm_name="" if control is None else name,
         stall_seconds=stall_seconds,
-        host_link=emulated_host_link(),
         host_threads=update_threads(device) if threads is None else threads,
     )
     engine = Engine(options, device=device, units=units, order=order)
@@ -301,14 +304,6 @@ def _view_of(choice: ParamChoice, place: Place) -> Callable[[Tensor], Tensor] | 
     return None if wrapper is None else partial(show_made, make=wrapper.around)
 
 
-def _fuse_linears(state: ShardState) -> None:
-    for unit in state.units if state.config.communication.fuse_wgrad else ():
-        for position, param in enumerate(unit.params):
-            for owner, name in param.owners:
-                if name == "weight":
-                    fuse_linear(owner, state.engine, unit.index, position, param.full)
-
-
 def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> None:
     mixed = state.config.mixed_precision or MixedPrecision()
     before_call = behave_as_ddp(model, state)
@@ -323,6 +318,7 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
             among = state.units if is_root else [state.units[unit] for unit in units]
             has_any = any(unit.extensions for unit in among)
             encodes = {"before_units": state.encode} if has_any else {}
+            is_lookup = not (has_any or backward_reads(module))
             computes = {param.types.model for unit in units for param in state.units[unit].params}
             unit_call = UnitCall(
                 state,
@@ -334,6 +330,7 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 cast_outputs=mixed.output_dtype if is_root else None,
                 before_call=before_call if is_root else None,
                 looked_at=tuple(sorted(looked_at)),
+                lookup=ref(module) if is_lookup else None,
                 **encodes,
                 viewed=tuple(unit for unit in units if state.units[unit].is_viewed),
             )

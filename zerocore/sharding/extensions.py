@@ -65,7 +65,6 @@ def check_options(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
         communication = config.communication
         for option, given in (
             ("offload=", config.offload is not None),
-            ("gather_at_step=True", communication.gather_at_step),
             ("replicas_share=", communication.replicas_share is not None),
             ("tensor parallelism", choice.spec is not None),
             ("memory that is not contiguous", not choice.tensor.is_contiguous()),

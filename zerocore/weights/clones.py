@@ -93,7 +93,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     }:
         odd = sorted(set(own) ^ set(params)) or sorted(own)
         raise ValueError(f"the two models have other parameters, such as '{odd[0]}'")
-    theirs.begin_load()
+    theirs.finish_reads()
     if _layouts(ours) == _layouts(theirs):
         for name, param in params.items():
             local_of(param.shard).copy_(local_of(own[name].shard))

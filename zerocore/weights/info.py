@@ -333,7 +333,7 @@ class _Builder:
         gathers = any(param.types.gather or not is_whole(param) for param in params)
         if sums * _SUM_FACTOR > layout.nbytes or gathers:
             sums = 0
-        received = 0 if sums else engine.received_nbytes(unit.index)
+        received = 0 if sums else layout.received_nbytes
         return UnitExport(unit.index, tuple(entries), sums, sums or layout.nbytes, received)
 
 

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +21,11 @@ class System:
 
     `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
     of units that zerocore gathers ahead, `reductions` of those it reduces at a time. A `hybrid` one
-    shards within replicas, over a 2-D mesh. With `offload` states are on the host; with
-    `gather_at_step` zerocore begins the first gather of a forward at the optimizer's step. With
-    `near` all gathers but the first one come from so many ranks that follow each other (hpZ). With
-    `registered` the group's backend allocates what collectives read and write. With `fused` linear
-    layers write gradients where they are reduced. With `static_graph` the ranks promise to do the
-    same in each pass. One that `finds_units` is not told the blocks, and joins small ones.
+    shards within replicas, over a 2-D mesh. With `offload` states are on the host. With `near` all
+    gathers but the first one come from so many ranks that follow each other (hpZ). With
+    `registered` the group's backend allocates what collectives read and write. With `static_graph`
+    the ranks promise to do the same in each pass. One that `finds_units` is not told the blocks,
+    and joins small ones.
     """
 
     peer: str
@@ -37,17 +36,10 @@ class System:
     reductions: int = 1
     hybrid: bool = False
     offload: bool = False
-    gather_at_step: bool = False
     near: int | None = None
     registered: bool = False
-    fused: bool = False
     static_graph: bool = False
     finds_units: bool = False
-
-
-def with_fused(system: System) -> System:
-    """The same, and linear layers write gradients where they are reduced."""
-    return replace(system, fused=True, label=f"{system.label}, fuse_wgrad")
 
 
 @dataclass(frozen=True)
@@ -170,16 +162,12 @@ def _shard(
         mixed = zerocore.MixedPrecision(recipe.compute_dtype, reduce_dtype=torch.float32)
     # Not named where they are off: a build from before it had them is compared, too.
     options: dict[str, Any] = {"offload": zerocore.Offload(states="cpu")} if system.offload else {}
-    if system.gather_at_step:
-        options["gather_at_step"] = True
     if system.near is not None:
         options["regather"] = system.near
     if system.reductions != 1:
         options["reductions_in_flight"] = system.reductions
     if system.static_graph:
         options["static_graph"] = True
-    if system.fused:
-        options["fuse_wgrad"] = True
     if system.registered:  # with one communicator, which all of its collectives are registered with
         options |= {"registered": True, "overlap_reductions": False}
     sharded: nn.Module = zerocore.shard(

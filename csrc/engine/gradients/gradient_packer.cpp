@@ -1,8 +1,6 @@
 // Packs the gradients of a region into a bucket.
 #include "engine/gradients/gradient_packer.h"
 
-#include <cmath>
-
 #include "engine/graph/autograd.h"
 
 namespace zerocore {
@@ -64,26 +62,16 @@ double scale_of(const GradStep& step, const Unit& unit) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-bool scales_exactly(const Unit& unit, int region) {
-  int exponent = 0;
-  const auto sent = static_cast<at::ScalarType>(unit.layout().regions()[region].reduce.dtype);
-  return std::frexp(unit.settings().gradient_scale, &exponent) == 0.5 && sent != at::kHalf;
-}
-
 void GradientPacker::pack(
     const Unit& unit,
     const GradStep& step,
     const Reduction& reduction,
     const at::Tensor& bucket) {
   segments_.clear();
-  bucket_ = step.scale == ScalePart::None ? &bucket : nullptr;
   if (unit.layout().by_rows()) {
     add_rows(unit, step, reduction);
   } else {
     add_params(unit, step, reduction);
-  }
-  for (const kernels::PackSegment& segment : segments_) {
-    copied_nbytes_ += segment.source == nullptr ? 0 : segment.numel * segment.source->itemsize();
   }
   unit.context().streams->note_write(StreamRole::Compute, bucket, "packs", unit.name());
   kernels::pack(bucket, segments_, scale_of(step, unit));
@@ -122,19 +110,9 @@ void GradientPacker::add_rows(const Unit& unit, const GradStep& step, const Redu
 
 void GradientPacker::add_param(const UnitParam& param, const Range& place, const Range& added) {
   const at::Tensor* grad = checked_gradient(param);
-  if (grad != nullptr && is_in_place(*grad, place)) {
-    return;
-  }
   add_segment(grad, place.begin, {place.begin, added.begin}, false);
   add_segment(grad, place.begin, added, true);
   add_segment(grad, place.begin, {added.end, place.end}, false);
-}
-
-// A layer has written it there, see Note [Gradients in place].
-bool GradientPacker::is_in_place(const at::Tensor& grad, const Range& place) const {
-  return bucket_ != nullptr && grad.dtype() == bucket_->dtype() &&
-      grad.const_data_ptr() ==
-      static_cast<const char*>(bucket_->const_data_ptr()) + place.begin * bucket_->itemsize();
 }
 
 // `start`: where the source's first element lies in the region.

@@ -27,7 +27,6 @@ Reducer::Reducer(
               [](const auto& unit) { return ReducedUnit{&unit->layout(), unit->context().mesh}; })),
       shown_(units, context, reduction_),
       memory_(units.size()),
-      places_(units),
       touched_(units.size()),
       reduced_(units.size()),
       leaves_(units.size()) {
@@ -76,21 +75,10 @@ void Reducer::reduce(UnitId id) {
   leaves_[id] = sync;
   note_trainable(id);
   shown_.note_used(id);
-  places_.take_back(*units_[id]);
   const bool is_reduced = reduction_.reduce(id, sync, *this);
   launches_.start_joint();
   clear_full_grads(id);
   reduced_[id] = reduced_[id] || is_reduced;
-}
-
-void Reducer::prepare(UnitId id) {
-  if (!deferred_ && reduction_.fuses()) {
-    const at::NoGradGuard no_grad;
-    take_changes(id);
-    note_trainable(id);
-    reduction_.prepare(id, sync_ && units_[id]->settings().syncs, *this);
-    places_.open(context_.streams->compute_stream());
-  }
 }
 
 void Reducer::take_changes(UnitId id) {
@@ -99,21 +87,6 @@ void Reducer::take_changes(UnitId id) {
     shown_.take_changes(id, memory_[id]);
     touched_[id] = true;
   }
-}
-
-at::Tensor Reducer::place_for_grad(UnitId id, int param) {
-  const Unit& unit = *units_[id];
-  const int region = unit.layout().places()[param].region;
-  const std::optional<GradBuffer> to = reduction_.place(id, region);
-  if (!to || unit.layout().by_rows()) {
-    return {};
-  }
-  const at::Tensor& bucket = memory_[id][region].whole(*to);
-  const at::Tensor place = places_.give(unit, param, bucket);
-  if (place.defined()) {
-    context_.streams->note_write(StreamRole::Compute, place, "computes", unit.name());
-  }
-  return place;
 }
 
 bool Reducer::holds_back(UnitId id) const {
@@ -138,7 +111,6 @@ void Reducer::note_trainable(UnitId id) {
     reduction_.set_trainable(id, region, std::any_of(params.begin(), params.end(), [&](int param) {
                                return unit.params()[param].full.requires_grad();
                              }));
-    reduction_.set_exact(id, region, scales_exactly(unit, region));
   }
 }
 
@@ -207,9 +179,6 @@ void Reducer::reset() {
 }
 
 void Reducer::forget_backward() {
-  for (const auto& unit : units_) {
-    places_.take_back(*unit);
-  }
   std::fill(touched_.begin(), touched_.end(), false);
   std::fill(reduced_.begin(), reduced_.end(), false);
 }
@@ -324,15 +293,9 @@ void Reducer::sum(const GradStep& step, const GradientMemory& memory) {
   const std::string& name = units_[step.unit]->name();
   const at::Tensor& from = memory.received(step.from, step.parts);
   const at::Tensor to = memory.summed(step.to, from.numel() / step.parts);
-  const double scale = scale_of(step, *units_[step.unit]);
-  const bool is_in_place = step.from == step.to && step.parts == 1;
-  if (is_in_place && scale == 1.0) {
-    return;
-  }
-  scaled_nbytes_ += is_in_place ? static_cast<int64_t>(to.nbytes()) : 0;
   context_.streams->note_read(StreamRole::Compute, from, "sums", name);
   context_.streams->note_write(StreamRole::Compute, to, "sums", name);
-  kernels::accumulate(to, from, step.parts, step.adds, scale);
+  kernels::accumulate(to, from, step.parts, step.adds, scale_of(step, *units_[step.unit]));
 }
 
 // The optimizer may read and write the gradients from here on.

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/gradients/grad_places.h"
 #include "engine/gradients/grad_views.h"
 #include "engine/gradients/gradient_memory.h"
 #include "engine/gradients/gradient_packer.h"
@@ -51,12 +50,6 @@ class Reducer final : private GradSteps {
     return reduction_.shows_sums(unit, units_.at(unit)->layout().places().at(param).region);
   }
 
-  // The unit's backward begins.
-  void prepare(UnitId unit);
-  // Where a layer is to write its gradient of the parameter, of the parameter's shape and not
-  // scaled; undefined where it is to allocate one. Autograd must get this very tensor, and nobody
-  // keep it. See Note [Gradients in place].
-  at::Tensor place_for_grad(UnitId unit, int param);
   // Packs the unit's gradients and starts their reduction. Without sync, of the model or in the
   // unit's settings, it sums them locally (stages 0, 1, or where full sums are held). Parameters
   // without gradient count as zero.
@@ -86,10 +79,6 @@ class Reducer final : private GradSteps {
   void reset();
   // Gradients of a unit that stay on the device, as bytes.
   std::vector<at::Tensor> device_memory(UnitId unit) const;
-  // Bytes of gradients that were copied into buckets so far, or scaled where they lay.
-  int64_t moved_nbytes() const {
-    return packer_.copied_nbytes() + scaled_nbytes_;
-  }
   // Bytes of gradient memory that stay between steps.
   int64_t persistent_nbytes() const;
 
@@ -123,8 +112,6 @@ class Reducer final : private GradSteps {
   ReductionLaunches launches_;
   bool sync_ = true; // reductions communicate
   bool deferred_ = false;
-  GradPlaces places_;
-  int64_t scaled_nbytes_ = 0;
   std::vector<bool> touched_, reduced_; // units, in this backward
   std::vector<bool> leaves_; // units whose gradients the ranks are not to add to in this step
 };

@@ -104,12 +104,6 @@ bool accumulates_into(const at::Tensor& leaf) {
   return found != needed->end() && found->second.needed_;
 }
 
-bool has_hooks(const at::Tensor& leaf) {
-  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
-  return !torch::autograd::impl::hooks(leaf).empty() ||
-      (node != nullptr && !(node->tensor_pre_hooks().empty() && node->pre_hooks().empty()));
-}
-
 void run_accumulated_hooks(const at::Tensor& leaf) {
   const auto& hooks = torch::autograd::impl::post_acc_grad_hooks(leaf);
   if (hooks) {

@@ -27,8 +27,6 @@ inline const at::Tensor& gradient_of(const at::Tensor& leaf) {
 bool backward_is_selective();
 // Whether it adds to the gradient of `leaf`.
 bool accumulates_into(const at::Tensor& leaf);
-// Whether hooks of a program get the gradients of the leaf before they are added to it.
-bool has_hooks(const at::Tensor& leaf);
 // Runs the hooks that were registered to run after a gradient was accumulated into the leaf.
 void run_accumulated_hooks(const at::Tensor& leaf);
 

@@ -26,8 +26,9 @@ GradientOffload::GradientOffload(const Units& units, const UnitContext& context,
 void GradientOffload::grad_ready(UnitId id, int region, const at::Tensor& kept) {
   LandingUnit& state = states_[id];
   if (!state.landing) {
-    if (!context_.lands_gradients()) { // it is on the host, and only the link takes time
-      state.left_at = bring(id, static_cast<int64_t>(kept.nbytes()), [] {});
+    if (!context_.lands_gradients()) { // it is there, which the trace counts as everywhere
+      const auto record = context_.note(TraceOp::ToHost, id, static_cast<int64_t>(kept.nbytes()));
+      state.left_at = worker_.submit(record, [] {});
     }
     square(id, region, kept);
   } else if (state.landing->has(region)) {
@@ -52,7 +53,8 @@ void GradientOffload::offload_grad(UnitId id, int region, const at::Tensor& kept
   const at::Tensor& host = state.landing->full(region);
   const auto nbytes = static_cast<int64_t>(kept.nbytes());
   if (!context_.streams->has_streams()) {
-    state.left_at = bring(id, nbytes, [host, kept] { host.copy_(kept); });
+    const auto record = context_.note(TraceOp::ToHost, id, nbytes);
+    state.left_at = worker_.submit(record, [host, kept] { host.copy_(kept); });
     return;
   }
   const StreamEvent copied = copy_to_host(*units_[id], host, kept);
@@ -60,18 +62,7 @@ void GradientOffload::offload_grad(UnitId id, int region, const at::Tensor& kept
   state.left_at = worker_.submit(record, [copied] { Streams::synchronize(copied); });
 }
 
-StepWorker::Ticket GradientOffload::bring(UnitId id, int64_t nbytes, StepWorker::Work copy) {
-  const auto record = context_.note(TraceOp::ToHost, id, nbytes);
-  if (context_.host_link == nullptr) {
-    return worker_.submit(record, std::move(copy));
-  }
-  HostLink::Transfer transfer{/*to_host=*/true, nbytes, std::move(copy), record};
-  const auto arrived = transfer.arrival->future();
-  context_.host_link->carry(std::move(transfer));
-  return worker_.submit([arrived] { arrived.get(); });
-}
-
-// Behind the arrival.
+// Behind the copy.
 void GradientOffload::square(UnitId id, int region, const at::Tensor& host) {
   if (!takes_squares_ || (context_.streams->has_streams() && !context_.lands_gradients())) {
     return;

@@ -61,7 +61,6 @@ class GradientOffload {
   void make_landing(UnitId unit);
   void offload_grad(UnitId unit, int region, const at::Tensor& kept);
   void square(UnitId unit, int region, const at::Tensor& host);
-  StepWorker::Ticket bring(UnitId unit, int64_t nbytes, StepWorker::Work copy);
 
   const Units& units_;
   const UnitContext& context_;

@@ -2,7 +2,6 @@
 #include "engine/offload/offload.h"
 
 #include <c10/core/DeviceGuard.h>
-#include <c10/util/ScopeExit.h>
 
 #include "engine/graph/autograd.h"
 
@@ -201,40 +200,20 @@ void Offload::end_step() {
 void Offload::send(UnitId id) {
   OffloadedUnit& state = states_.at(id);
   state.sent = true;
-  state.arrival = std::make_shared<Arrival>();
-  const auto arrival = state.arrival;
   if (!context_.tiers.returns_weights()) { // gathers load them from the host or the disk
     give_back(id);
-    state.sent_at = worker_->submit([arrival] { arrival->set(nullptr); });
+    state.sent_at = worker_->last();
     return;
   }
   const Unit& unit = *units_[id];
   unit.main().order_send();
-  const int64_t nbytes = unit.main().sent_nbytes();
-  const auto record = state.record = context_.note(TraceOp::ToDevice, id, nbytes);
-  if (HostLink* link = context_.host_link; link != nullptr) {
-    // The worker goes on with the next unit meanwhile.
-    state.sent_at = worker_->submit([this, id, link, &unit, nbytes, record, arrival] {
-      try {
-        bring_states(id);
-      } catch (...) {
-        arrival->set(nullptr); // nothing comes; the worker keeps the error
-        throw;
-      }
-      link->carry({false, nbytes, [&unit] { unit.main().send(); }, record, {}, arrival});
-    });
-  } else {
-    state.sent_at = worker_->submit(record, [this, id, &unit, arrival] {
-      const auto told = c10::make_scope_exit([&] { arrival->set(nullptr); });
-      bring_states(id);
-      unit.main().send();
-    });
-  }
+  state.record = context_.note(TraceOp::ToDevice, id, unit.main().sent_nbytes());
+  state.sent_at = worker_->submit(state.record, [this, id, &unit] {
+    bring_states(id);
+    unit.main().send();
+  });
   state.updated_at = last_update_ = state.sent_at;
-  if (context_.disk != nullptr) { // which the link may still be reading from
-    worker_->submit([arrival] { arrival->future().wait(); });
-    give_back(id);
-  }
+  give_back(id);
 }
 
 bool Offload::take_sent(UnitId id) {
@@ -255,28 +234,10 @@ void Offload::wait_weights(UnitId id) {
     return;
   }
   OffloadedUnit& state = states_[id];
-  wait(std::exchange(state.sent_at, 0), state.record);
-  const int64_t begin = now_ns();
-  wait_arrival(id);
-  if (const auto record = std::exchange(state.record, nullptr)) {
-    record->wait_ns += now_ns() - begin;
-  }
+  wait(std::exchange(state.sent_at, 0), std::exchange(state.record, nullptr));
   for (const StreamRole role : {StreamRole::AllGather, StreamRole::Compute}) {
     context_.streams->order(role, StreamRole::HostToDevice);
   }
-}
-
-std::shared_future<void> Offload::before_gather(UnitId id) {
-  if (states_.empty() || states_[id].sent_at == 0) {
-    return {};
-  }
-  const Collectives* collectives = units_[id]->context().collectives;
-  if (collectives == nullptr || !collectives->can_defer_start()) {
-    wait_weights(id);
-    return {};
-  }
-  const auto& arrival = states_[id].arrival; // none where all was waited for
-  return arrival == nullptr ? std::shared_future<void>() : arrival->future();
 }
 
 void Offload::check() {
@@ -284,7 +245,6 @@ void Offload::check() {
     return;
   }
   auto error = worker_->take_error();
-  error = error != nullptr ? error : std::exchange(arrival_error_, nullptr);
   if (error == nullptr && context_.tiers.parameters == Tier::Disk) {
     error = context_.disk->loads().take_failure();
   }
@@ -303,7 +263,6 @@ void Offload::begin_step() {
 void Offload::wait_updates() {
   end_step();
   wait(last_update_);
-  wait_arrivals();
   order_compute();
   check();
   check_disk();
@@ -312,7 +271,6 @@ void Offload::wait_updates() {
 void Offload::wait_work() {
   end_step();
   wait(worker_ == nullptr ? 0 : worker_->last());
-  wait_arrivals();
 }
 
 void Offload::synchronize() {
@@ -339,22 +297,6 @@ void Offload::order_compute() const {
 void Offload::check_disk() const {
   if (context_.disk != nullptr && worker_ != nullptr) {
     context_.disk->check();
-  }
-}
-
-void Offload::wait_arrival(UnitId id) {
-  if (states_[id].arrival != nullptr && worker_ != nullptr) {
-    try {
-      std::exchange(states_[id].arrival, nullptr)->future().get();
-    } catch (...) {
-      arrival_error_ = std::current_exception();
-    }
-  }
-}
-
-void Offload::wait_arrivals() {
-  for (UnitId id = 0; id < static_cast<UnitId>(states_.size()); ++id) {
-    wait_arrival(id);
   }
 }
 

@@ -17,7 +17,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <future>
 #include <memory>
 #include <optional>
 #include <string>
@@ -33,7 +32,6 @@
 #include "engine/unit/unit.h"
 #include "kernels/optimizer_ops.h"
 #include "plan/memory_plan.h"
-#include "runtime/host_link.h"
 
 namespace zerocore {
 
@@ -109,8 +107,6 @@ class Offload {
 
   // Blocks until a unit's weights are on the device, well or not: ranks gather them together.
   void wait_weights(UnitId unit);
-  // The same, unless the gather itself can wait: then for what is returned, if that is valid.
-  std::shared_future<void> before_gather(UnitId unit);
   // Throws what went wrong on the worker, once.
   void check();
   // Block until all updates are done, and until all work is; then as check(). Later work of the
@@ -125,7 +121,6 @@ class Offload {
     StepWorker::Ticket updated_at = 0;
     StepWorker::Ticket sent_at = 0; // 0 once it was waited for
     bool sent = false;
-    std::shared_ptr<Arrival> arrival; // of its weights, since send()
     std::shared_ptr<OpenRecord> record; // of what the next forward waits for
   };
 
@@ -133,8 +128,6 @@ class Offload {
   void announce(UnitId unit);
   void bring_states(UnitId unit) const;
   void give_back(UnitId unit);
-  void wait_arrival(UnitId unit);
-  void wait_arrivals();
   void wait_work();
   void order_compute() const;
   void check_disk() const;
@@ -145,7 +138,6 @@ class Offload {
   std::vector<UnitId> order_; // of a step that has not begun
   bool is_open_ = false; // a step on disk has begun and not ended
   StepWorker::Ticket last_update_ = 0;
-  std::exception_ptr arrival_error_; // of what the emulated link carried
   std::optional<GradientOffload> gradients_; // none without states on the host
   std::optional<HostGradients> host_gradients_; // none unless a device keeps its gradients there
   std::vector<StepWorker::Ticket> landed_at_; // by unit

@@ -15,16 +15,6 @@
 
 namespace zerocore {
 
-namespace {
-
-void get_if_valid(const std::shared_future<void>& future) {
-  if (future.valid()) {
-    future.get();
-  }
-}
-
-} // namespace
-
 Gathers::Gathers(const Unit& unit, Bucket& full, const Bucket* own)
     : unit_(unit),
       context_(unit.context()),
@@ -42,16 +32,11 @@ Gathers::Gathers(const Unit& unit, Bucket& full, const Bucket* own)
   }
 }
 
-void Gathers::begin(
-    const std::vector<int>& regions,
-    int64_t version,
-    const std::shared_future<void>& after,
-    bool reads) {
+void Gathers::begin(const std::vector<int>& regions, int64_t version) {
   RECORD_USER_SCOPE("zerocore::all_gather (" + unit_.name() + ")"); // made for a profiler alone
-  after_ = after;
   together_.clear(); // of gathers that failed
   const bool again = std::exchange(version_, version) == version;
-  unsharding_.begin(regions, again, *this, reads && reads_peers());
+  unsharding_.begin(regions, again, *this);
 }
 
 void Gathers::set_keeps_near(bool keeps) {
@@ -74,7 +59,7 @@ void Gathers::run(const GatherStep& step) {
     case GatherStepKind::Order:
       return context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
     case GatherStepKind::Read:
-      return read();
+      return context_.disk->loads().load(unit_.id());
     case GatherStepKind::Load:
       return load(step);
     case GatherStepKind::Encode:
@@ -85,8 +70,6 @@ void Gathers::run(const GatherStep& step) {
       return wait_across();
     case GatherStepKind::Start:
       return start(step);
-    case GatherStepKind::ReadPeers:
-      return read_peers(step);
     case GatherStepKind::Launch:
       return launch();
     case GatherStepKind::Wait: {
@@ -113,56 +96,33 @@ void Gathers::give_back(const GatherStep& step) {
   context_.pool->release(slot_of(step.from));
 }
 
-void Gathers::read() {
-  get_if_valid(after_);
-  context_.disk->loads().load(unit_.id());
-}
-
-// This rank's part comes from the host, or from what was read of the disk. Over the emulated link
-// it is under way when this returns; a device copies on the stream of the gather.
+// This rank's part comes from the host, or from what was read of the disk, on the stream of the
+// gather.
 void Gathers::load(const GatherStep& step) {
   const Bucket& bucket = bucket_of(step.to);
-  const at::Tensor& to = bucket.own_bytes(step.region);
   const bool on_disk = context_.tiers.parameters == Tier::Disk;
   const at::Tensor& shard = own_->full_bytes(step.region);
   const at::Tensor from = on_disk ? context_.disk->loads().loaded(shard) : shard;
   const Streams& streams = *context_.streams;
   const auto record = context_.note(TraceOp::ToDevice, unit_.id(), step.nbytes);
-  arrival_ = {};
-  if (!on_disk && context_.host_link != nullptr && !streams.has_streams()) {
-    HostLink::Transfer transfer{false, to.numel(), [to, from] { to.copy_(from); }, record, after_};
-    arrival_ = transfer.arrival->future();
-    context_.host_link->carry(std::move(transfer));
-  } else {
-    get_if_valid(after_);
-    load_on_stream(to, from, record.get());
-    streams.note_write(StreamRole::AllGather, bucket.own(step.region), "loads", unit_.name());
-  }
-  if (context_.mesh.num_shards() == 1) { // the host had all of it
-    loads_.push_back(arrival_);
-  }
-}
-
-void Gathers::load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenRecord* record) {
-  const Streams& streams = *context_.streams;
   if (record != nullptr) {
     record->begin = streams.record_timed(StreamRole::AllGather);
   }
   {
     const auto guard = streams.use(StreamRole::AllGather);
-    const bool is_buffer = context_.tiers.parameters == Tier::Disk; // the next read overwrites it
-    to.copy_(from, /*non_blocking=*/!is_buffer);
+    // The next read of the disk overwrites where this one comes from.
+    bucket.own_bytes(step.region).copy_(from, /*non_blocking=*/!on_disk);
   }
   loaded_ = streams.record(StreamRole::AllGather);
   if (record != nullptr) {
     record->done_ns = now_ns(); // a device's events replace it
     record->end = streams.record_timed(StreamRole::AllGather);
   }
+  streams.note_write(StreamRole::AllGather, bucket.own(step.region), "loads", unit_.name());
 }
 
 // On the stream of the gather, which compute does not wait for.
 void Gathers::encode(const GatherStep& step) {
-  get_if_valid(after_);
   const auto guard = context_.streams->use(StreamRole::AllGather);
   const at::Tensor& to = received_->own(step.region);
   const at::Tensor& from = own_->full(step.region);
@@ -175,7 +135,7 @@ void Gathers::encode(const GatherStep& step) {
 void Gathers::start_across(const GatherStep& step) {
   const at::Tensor& own =
       step.from == ParamMemory::Own ? own_->full_bytes(step.region) : full_.own_bytes(step.region);
-  issue(*context_.replicas, step, part_of(context_.mesh.state, step.region), own, {});
+  issue(*context_.replicas, step, part_of(context_.mesh.state, step.region), own);
 }
 
 // On a device the stream of the gathers keeps the order.
@@ -187,55 +147,16 @@ void Gathers::wait_across() {
 }
 
 void Gathers::start(const GatherStep& step) {
-  std::shared_future<void> after = context_.tiers.has_host_parameters() ? arrival_ : after_;
   const bool is_near = step.op == TraceOp::GatherNear;
   Collectives& collectives = is_near ? *context_.near : *context_.collectives;
-  if (after.valid() && !collectives.can_defer_start()) {
-    after.get();
-    after = {};
-  }
-  issue(collectives, step, bucket_of(step.to).full_bytes(step.region), source_of(step), after);
-}
-
-void Gathers::read_peers(const GatherStep& step) {
-  get_if_valid(after_);
-  pending_.push_back(context_.collectives->read_peers(
-      full_.full_bytes(step.region),
-      own_->full_bytes(step.region),
-      [&](int64_t rank) { return pieces_of(step.region, rank); },
-      unit_.tag(step.op, step.nbytes)));
-}
-
-bool Gathers::reads_peers() const {
-  return context_.collectives != nullptr && context_.collectives->reads_peers() &&
-      !unit_.settings().gather;
-}
-
-std::vector<io::ProcessBytes> Gathers::pieces_of(int index, int64_t rank) const {
-  const Region& region = layout_.regions()[index];
-  const int64_t nbytes = region.shard_nbytes();
-  if (!layout_.by_rows()) {
-    return {{0, rank * nbytes, nbytes}};
-  }
-  std::vector<io::ProcessBytes> pieces;
-  for (const int param : region.params) {
-    const Range rows = layout_.owned(param, rank);
-    if (!rows.empty()) {
-      const int64_t from = layout_.offset_in_shard(param, rank);
-      const int64_t to = layout_.places()[param].offset + rows.begin;
-      const int64_t size = region.itemsize;
-      pieces.push_back({from * size, to * size, rows.size() * size});
-    }
-  }
-  return pieces;
+  issue(collectives, step, bucket_of(step.to).full_bytes(step.region), source_of(step));
 }
 
 void Gathers::issue(
     Collectives& collectives,
     const GatherStep& step,
     const at::Tensor& to,
-    const at::Tensor& from,
-    const std::shared_future<void>& after) {
+    const at::Tensor& from) {
   CollectiveTag tag = unit_.tag(step.op, step.nbytes);
   if (unit_.settings().gather && &collectives == context_.collectives) {
     tag.own = &unit_.settings().gather;
@@ -244,7 +165,7 @@ void Gathers::issue(
     together_by_ = &collectives;
     together_.push_back({to, from, std::move(tag)});
   } else {
-    pending_.push_back(collectives.all_gather(to, from, std::move(tag), after));
+    pending_.push_back(collectives.all_gather(to, from, std::move(tag)));
   }
 }
 
@@ -294,9 +215,6 @@ void Gathers::launch() {
 
 void Gathers::finish() {
   wait_for_all(pending_, *context_.streams);
-  for (const std::shared_future<void>& load : std::exchange(loads_, {})) {
-    get_if_valid(load);
-  }
   if (context_.mesh.num_shards() == 1) {
     context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
   }

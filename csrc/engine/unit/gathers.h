@@ -2,7 +2,6 @@
 // the device from the host or the disk first; decides nothing. See plan/unsharding.h, which does.
 #pragma once
 
-#include <future>
 #include <optional>
 #include <vector>
 
@@ -24,17 +23,8 @@ class Gathers final : private GatherSteps {
   UnitState state() const {
     return unsharding_.state();
   }
-  // See Unsharding. This rank's part has its values when `after`, if it is valid, is ready.
-  // `reads`: out of the other ranks' memory, where they can.
-  void begin(
-      const std::vector<int>& regions,
-      int64_t version,
-      const std::shared_future<void>& after,
-      bool reads);
-  // Bytes of the block from which such a gather is copied out; 0 for none.
-  int64_t received_nbytes() const {
-    return unsharding_.receives(reads_peers()) ? received_->nbytes() : 0;
-  }
+  // See Unsharding.
+  void begin(const std::vector<int>& regions, int64_t version);
   // Orders compute behind the gathers, or blocks, see PendingCollective::wait.
   void wait() {
     unsharding_.wait(*this);
@@ -63,22 +53,16 @@ class Gathers final : private GatherSteps {
   }
   void take(const GatherStep& step);
   void give_back(const GatherStep& step);
-  void read();
   void load(const GatherStep& step);
   void encode(const GatherStep& step);
-  void load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenRecord* record);
   void start_across(const GatherStep& step);
   void wait_across();
   void start(const GatherStep& step);
-  bool reads_peers() const;
-  void read_peers(const GatherStep& step);
-  std::vector<io::ProcessBytes> pieces_of(int region, int64_t rank) const;
   void issue(
       Collectives& collectives,
       const GatherStep& step,
       const at::Tensor& to,
-      const at::Tensor& from,
-      const std::shared_future<void>& after);
+      const at::Tensor& from);
   void launch();
   void finish();
   void copy_out();
@@ -95,12 +79,9 @@ class Gathers final : private GatherSteps {
   Unsharding unsharding_;
   int64_t version_ = -1; // of the parameters, when the last gather began
   Slot full_slot_, received_slot_;
-  std::shared_future<void> after_; // of the gathers that begin now
-  std::shared_future<void> arrival_; // of the load of the region that is gathered next
   std::vector<CollectiveCall> together_; // to be one launch
   Collectives* together_by_ = nullptr;
   std::vector<PendingCollective> pending_;
-  std::vector<std::shared_future<void>> loads_; // that no gather waits for
   StreamEvent loaded_;
   std::vector<at::Tensor> near_; // bytes by region, see Note [Near ranks]; empty before the first
   StreamEvent kept_; // behind the copies to `near_`

@@ -2,7 +2,6 @@
 #include "engine/unit/host_states.h"
 
 #include "runtime/cuda_calls.h"
-#include "runtime/numa_node.h"
 
 namespace zerocore {
 
@@ -13,10 +12,8 @@ void HostStates::plan(const Units& units, const UnitContext& context) {
   }
   options_.nbytes = layout_->nbytes();
   options_.inherited = true; // a worker of a data loader may look at a parameter
-  const c10::Device device = context.streams->device();
-  if (device.is_cuda() && cuda_calls() != nullptr) {
+  if (context.streams->device().is_cuda() && cuda_calls() != nullptr) {
     options_.pinned_nbytes = layout_->copied_nbytes();
-    options_.numa_node = numa_node_of(cuda_calls()->pci_bus_id(device.index()));
   }
 }
 

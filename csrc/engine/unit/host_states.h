@@ -21,8 +21,8 @@ class HostStates {
 
   // Takes no memory.
   void plan(const Units& units, const UnitContext& context);
-  // Maps the planned memory, for a CUDA device on its NUMA node, and pins the part that it copies.
-  // Throws c10::Error where there is too little.
+  // Maps the planned memory, and pins the part that a CUDA device copies. Throws c10::Error where
+  // there is too little.
   void open();
   // Of a unit's part, zeros at first.
   c10::DataPtr memory(UnitId unit, StatePart part) const;

@@ -107,7 +107,7 @@ const at::Tensor& Unit::updated_shard(int region) const {
   return main_.has(region) ? main_.full(region) : model_shard(region);
 }
 
-void Unit::unshard(const std::shared_future<void>& after, bool reads) {
+void Unit::unshard() {
   std::vector<int> regions = bucket_.regions();
   if (!shards_) {
     std::erase_if(regions, [&](int region) { return is_gathered(region); });
@@ -120,7 +120,7 @@ void Unit::unshard(const std::shared_future<void>& after, bool reads) {
   written.insert(written.end(), written_params_.begin(), written_params_.end());
   gathered_version_ = version();
   mark_caught_up();
-  gathers_.begin(regions, gathered_version_, after, reads);
+  gathers_.begin(regions, gathered_version_);
   mark_gathered();
   if (in_use || own.defined()) {
     wait_for_unshard();

@@ -99,8 +99,8 @@ class Unit {
   std::vector<at::Tensor> written_values() const;
 
   // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
-  // have changed since. `after`, `reads`: see Gathers::begin.
-  void unshard(const std::shared_future<void>& after = {}, bool reads = false);
+  // have changed since.
+  void unshard();
   // Unsharding > Unsharded: orders compute behind the gathers.
   void wait_for_unshard() {
     gathers_.wait();

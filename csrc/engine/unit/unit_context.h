@@ -13,7 +13,6 @@
 #include "runtime/bucket_pool.h"
 #include "runtime/collectives.h"
 #include "runtime/control_channel.h"
-#include "runtime/host_link.h"
 #include "runtime/registered_memory.h"
 
 namespace zerocore {
@@ -35,7 +34,6 @@ struct UnitContext {
   BucketPool* pool = nullptr;
   RegisteredMemory* registered = nullptr; // null where none is offered or asked for
   Trace* trace = nullptr;
-  HostLink* host_link = nullptr; // emulated; null for none
   bool by_rows = false; // see Note [Shards of rows]
   Tiers tiers; // see Note [States on the host]
   HostStates* host = nullptr; // null where nothing is on the host

@@ -63,7 +63,7 @@ class TrainingLoad:
             self._bring(self._contents)
             if self._checksums:
                 self._values, *_ = self._together(lambda: self._verify(all(have_own)))
-            self._state.begin_load()
+            self._state.finish_reads()
             self._together(self._read_rest)
         except BaseException:
             # They may hold anything.

@@ -103,7 +103,7 @@ def load_safetensors(
                 done.add(id(target))
                 _read_target(entry, target)
 
-    state.begin_load()
+    state.finish_reads()
     with torch.no_grad():
         on_all_ranks(groups, load, device)
 

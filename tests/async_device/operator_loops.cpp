@@ -1,12 +1,9 @@
-// The device that others add to torch (PrivateUse1): its loops are torch's operators.
-//
-// They order themselves on its streams as its operators do. A library that gives such a device to
-// torch gives it operators, too; ours for optimizers reach it as torch's do, so they need no loops.
-#include "kernels/loops.h"
+// Kernels of zerocore on the device, by torch's operators. Those for optimizers are operators of
+// zerocore, which reach the device as torch's do.
+#include "operator_loops.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/DeviceType.h>
 #include <c10/util/Exception.h>
 
 #include <cfloat>
@@ -14,9 +11,12 @@
 
 #include "common/math.h"
 
-namespace zerocore::kernels {
+namespace async_device {
 
 namespace {
+
+using namespace zerocore;
+using namespace zerocore::kernels;
 
 at::Tensor tensor_at(const void* data, int64_t numel, Element element, c10::Device device) {
   const auto options = at::TensorOptions().dtype(element).device(device);
@@ -123,16 +123,18 @@ void refuse(const Call& call) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "zerocore's optimizers have no kernel for ", call.device);
 }
 
-[[maybe_unused]] const bool has_operators = register_loops(
-    c10::DeviceType::PrivateUse1,
-    {&copy_by_operators,
-     &accumulate_by_operators,
-     &refuse<SquareCall>,
-     &refuse<TotalCall>,
-     &refuse<AdamWCall>,
-     &encode_by_operators,
-     &decode_by_operators});
-
 } // namespace
 
-} // namespace zerocore::kernels
+const Loops& operator_loops() {
+  static constexpr Loops loops{
+      &copy_by_operators,
+      &accumulate_by_operators,
+      &refuse<SquareCall>,
+      &refuse<TotalCall>,
+      &refuse<AdamWCall>,
+      &encode_by_operators,
+      &decode_by_operators};
+  return loops;
+}
+
+} // namespace async_device
