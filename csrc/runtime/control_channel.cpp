@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <iterator>
 #include <limits>
 
@@ -149,14 +148,22 @@ ControlChannel::Answer ControlChannel::wait() {
   return answer;
 }
 
-std::vector<bool> ControlChannel::differing(const std::vector<int64_t>& numbers) {
-  std::vector<int64_t> words = numbers;
-  std::ranges::transform(numbers, std::back_inserter(words), std::negate());
-  Pending pending = begin(ControlMessage::of(MessageKind::Writes, std::move(words)), kCalls);
+std::vector<bool> ControlChannel::differing(
+    const std::vector<int64_t>& sharers,
+    const std::vector<int64_t>& numbers) {
+  std::vector<int64_t> words = {rank_};
+  words.insert(words.end(), sharers.begin(), sharers.end());
+  words.insert(words.end(), numbers.begin(), numbers.end());
+  Pending pending = begin(ControlMessage::of(MessageKind::Calls, std::move(words)), kCalls);
   const ControlMessage heard = wait(pending);
-  std::vector<bool> differ;
+  std::vector<bool> differ(numbers.size());
   for (size_t i = 0; i < numbers.size(); ++i) {
-    differ.push_back(heard.words[i] != -heard.words[numbers.size() + i]);
+    std::map<int64_t, int64_t> known; // by sharers
+    for (size_t list = 1; list < heard.words.size(); list += heard.width) {
+      const int64_t number = heard.words[list + numbers.size() + i];
+      const auto [first, _] = known.try_emplace(heard.words[list + i], number);
+      differ[i] = differ[i] || first->second != number;
+    }
   }
   return differ;
 }

@@ -66,8 +66,10 @@ class ControlChannel {
   RankCalls gather(const PassCalls& own);
   // For each flag whether it is set on any rank. Blocks. AnyFlags, or OptimizerFlags.
   std::vector<bool> any_rank(const std::vector<bool>& flags, MessageKind kind);
-  // Which numbers, none of them negative, are not the same on all ranks. Blocks.
-  std::vector<bool> differing(const std::vector<int64_t>& numbers);
+  // Which numbers are not the same on all ranks that have the same number of sharers. Blocks.
+  std::vector<bool> differing(
+      const std::vector<int64_t>& sharers,
+      const std::vector<int64_t>& numbers);
   int rank() const {
     return rank_;
   }
