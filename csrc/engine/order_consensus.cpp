@@ -25,6 +25,7 @@ void OrderConsensus::begin_pass(const std::vector<UnitId>& again) {
 void OrderConsensus::say(ControlChannel::Answer own) const {
   own.gathered = gathered_;
   own.written = written_;
+  own.num_added = schedule_.order().num_added();
   context_.control->say(own);
 }
 
@@ -139,7 +140,9 @@ void OrderConsensus::settle_pass() {
   compare_writes(answer.writes_differ);
   RankCalls calls;
   if (answer.changed && !failed_) {
-    calls = context_.control->gather(schedule_.order().calls());
+    schedule_.make_slots(answer.num_added);
+    const CallOrder& order = schedule_.order();
+    calls = context_.control->gather(order.calls(), order.num_slots(), answer.num_added);
     has_order_ = true;
     calls_differ_ = calls.lists.size() > 1;
   }

@@ -43,7 +43,9 @@ class Schedule {
         order_(std::move(order)),
         passes_(static_cast<int>(meshes.size())),
         residency_(meshes),
-        walk_(static_cast<int>(meshes.size()), prefetch_, passes_, residency_) {}
+        walk_(static_cast<int>(meshes.size()), prefetch_, passes_, residency_) {
+    order_.use_slots(residency_.gathers() ? 0 : meshes.size());
+  }
   Schedule(const Schedule&) = delete; // its parts refer to each other
   Schedule& operator=(const Schedule&) = delete;
 
@@ -75,6 +77,10 @@ class Schedule {
   void close_pass(Actions& out);
   const CallOrder& order() const {
     return order_;
+  }
+  // See Note [Slots].
+  void make_slots(int64_t num_added) {
+    order_.make_slots(num_added);
   }
   // Settles the pass that was closed: with the calls of all ranks if any of them changed, else with
   // none.

@@ -66,7 +66,7 @@ CONVERSIONS: dict[str, Function] = {
     "DoubleTensor": lambda t: torch.DoubleTensor(t),
     "default_type": lambda t: torch.Tensor.__new__(torch.Tensor, t),
     "buffer": lambda t: nn.Buffer(t).as_subclass(Tensor),
-    "list_tensor": lambda t: torch.tensor([t.flatten()[0], t.flatten()[1]]),
+    "list_tensor": lambda t: torch.tensor([t.flatten()[0], t.flatten()[-1]]),
     "variable": lambda t: torch.autograd.Variable(t),
     "numpy": lambda t: torch.as_tensor(np.array(t.detach().numpy())),
     "array": lambda t: torch.as_tensor(np.array(t)),

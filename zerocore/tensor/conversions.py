@@ -89,13 +89,14 @@ def typed_in_full(kind: Any, args: Any) -> Any:
 def subclasses_in_full(make: Any) -> Any:
     """``Tensor._make_subclass``, by which a class of its own would be around one rank's elements."""
 
-    def make_subclass(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    # Dynamo compares the signature.
+    def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
         if isinstance(data, Placed) and not issubclass(cls, Placed) and _enabled():
-            return rules.call(make_of, (data, cls, *args), kwargs)
-        return make(cls, data, *args, **kwargs)
+            return rules.call(make_of, (data, cls, requires_grad), kwargs)
+        return make(cls, data, requires_grad, **kwargs)
 
-    def make_of(data: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return make(cls, data, *args, **kwargs)
+    def make_of(data: Any, cls: Any, requires_grad: bool, **kwargs: Any) -> Any:
+        return make(cls, data, requires_grad, **kwargs)
 
     make_of.__name__, make_of.__module__ = "_make_subclass", "torch"
     return staticmethod(make_subclass)
