@@ -1,6 +1,6 @@
 """Types of the C++ runtime; the Python functions that use it say shapes and errors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ def define_grad(type: type) -> None: ...
 def counted(tensor: Tensor) -> Tensor: ...  # see csrc/engine/unit/data_writes.h
 def counted_view(leaf: Tensor, view: Tensor) -> Tensor: ...
 def count_as_data(tensor: Tensor, alias: Tensor) -> None: ...
+def count_view_as_data(view: Tensor, alias: Tensor) -> None: ...
 def show_grad(param: Tensor, grad: Tensor) -> None: ...
 def window_on(memory: Tensor) -> Tensor: ...
 def move_window(window: Tensor, memory: Tensor) -> None: ...
@@ -109,6 +110,11 @@ def same_objects(first: dict[Any, Any], second: dict[Any, Any]) -> bool:
 def replace_in_modules(replaced: list[tuple[Any, Any]]) -> None:
     """Puts the second of a pair in the place of the first, wherever a module has it."""
 
+def ask_before_typed(
+    types: Iterable[type], ask: Callable[[type, tuple[Any, ...]], Tensor | None]
+) -> None:
+    """``torch.FloatTensor(tensor)`` and the like, of ``types``, ask before they make a tensor."""
+
 def note_backward_call(roots: Any) -> None: ...
 def forget_backward_call() -> None: ...
 
@@ -116,6 +122,7 @@ class GroupNames:
     """Names of the c10d groups of a mesh: to shard over, with the same shards, and near.
 
     ``reductions``: another one of the ranks of ``shard``, for reductions; None for the same.
+    ``first_rank``: of all of them, in the default group.
     """
 
     def __init__(
@@ -125,6 +132,7 @@ class GroupNames:
         replicas: str | None,
         near: str | None,
         reductions: str | None = None,
+        first_rank: int = 0,
     ) -> None: ...
 
 class EngineOptions:
@@ -368,6 +376,13 @@ class Engine:
         """Reductions wait, and gathered units stay, until :meth:`end_deferred`."""
 
     def end_deferred(self, drops: bool) -> None: ...
+    @property
+    def takes_notes(self) -> bool:
+        """Whether writes to shards are compared: not those of an optimizer's step."""
+
+    def note_write(self, unit: int, param: int, number: int) -> None:
+        """A shard was written to, by a function whose arguments have this number."""
+
     def any_rank(self, flags: Sequence[bool]) -> list[bool]: ...
     def exchange(
         self,

@@ -230,6 +230,14 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("end_deferred", method(&Engine::end_deferred), py::arg("drops"), no_gil)
       .def_property_readonly("defers_reductions", method(&Reducer::deferred))
       .def_property_readonly("holds_back", method(&Reducer::holds_back_any))
+      .def_property_readonly(
+          "takes_notes",
+          [](const PyEngine& self) { return self.engine->lifecycle().write_check().takes_notes(); })
+      .def(
+          "note_write",
+          [](PyEngine& self, UnitId unit, size_t param, int64_t number) {
+            self.engine->lifecycle().write_check().note(unit, param, number);
+          })
       .def("any_rank", method(&Engine::any_rank), no_gil)
       .def(
           "exchange",

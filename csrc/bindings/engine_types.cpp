@@ -60,12 +60,13 @@ void register_engine_options(py::module_& module) {
   using Name = std::optional<std::string>;
   py::class_<GroupNames>(module, "GroupNames")
       .def(
-          py::init<Name, Name, Name, Name>(),
+          py::init<Name, Name, Name, Name, int64_t>(),
           py::kw_only(),
           py::arg("shard"),
           py::arg("replicas"),
           py::arg("near"),
-          py::arg("reductions") = py::none());
+          py::arg("reductions") = py::none(),
+          py::arg("first_rank") = 0);
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(
           py::init<

@@ -125,6 +125,33 @@ void replace_in_modules(
   }
 }
 
+// How torch.FloatTensor and the like make a tensor, and what is asked first: their types are of C++,
+// where no attribute can be set.
+newfunc typed_new = nullptr;
+PyObject* asked_first = nullptr;
+
+PyObject* ask_or_make(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  if (PyTuple_Size(args) > 0 && THPVariable_Check(PyTuple_GetItem(args, 0)) &&
+      !THPVariable_CheckExact(PyTuple_GetItem(args, 0))) {
+    PyObject* made = PyObject_CallFunctionObjArgs(asked_first, type, args, nullptr);
+    if (made != Py_None) {
+      return made;
+    }
+    Py_DECREF(made);
+  }
+  return typed_new(type, args, kwargs);
+}
+
+// `ask(type, args)` gives a tensor, or None where torch is to make it.
+void ask_before_typed(const pybind11::iterable& types, const pybind11::function& ask) {
+  asked_first = pybind11::object(ask).release().ptr();
+  for (const auto& each : types) {
+    auto* type = reinterpret_cast<PyTypeObject*>(each.ptr());
+    typed_new = type->tp_new == ask_or_make ? typed_new : type->tp_new;
+    type->tp_new = ask_or_make;
+  }
+}
+
 } // namespace
 
 void register_shards(pybind11::module_& module) {
@@ -132,6 +159,8 @@ void register_shards(pybind11::module_& module) {
   module.def("counted", counted, pybind11::arg("tensor"));
   module.def("counted_view", counted_view, pybind11::arg("leaf"), pybind11::arg("view"));
   module.def("count_as_data", count_as_data, pybind11::arg("tensor"), pybind11::arg("alias"));
+  module.def(
+      "count_view_as_data", count_view_as_data, pybind11::arg("view"), pybind11::arg("alias"));
   module.def("window_on", window_on, pybind11::arg("memory"));
   module.def("move_window", move_window, pybind11::arg("window"), pybind11::arg("memory"));
   module.def("free_memory", free_memory, pybind11::arg("tensor"), pybind11::arg("message"));
@@ -140,6 +169,7 @@ void register_shards(pybind11::module_& module) {
     give_memory(tensor, allocate_memory(tensor.device(), nbytes));
   });
   module.def("replace_in_modules", replace_in_modules, pybind11::arg("replaced"));
+  module.def("ask_before_typed", ask_before_typed, pybind11::arg("types"), pybind11::arg("ask"));
   module.def("same_objects", same_objects, pybind11::arg("first"), pybind11::arg("second"));
   module.def("show_grad", show_grad, pybind11::arg("param"), pybind11::arg("grad"));
 }

@@ -1,6 +1,7 @@
 // The options of an engine.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,6 +16,7 @@ struct GroupNames {
   std::optional<std::string> replicas; // those that hold the same shards; none where nobody does
   std::optional<std::string> near; // of `shard`, see Note [Near ranks]; none where all are
   std::optional<std::string> reductions; // as `shard`, for reductions; none for the same one
+  int64_t first_rank = 0; // of all of them, in the default group
 };
 
 struct EngineOptions {

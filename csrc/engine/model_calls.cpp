@@ -190,7 +190,9 @@ void ModelCalls::enter_forward(UnitId id) {
   if (context_.control != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
       !schedule_.order().find(id).has_value()) {
     lifecycle_.run([&](Actions& out) { schedule_.finish_order(out); });
-    consensus_.ask_for(id);
+    if (schedule_.residency().gathers()) {
+      consensus_.ask_for(id);
+    }
   }
   const bool grad = c10::GradMode::is_enabled();
   lifecycle_.run([&](Actions& out) { schedule_.enter(id, grad, out); });

@@ -5,6 +5,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <exception>
+#include <string>
 #include <utility>
 
 #include "common/math.h"
@@ -25,6 +26,7 @@ void OrderConsensus::say(ControlChannel::Answer own) const {
   own.reads = schedule_.reads_more();
   own.gathered = gathered_;
   own.written = written_;
+  own.num_added = schedule_.order().num_added();
   context_.control->say(own);
 }
 
@@ -108,7 +110,7 @@ void OrderConsensus::leave_pass() {
   // Where no unit is gathered the backward is the first to need an answer: ranks may sum their
   // losses before it.
   const bool differs = schedule_.residency().gathers() && (order.changed() || order.skipped());
-  if (differs || written_ != 0 || !c10::GradMode::is_enabled()) {
+  if (differs || lifecycle_.write_check().is_urgent() || !c10::GradMode::is_enabled()) {
     settle_pass();
   }
 }
@@ -139,7 +141,9 @@ void OrderConsensus::settle_pass() {
   compare_writes(answer.writes_differ);
   RankCalls calls;
   if (answer.changed && !failed_) {
-    calls = context_.control->gather(schedule_.order().calls());
+    schedule_.make_slots(answer.num_added);
+    const CallOrder& order = schedule_.order();
+    calls = context_.control->gather(order.calls(), order.num_slots(), answer.num_added);
     has_order_ = true;
     calls_differ_ = calls.lists.size() > 1;
   }
@@ -150,14 +154,15 @@ void OrderConsensus::settle_pass() {
 // Those of a pass that has failed differ as the ranks' ways through it do.
 void OrderConsensus::compare_writes(bool differ) {
   written_ = 0;
-  if (!differ || failed_) {
-    return lifecycle_.write_check().forget();
-  }
-  failed_ = 0; // the pass is dropped, on all ranks
-  lifecycle_.drop_writes();
-  finish_pass({}, /*reads_all=*/false);
   const auto forget = c10::make_scope_exit([this] { lifecycle_.write_check().forget(); });
-  lifecycle_.write_check().fail();
+  const std::string* first =
+      differ && !failed_ ? lifecycle_.write_check().find_differing() : nullptr;
+  if (first != nullptr) {
+    failed_ = 0; // the pass is dropped, on all ranks
+    lifecycle_.drop_writes();
+    finish_pass({}, /*reads_all=*/false);
+    WriteCheck::fail(*first);
+  }
 }
 
 void OrderConsensus::finish_pass(const RankCalls& calls, bool reads_all) {

@@ -94,6 +94,7 @@ Resources::Resources(
   expected.sharding = options.sharding;
   for (const MeshGroups& groups : groups_) {
     UnitContext context = make_context(groups, options.sharding);
+    context.first_rank = options.meshes.at(contexts_.size()).first_rank;
     if (!contexts_.empty()) { // ranks that do not hold a parameter have tokens for it
       context.mesh.divisor = contexts_.front().mesh.divisor;
     }

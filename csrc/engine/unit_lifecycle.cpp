@@ -223,6 +223,9 @@ void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool wri
   for (const UnitId id : units) {
     units_[id]->take_back(write_back);
     if (write_back) {
+      if (units_[id]->take_writes()) {
+        write_check_.add(id);
+      }
       write_back_now(id, /*all=*/true);
       units_[id]->versions().mark_written();
     }
@@ -357,6 +360,7 @@ void UnitLifecycle::check_homes(UnitId id) const {
 
 void UnitLifecycle::begin_update(const std::vector<UnitId>& units, bool casts) {
   const at::NoGradGuard no_grad;
+  write_check_.set_updating(true);
   offload_.begin_step();
   for (const UnitId id : units) {
     check_homes(id);
@@ -383,6 +387,7 @@ void UnitLifecycle::end_update(const std::vector<UpdatedUnit>& units, bool casts
       unit.mark_cast();
     }
   }
+  write_check_.set_updating(false);
   offload_.end_step();
 }
 

@@ -30,6 +30,11 @@ int64_t checksum(const at::Tensor& values) {
   return static_cast<int64_t>(sum >> 2);
 }
 
+// Not 0, and not negative.
+void mix_in(int64_t& sum, int64_t number) {
+  sum = static_cast<int64_t>(mix(sum, number) >> 2) + 1;
+}
+
 } // namespace
 
 WriteCheck::WriteCheck(const Units& units, const UnitContext& context)
@@ -40,12 +45,17 @@ WriteCheck::WriteCheck(const Units& units, const UnitContext& context)
   }
 }
 
-// Of other units ranks hold other parts or other experts; where nothing is sharded each rank keeps
-// all that it has written.
+// Where nothing is sharded each rank keeps all that it has written.
 bool WriteCheck::is_shared(const Unit& unit) const {
   const UnitMesh& mesh = unit.context().mesh;
-  return context_.control != nullptr && (mesh.shards_optimizer || mesh.shards_parameters) &&
-      mesh.world_size() == context_.control->size();
+  return context_.control != nullptr && mesh.communicates() &&
+      (mesh.shards_optimizer || mesh.shards_parameters);
+}
+
+// 0 for all ranks of the model; else a number of those that share the unit.
+int64_t WriteCheck::sharers_of(const Unit& unit) const {
+  const UnitContext& context = unit.context();
+  return context.mesh.world_size() == context_.control->size() ? 0 : 1 + context.first_rank;
 }
 
 void WriteCheck::add(UnitId id) {
@@ -56,8 +66,8 @@ void WriteCheck::add(UnitId id) {
   const std::vector<at::Tensor> values = unit.written_values();
   for (size_t param = 0; param < values.size(); ++param) {
     if (values[param].defined()) {
-      int64_t& sum = sums_[first_[id] + param];
-      sum = static_cast<int64_t>(mix(sum, checksum(values[param])) >> 2) + 1;
+      mix_in(sums_[first_[id] + param], checksum(values[param]));
+      urgent_ = true;
     }
   }
 }
@@ -74,21 +84,46 @@ void WriteCheck::add_rest() {
   }
 }
 
+// Ranks that promise to do the same in each pass exchange nothing.
+bool WriteCheck::takes_notes() const {
+  const UnitMesh& mesh = context_.mesh;
+  return !updating_ && context_.control != nullptr && !context_.control->is_static() &&
+      (mesh.shards_optimizer || mesh.shards_parameters);
+}
+
+void WriteCheck::note(UnitId id, size_t param, int64_t number) {
+  const Unit& unit = *units_.at(id);
+  if (takes_notes() && is_shared(unit) && param < unit.params().size()) {
+    mix_in(sums_[first_[id] + param], number);
+  }
+}
+
 int64_t WriteCheck::sum() const {
   uint64_t sum = 0;
-  for (const int64_t each : sums_) {
-    sum = each == 0 && sum == 0 ? 0 : mix(sum, static_cast<uint64_t>(each));
+  bool is_apart = false;
+  for (const auto& unit : units_) {
+    for (size_t param = 0; param < unit->params().size(); ++param) {
+      const int64_t each = sums_[first_[unit->id()] + param];
+      is_apart = is_apart || (each != 0 && sharers_of(*unit) != 0);
+      sum = each == 0 && sum == 0 ? 0 : mix(sum, static_cast<uint64_t>(each));
+    }
   }
+  sum = is_apart ? mix(sum, static_cast<uint64_t>(context_.control->rank()) + 1) : sum;
   return static_cast<int64_t>(sum >> 2);
 }
 
 void WriteCheck::forget() {
   std::ranges::fill(sums_, 0);
   later_.clear();
+  urgent_ = updating_ = false; // an update may have ended with an exception
 }
 
-void WriteCheck::fail() const {
-  const std::vector<bool> differ = context_.control->differing(sums_);
+const std::string* WriteCheck::find_differing() const {
+  std::vector<int64_t> sharers;
+  for (const auto& unit : units_) {
+    sharers.insert(sharers.end(), unit->params().size(), sharers_of(*unit));
+  }
+  const std::vector<bool> differ = context_.control->differing(sharers, sums_);
   const std::string* first = nullptr;
   for (const auto& unit : units_) {
     for (size_t param = 0; param < unit->params().size(); ++param) {
@@ -98,15 +133,18 @@ void WriteCheck::fail() const {
       }
     }
   }
-  TORCH_INTERNAL_ASSERT(first != nullptr, "sums differ, and those of no parameter");
+  return first;
+}
+
+void WriteCheck::fail(const std::string& fqn) {
   TORCH_CHECK_VALUE(
       false,
       "parameter '",
-      *first,
-      "' was changed in place, by a forward, a hook or a backward, to values that differ between "
-      "the ranks; each rank keeps one part of them, so they must be the same. Average what the "
-      "change is computed from (dist.all_reduce), or send one rank's (dist.broadcast(values, 0)), "
-      "before it is written.");
+      fqn,
+      "' was changed in place, by a forward, a hook, a backward or between steps, to values that "
+      "differ between the ranks; each rank keeps one part of them, so they must be the same. "
+      "Average what the change is computed from (dist.all_reduce), or send one rank's "
+      "(dist.broadcast(values, 0)), before it is written.");
 }
 
 } // namespace zerocore

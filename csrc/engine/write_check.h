@@ -1,13 +1,16 @@
 // Compares what the ranks have written to unsharded parameters in place.
 //
 // Note [Writes that differ]
-// Each rank keeps its own part of what it has written, so a write must be the same on all ranks.
-// Checksums of written parameters travel as one number in the message at the end of a pass, which
-// is sent anyway. Writes of a backward, and of calls outside of passes, are compared at the end of
-// the next pass.
+// Each rank keeps its own part of what it has written, so a write must be the same on all ranks
+// that share the unit. Checksums of written parameters travel as one number in the message at the
+// end of a pass, which is sent anyway. Writes of a backward, and of calls outside of passes, are
+// compared at the end of the next pass. Of writes to shards, between steps, a number of what they
+// were given travels in the same way. If numbers differ, or a unit was written to that only some
+// ranks share, all ranks exchange theirs parameter by parameter.
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "engine/unit/unit.h"
@@ -23,20 +26,37 @@ class WriteCheck {
   void add(UnitId unit);
   void add_later(UnitId unit);
   void add_rest();
-  // A number of all that was written since the last forget(), 0 for nothing.
+  // A shard was written to, by a function that was given what `number` stands for; but optimizers'
+  // updates are of gradients, which are the same.
+  void note(UnitId unit, size_t param, int64_t number);
+  bool takes_notes() const;
+  void set_updating(bool updating) {
+    updating_ = updating;
+  }
+  // A number of all that was written since the last forget(), 0 for nothing. It is not the same on
+  // all ranks if they have to compare.
   int64_t sum() const;
+  // Whether some of it was written to unsharded parameters.
+  bool is_urgent() const {
+    return urgent_;
+  }
   void forget();
-  // On all ranks, whose sums differ. Throws c10::ValueError that names the parameter.
-  [[noreturn]] void fail() const;
+  // The first parameter to which ranks that share it have written other values; null for none.
+  // Collective of all ranks.
+  const std::string* find_differing() const;
+  // Throws c10::ValueError that names the parameter.
+  [[noreturn]] static void fail(const std::string& fqn);
 
  private:
   bool is_shared(const Unit& unit) const;
+  int64_t sharers_of(const Unit& unit) const;
 
   const Units& units_;
   const UnitContext& context_;
   std::vector<size_t> first_; // by unit: number of its first parameter
   std::vector<int64_t> sums_; // by parameter; 0 of one that was not written to
   std::vector<UnitId> later_;
+  bool urgent_ = false, updating_ = false;
 };
 
 } // namespace zerocore

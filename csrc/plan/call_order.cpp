@@ -68,10 +68,24 @@ std::vector<UnitId> CallOrder::upcoming(int count) const {
 }
 
 int32_t CallOrder::add(UnitId unit) {
-  const auto number = static_cast<int32_t>(calls_.size());
-  calls_.push_back({unit, number, grad_});
   changed_ = true;
+  auto number = static_cast<int32_t>(calls_.size());
+  if (num_units_ == 0) {
+    calls_.push_back({unit, number, grad_});
+    return number;
+  }
+  number += unit;
+  make_slots(num_added() + 1);
+  calls_.at(number) = {unit, number, grad_};
   return number;
+}
+
+void CallOrder::make_slots(int64_t num_added) {
+  while (this->num_added() < num_added) {
+    for (size_t unit = 0; unit < num_units_; ++unit) {
+      calls_.push_back({static_cast<UnitId>(unit), -1, false, false, /*reads=*/false});
+    }
+  }
 }
 
 void CallOrder::enter(int32_t call) {
@@ -90,7 +104,9 @@ void CallOrder::leave(int32_t number, bool needs_backward) {
 }
 
 bool CallOrder::skipped() const {
-  return std::any_of(calls_.begin(), calls_.end(), [](const PassCall& call) { return !call.made; });
+  return std::any_of(calls_.begin(), calls_.end(), [](const PassCall& call) {
+    return !call.made && call.last >= 0;
+  });
 }
 
 std::vector<CallEvent> CallOrder::learn(const std::vector<PassCalls>& ranks, int own) {

@@ -19,7 +19,6 @@ enum class MessageKind : int64_t {
   Hello, // connects
   Pass, // what a rank does in a pass: the largest numbers
   Collective, // it is about to issue: the largest numbers
-  Writes, // checksums of what it has written: the largest numbers
   AnyFlags, // the next three are bits, of which any rank's count
   UsedFlags,
   OptimizerFlags,

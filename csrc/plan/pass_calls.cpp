@@ -79,7 +79,7 @@ std::vector<bool> kept_calls(const PassCalls& calls) {
   }
   std::vector<bool> kept;
   for (const PassCall& call : calls) {
-    kept.push_back(!is_called[call.unit]);
+    kept.push_back(!is_called[call.unit] && call.last >= 0);
   }
   return kept;
 }
@@ -179,10 +179,15 @@ PassCalls calls_of(const std::vector<CallEvent>& events) {
 std::vector<CallEvent> events_of(const PassCalls& calls) {
   std::vector<std::vector<int32_t>> left_after(calls.size());
   for (size_t i = 0; i < calls.size(); ++i) {
-    left_after.at(calls[i].last).push_back(static_cast<int32_t>(i));
+    if (calls[i].last >= 0) {
+      left_after.at(calls[i].last).push_back(static_cast<int32_t>(i));
+    }
   }
   std::vector<CallEvent> events;
   for (size_t i = 0; i < calls.size(); ++i) {
+    if (calls[i].last < 0) {
+      continue;
+    }
     events.push_back({EventKind::Enter, calls[i].unit, true, static_cast<int32_t>(i)});
     for (auto call = left_after[i].rbegin(); call != left_after[i].rend(); ++call) {
       const PassCall& left = calls[*call];

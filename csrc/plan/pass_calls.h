@@ -14,7 +14,9 @@ namespace zerocore {
 
 struct PassCall {
   UnitId unit = -1;
-  int32_t last = -1; // number of the last call that the rank made before it left this one
+  // Number of the last call that the rank made before it left this one; -1 of a slot for a call
+  // that the rank did not make, see Note [Slots].
+  int32_t last = -1;
   bool needs_backward = true;
   bool made = false; // by the rank, or by any
   bool reads = true; // its backward, the unit's parameters; as all ranks expect it

@@ -50,7 +50,9 @@ class Schedule {
         order_(std::move(order)),
         passes_(static_cast<int>(meshes.size())),
         residency_(meshes),
-        walk_(static_cast<int>(meshes.size()), prefetch_, passes_, residency_) {}
+        walk_(static_cast<int>(meshes.size()), prefetch_, passes_, residency_) {
+    order_.use_slots(residency_.gathers() ? 0 : meshes.size());
+  }
   Schedule(const Schedule&) = delete; // its parts refer to each other
   Schedule& operator=(const Schedule&) = delete;
 
@@ -88,6 +90,10 @@ class Schedule {
   // Whether a call of this rank reads although the order has a lookup.
   bool reads_more() const {
     return reads_more_;
+  }
+  // See Note [Slots].
+  void make_slots(int64_t num_added) {
+    order_.make_slots(num_added);
   }
   // Settles the pass that was closed: with the calls of all ranks if any of them changed, else with
   // none. `reads_all`: any rank reads_more().

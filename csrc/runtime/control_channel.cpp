@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <iterator>
 #include <limits>
 
@@ -34,6 +33,7 @@ enum Field : uint8_t {
   LeastGathered,
   MostWritten,
   LeastWritten,
+  NumAdded,
   kNumFields
 };
 
@@ -129,6 +129,7 @@ void ControlChannel::say(const Answer& own) {
   fields[LeastGathered] = -own.gathered;
   fields[MostWritten] = own.written;
   fields[LeastWritten] = -own.written;
+  fields[NumAdded] = own.num_added;
   round_ = begin(ControlMessage::of(MessageKind::Pass, std::move(fields)), kCalls);
 }
 
@@ -144,26 +145,44 @@ ControlChannel::Answer ControlChannel::wait() {
   if (fields[Wanted] != 0) {
     answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted]);
   }
+  answer.num_added = fields[NumAdded];
   answer.gathers_differ = fields[MostGathered] != -fields[LeastGathered];
   answer.writes_differ = fields[MostWritten] != -fields[LeastWritten];
   return answer;
 }
 
-std::vector<bool> ControlChannel::differing(const std::vector<int64_t>& numbers) {
-  std::vector<int64_t> words = numbers;
-  std::ranges::transform(numbers, std::back_inserter(words), std::negate());
-  Pending pending = begin(ControlMessage::of(MessageKind::Writes, std::move(words)), kCalls);
+std::vector<bool> ControlChannel::differing(
+    const std::vector<int64_t>& sharers,
+    const std::vector<int64_t>& numbers) {
+  std::vector<int64_t> words = {rank_};
+  words.insert(words.end(), sharers.begin(), sharers.end());
+  words.insert(words.end(), numbers.begin(), numbers.end());
+  Pending pending = begin(ControlMessage::of(MessageKind::Calls, std::move(words)), kCalls);
   const ControlMessage heard = wait(pending);
-  std::vector<bool> differ;
+  std::vector<bool> differ(numbers.size());
   for (size_t i = 0; i < numbers.size(); ++i) {
-    differ.push_back(heard.words[i] != -heard.words[numbers.size() + i]);
+    std::map<int64_t, int64_t> known; // by sharers
+    for (size_t list = 1; list < heard.words.size(); list += heard.width) {
+      const int64_t number = heard.words[list + numbers.size() + i];
+      const auto [first, _] = known.try_emplace(heard.words[list + i], number);
+      differ[i] = differ[i] || first->second != number;
+    }
   }
   return differ;
 }
 
-RankCalls ControlChannel::gather(const PassCalls& own) {
+RankCalls ControlChannel::gather(const PassCalls& own, size_t num_slots, int64_t num_added) {
+  const size_t num_known = own.size() - num_slots;
   std::vector<int64_t> words = {rank_};
-  std::transform(own.begin(), own.end(), std::back_inserter(words), encode);
+  for (size_t i = 0; i < own.size(); ++i) {
+    if (i >= num_known && own[i].made) {
+      words.push_back(static_cast<int64_t>(i));
+    }
+    if (i < num_known || own[i].made) {
+      words.push_back(encode(own[i]));
+    }
+  }
+  words.resize(1 + num_known + 2 * num_added); // zeros: no slot is the first call
   const std::vector<int64_t> codes(words.begin() + 1, words.end());
   Pending pending = begin(ControlMessage::of(MessageKind::Calls, std::move(words)), kCalls);
   const ControlMessage heard = wait(pending);
@@ -173,8 +192,15 @@ RankCalls ControlChannel::gather(const PassCalls& own) {
       result.own = static_cast<int>(result.lists.size());
     }
     PassCalls& calls = result.lists.emplace_back(own);
-    for (size_t i = 0; i < calls.size(); ++i) {
-      decode(list[static_cast<std::ptrdiff_t>(i) + 1], calls[i]);
+    for (PassCall& call : calls) {
+      call.made = false;
+    }
+    const auto codes_of = [&](size_t word) { return list[static_cast<std::ptrdiff_t>(word) + 1]; };
+    for (size_t i = 0; i < num_known; ++i) {
+      decode(codes_of(i), calls[i]);
+    }
+    for (size_t i = num_known; i + 1 < codes.size() && codes_of(i) != 0; i += 2) {
+      decode(codes_of(i + 1), calls.at(codes_of(i)));
     }
   }
   return result;

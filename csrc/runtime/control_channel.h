@@ -40,6 +40,7 @@ class ControlChannel {
     bool reads = false; // on any rank a backward reads more than expected
     int64_t gathered = 0; // of `own`: a number for what this rank has gathered again
     bool gathers_differ = false;
+    int64_t num_added = 0; // calls in slots, the most of any rank
     int64_t written = 0; // of `own`: a number for what this rank has written in place
     bool writes_differ = false;
   };
@@ -63,12 +64,15 @@ class ControlChannel {
   void tell_used(const std::vector<bool>& flags);
   std::vector<bool> hear_used();
 
-  // Every rank's list; all are as long as `own`. Blocks.
-  RankCalls gather(const PassCalls& own);
+  // Every rank's list; all are as long as `own`, whose last `num_slots` are slots for `num_added`
+  // calls. Blocks.
+  RankCalls gather(const PassCalls& own, size_t num_slots, int64_t num_added);
   // For each flag whether it is set on any rank. Blocks. AnyFlags, or OptimizerFlags.
   std::vector<bool> any_rank(const std::vector<bool>& flags, MessageKind kind);
-  // Which numbers, none of them negative, are not the same on all ranks. Blocks.
-  std::vector<bool> differing(const std::vector<int64_t>& numbers);
+  // Which numbers are not the same on all ranks that have the same number of sharers. Blocks.
+  std::vector<bool> differing(
+      const std::vector<int64_t>& sharers,
+      const std::vector<int64_t>& numbers);
   int rank() const {
     return rank_;
   }

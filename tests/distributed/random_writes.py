@@ -78,11 +78,18 @@ SPELLINGS: dict[str, Callable[..., None]] = {
     "foreach": written(lambda p, f: torch._foreach_mul_([p.data], 0.9)),
     "mul_": written(lambda p, f: p.mul_(0.9)),
     "copy_": written(lambda p, f: p.copy_(f(p.detach()))),
+    "row.data": written(lambda p, f: p[0].data.fill_(0.3)),
+    "flat.data": written(lambda p, f: p.view(-1).data.mul_(0.9)),
+    "turned.data": written(lambda p, f: p.transpose(-1, 0).data.clamp_(-0.3, 0.3)),
+    "part.data": written(lambda p, f: p.detach()[..., 1:].data.add_(0.1)),
+    "data.row.data": written(lambda p, f: p.data[1].data.add_(0.1)),
     "detach": written(lambda p, f: p.detach().mul_(0.9)),
     "set_": set_memory,
     "data =": set_data,
     "inference": in_inference_mode,
 }
+VIEWS = tuple(name for name in SPELLINGS if name.endswith(".data"))  # of a parameter in full
+SHOWN = ("forward", "late in forward", "pre-hook", "hook", "parent", "root")  # where it is that
 FREE = tuple(name for name in SPELLINGS if "data" in name or name in ("foreach", "inference"))
 
 
@@ -123,6 +130,8 @@ def case_of(seed: int) -> Case:
         is_free = target in ("code", "lin.bias") or place in ("between steps", "next to the step")
         spelling = rng.choice(tuple(SPELLINGS) if is_free or rng.random() < 0.1 else FREE)
         is_refused = is_refused or (spelling not in FREE and place not in BEFORE_USE)
+        if spelling in VIEWS and place not in SHOWN:
+            spelling = "data.fill_"
         if columns and spelling in ("data =", "set_"):
             spelling = "data.mul_"  # what modules see is a view
         if spelling == "set_":

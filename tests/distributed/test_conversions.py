@@ -32,6 +32,15 @@ def shares(plain: Tensor, shard: Any) -> Tensor:
     return plain
 
 
+class Own(Tensor):
+    """A class of the program."""
+
+
+def kept(tensor: Tensor, kind: type) -> Tensor:
+    assert type(tensor) is kind
+    return tensor.detach().as_subclass(Tensor)
+
+
 CONVERSIONS: dict[str, Function] = {
     "script": lambda t: torch.jit.script(penalty)(t),
     "trace": lambda t: torch.jit.trace(penalty, torch.ones(3, 4))(t),
@@ -50,6 +59,14 @@ CONVERSIONS: dict[str, Function] = {
     "plain_data": lambda t: shares(torch.zeros(t.shape), t),
     "plain_set_": lambda t: torch.zeros(t.shape).set_(t),
     "as_subclass": lambda t: t.as_subclass(Tensor),
+    "as_subclass_own": lambda t: kept(t.as_subclass(Own), Own),
+    "make_subclass": lambda t: torch.Tensor._make_subclass(Tensor, t),
+    "make_subclass_own": lambda t: kept(torch.Tensor._make_subclass(Own, t), Own),
+    "FloatTensor": lambda t: torch.FloatTensor(t),
+    "DoubleTensor": lambda t: torch.DoubleTensor(t),
+    "default_type": lambda t: torch.Tensor.__new__(torch.Tensor, t),
+    "buffer": lambda t: nn.Buffer(t).as_subclass(Tensor),
+    "list_tensor": lambda t: torch.tensor([t.flatten()[0], t.flatten()[-1]]),
     "variable": lambda t: torch.autograd.Variable(t),
     "numpy": lambda t: torch.as_tensor(np.array(t.detach().numpy())),
     "array": lambda t: torch.as_tensor(np.array(t)),
@@ -117,7 +134,8 @@ def compare(name: str, function: Function, shard: Any, full: Any) -> list[str]:
 def test_conversions(stage: int, world_size: int) -> None:
     names = run_ranks(convert, world_size, stage)
     assert all(each == names[0] for each in names)
-    for name in ("script", "trace", "tensor", "Tensor", "new_tensor", "plain_data"):
+    named = ("script", "trace", "tensor", "Tensor", "new_tensor", "plain_data", "FloatTensor")
+    for name in (*named, "make_subclass", "make_subclass_own", "as_subclass", "as_subclass_own"):
         assert f"{name} of p" not in names[0]
         assert (f"{name} of detached" in names[0]) == (stage > 0)
 
@@ -134,6 +152,43 @@ def test_scripts_that_change_a_parameter() -> None:
     run_ranks(scripts_that_change, 2)
 
 
+def scalars() -> None:
+    """Lists of tensors of one element, of which one rank has each."""
+    torch.manual_seed(0)
+    plain: Any = nn.ParameterList([torch.randn(()), torch.randn(1), torch.randn(())])
+    model: Any = zerocore.shard(copy.deepcopy(plain), stage=3, sync_params=False)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            for function in (torch.tensor, torch.as_tensor, torch.FloatTensor, torch.Tensor):
+                found = function([model[0], model[2], 2.0])
+                torch.testing.assert_close(found, function([plain[0], plain[2], 2.0]))
+            torch.testing.assert_close(torch.tensor([model[1]]), torch.tensor([plain[1]]))
+
+
+def test_lists_of_scalars() -> None:
+    run_ranks(scalars, 2)
+
+
+def subclass_with_gradient() -> None:
+    model, plain = make(3)
+    for each in (model, plain):
+        weight: Any = each[0].weight  # type: ignore[index]
+        each.zero_grad()
+        made = torch.Tensor._make_subclass(Own, weight, True)
+        assert type(made) is Own and made.is_leaf and made.requires_grad
+        (weight.as_subclass(Own) * torch.ones(1)).sum().backward()
+        if each is plain:
+            torch.testing.assert_close(whole(model[0].weight.grad), weight.grad)  # type: ignore[index]
+    with pytest.raises(TypeError, match=r"_make_subclass\(\) of the gradient of '0.weight' would"):
+        torch.Tensor._make_subclass(Own, model[0].weight.grad)  # type: ignore[index]
+    with pytest.raises(TypeError, match=r"FloatTensor\(\) of the gradient of '0.weight' would"):
+        torch.FloatTensor(model[0].weight.grad)  # type: ignore[index]
+
+
+def test_subclasses_of_a_parameter() -> None:
+    run_ranks(subclass_with_gradient, 2)
+
+
 def test_conversions_of_plain_tensors_are_as_before() -> None:
     run_ranks(plain_tensors, 1)
 
@@ -146,6 +201,10 @@ def plain_tensors() -> None:
     tensor = torch.zeros(2)
     tensor.data = torch.ones(2)
     assert tensor.sum() == 2 and tensor.new([3.0]).item() == 3.0
+    assert torch.FloatTensor(torch.ones(2)).sum() == 2 and torch.FloatTensor([1.0]).item() == 1.0
+    assert torch.FloatTensor(torch.nn.Parameter(torch.ones(2))).sum() == 2
+    with pytest.raises(TypeError, match="expected TensorOptions"):
+        torch.DoubleTensor(torch.nn.Parameter(torch.ones(2)))
     assert inspect.isclass(torch.Tensor) and isinstance(torch.FloatTensor(2), Tensor)
     compiled = torch.compile(lambda x: x + torch.tensor([1.0, 2.0]), backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.tensor([2.0, 3.0]))

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zerocore
 from tests.by_night import by_night
 from tests.distributed.experts import (
+    DIM,
     NUM_EXPERTS,
     experts_as_dtensors,
     loss_of,
@@ -141,6 +142,40 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_own_adamw_and_offload(kind: str) -> None:
     run_ranks(train_with_own_adamw, 4, OPTIONS[kind])
+
+
+def write_to_experts(stage: int, where: str) -> None:
+    """Ranks that share experts have to write the same to them; others write other values."""
+    model = sharded((2, 2), EVEN, stage)
+    replica, part = divmod(dist.get_rank(), 2)
+    bias = model.blocks[1].experts.bias
+
+    def write(number: float) -> None:
+        with torch.no_grad():
+            (model.blocks[1].experts.bias if where == "forward" else bias).fill_(number)
+
+    def run(number: float) -> None:
+        hooked = model.blocks[1].experts.register_forward_pre_hook(lambda *_: write(number))
+        if where == "between steps":
+            hooked.remove()
+            write(number)
+        loss_of(model, [dist.get_rank()], 0).backward()
+        hooked.remove()
+        model.zero_grad()
+
+    run(part)
+    torch.testing.assert_close(bias.full_tensor(), torch.full((2, DIM), float(part)))
+    for wrong in (replica, replica if part == 0 else 5.0):
+        with pytest.raises(ValueError, match=r"'blocks.1.experts.bias' was changed in place"):
+            run(wrong)
+    run(part)
+    torch.testing.assert_close(bias.full_tensor(), torch.full((2, DIM), float(part)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("where", ["forward", "between steps"])
+def test_writes_to_experts_that_differ(stage: int, where: str) -> None:
+    run_ranks(write_to_experts, 4, stage, where)
 
 
 def train_in_nodes(stage: int) -> None:

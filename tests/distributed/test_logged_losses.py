@@ -39,42 +39,60 @@ def routes_of(step: int, rank: int, is_new: bool) -> tuple[int, ...]:
     return [(0,), (1, 3), (2,), (0, 1, 2)][(rank + step) % 4]
 
 
-def train(model: Any, is_new: bool = False) -> list[float]:
+def log(value: Tensor, number: int) -> float:
+    """The mean over the ranks, by one collective or another."""
+    value = value.detach().clone()
+    if number % 3 == 0:
+        dist.all_reduce(value)
+        return value.item()
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    if number % 3 == 1:
+        dist.all_gather(parts, value)
+    else:
+        dist.all_gather_object(parts, value)
+    return torch.stack(parts).mean().item()
+
+
+def train(model: Any, is_new: bool = False, logs: int = 1) -> list[float]:
+    """In each step other collectives of the program's own follow the forward."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     for step in range(6):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         loss = model(x, routes_of(step, dist.get_rank(), is_new))
-        logged = loss.detach().clone()
-        dist.all_reduce(logged)
+        seen += [log(loss + more, more + step) for more in range(logs)]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(logged.item())
     return seen
 
 
-def log_losses() -> None:
+def log_losses(is_new: bool, logs: int) -> None:
+    os.environ[STALL_SECONDS] = "10"
     ddp = DistributedDataParallel(Routes(), find_unused_parameters=True)
     model = zerocore.shard(Routes(), stage=0, units=[nn.Linear])
-    torch.testing.assert_close(train(model), train(ddp))
+    results = [train(each, is_new, logs) for each in (model, ddp)]
+    torch.testing.assert_close(*results)
     found = zerocore.full_state_dict(model, rank0_only=False)
     torch.testing.assert_close(found, ddp.module.state_dict())
 
 
+@pytest.mark.parametrize(("is_new", "logs"), [(False, 1), (True, 1), (True, 5)])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_losses_are_logged_at_stage_0(world_size: int) -> None:
-    run_ranks(log_losses, world_size)
+def test_losses_are_logged_at_stage_0(world_size: int, is_new: bool, logs: int) -> None:
+    run_ranks(log_losses, world_size, is_new, logs)
 
 
-def log_too_early(stage: int) -> None:
+def log_too_early(stage: int, logs: int) -> None:
     os.environ[STALL_SECONDS] = "2"
-    train(zerocore.shard(Routes(), stage=stage, units=[nn.Linear]), is_new=True)
+    train(zerocore.shard(Routes(), stage=stage, units=[nn.Linear]), is_new=True, logs=logs)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_alarm_names_a_log_that_comes_too_early(stage: int) -> None:
-    outcomes = run_to_end(log_too_early, 2, stage)
+@pytest.mark.parametrize(("stage", "world_size", "logs"), [(1, 2, 1), (3, 2, 3), (3, 4, 3)])
+def test_the_alarm_names_a_log_that_comes_too_early(
+    stage: int, world_size: int, logs: int
+) -> None:
+    outcomes = run_to_end(log_too_early, world_size, stage, logs)
     errors = [outcome.error for outcome in outcomes]
     assert any("sum of a loss for the log" in (error or "") for error in errors), errors
 

@@ -139,6 +139,74 @@ def test_elements_and_reductions(stage: int, world_size: int) -> None:
     run_ranks(compute, world_size, stage)
 
 
+PRODUCTS: dict[str, Function] = {
+    "dot": torch.dot,
+    "vdot": torch.vdot,
+    "inner": torch.inner,
+    "matmul": torch.matmul,
+    "operator": lambda a, b: a @ b,
+    "equal": lambda a, b: torch.tensor(torch.equal(a, b)),
+    "allclose": lambda a, b: torch.tensor(torch.allclose(a, b)),
+}
+
+
+class Vectors(nn.Module):
+    """Of few elements, so that some ranks own all of one, one element, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.randn(size) for size in (3, 1, 2, 5, 1, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((vector * x).square().sum() for vector in self.all)  # type: ignore[return-value]
+
+
+def multiply(stage: int) -> list[str]:
+    """What became of each product; all ranks come to each of them."""
+    torch.manual_seed(0)
+    plain = Vectors()
+    model = zerocore.shard(copy.deepcopy(plain), stage=stage)
+    for each in (plain, model):
+        each(torch.tensor(0.5)).backward()
+    outcomes = []
+    for param, whole in zip(model.all, plain.all, strict=True):
+        for name, function in PRODUCTS.items():
+            for shard in (param.detach(), param.grad):
+                full = shard.full_tensor()
+                assert full.shape == whole.shape
+                outcomes += [
+                    f"{name} {kind} {outcome(function, shard, full, other)}"
+                    for kind, other in (
+                        ("full", full * 2),
+                        ("own", full.clone()),
+                        ("local", shard.local() * 2),
+                        ("one", torch.ones(1)),
+                        ("scalar", torch.tensor(1.0)),
+                    )
+                ]
+                slices = [(t[:2], t[1:3]) for t in (shard, full)]
+                if len(full) > 2:
+                    torch.testing.assert_close(function(*slices[0]), function(*slices[1]))
+    return outcomes
+
+
+def outcome(function: Function, shard: Any, full: Tensor, other: Tensor) -> str:
+    try:
+        found = function(shard, other)
+    except (RuntimeError, TypeError):
+        return "refused"
+    if other.shape == full.shape:
+        torch.testing.assert_close(found, function(full, other))
+    return "done"
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 2), (3, 3), (1, 4), (3, 4)])
+def test_no_rank_multiplies_alone(stage: int, world_size: int) -> None:
+    found = run_ranks(multiply, world_size, stage)
+    assert all(each == found[0] for each in found)
+    assert {each.rpartition(" ")[2] for each in found[0] if " full " in each} == {"done"}
+
+
 REFUSED: dict[str, Function] = {
     "matmul": lambda t: t @ t,
     "cat": lambda t: torch.cat([t, t]),

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
 import zerocore.fsdp
 from tests.distributed.harness import run_ranks
+from zerocore.model.state import find_state
 
 WIDTH, STEPS = 6, 3
 SYSTEMS = (0, 1, 2, 3, "fsdp")
@@ -143,6 +145,188 @@ def differ(system: Any, place: str) -> None:
 @pytest.mark.parametrize("system", SYSTEMS[1:])
 def test_writes_that_differ_are_an_error_on_all_ranks(system: Any, place: str) -> None:
     run_ranks(differ, 2 if place == "forward" else 3, system, place)
+
+
+def between(kind: str) -> Callable[[Any], Any]:
+    """A write between steps that is another one on each rank."""
+    number = float(dist.get_rank())
+
+    @torch.no_grad()
+    def write(param: Any) -> None:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        full = torch.randn(param.shape, generator=generator)
+        if kind == "number":
+            param.add_(number)
+        elif kind == "data":
+            param.data.mul_(1 + number)
+        elif kind == "copy_":
+            param.copy_(full)
+        elif kind == "detach":
+            param.detach().copy_(full)
+        elif kind == "data =":
+            param.data = full
+        elif kind == "foreach":
+            torch._foreach_add_([param], [full])
+        elif kind == "scalar tensor":
+            param.mul_(torch.tensor(1 + number))
+        else:
+            param[:] = full
+
+    return write
+
+
+BETWEEN = ("number", "data", "copy_", "detach", "data =", "foreach", "scalar tensor", "items")
+
+
+def differ_between_steps(stage: int, shape: tuple[int, int] | None) -> None:
+    options = {}
+    if shape is not None:
+        options["group"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    net, wrapped = build(stage, **options)
+    net.norm.begins = False
+    for kind in BETWEEN:
+        between(kind)(net.first.weight)
+        print(kind, flush=True)  # shown if the rank fails
+        with pytest.raises(ValueError, match=r"'first.weight' was changed.*between steps"):
+            wrapped(batch(0)).square().mean().backward()
+        zerocore.reset(net)
+        between(kind)(net.last.bias)
+        with torch.no_grad():
+            try:
+                wrapped(batch(0))
+            except ValueError as error:
+                assert "'last.bias' was changed" in str(error)
+            else:  # a rank may own all of a vector: a full one says nothing
+                assert kind in ("copy_", "detach", "data =", "foreach", "items"), kind
+        zerocore.reset(net)
+    net.first.weight.data.fill_(0.1)
+    train(net, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("stage", "shape"), [(1, None), (2, None), (3, None), (2, (2, 2)), (3, (2, 2))]
+)
+def test_writes_between_steps_that_differ(stage: int, shape: Any) -> None:
+    run_ranks(differ_between_steps, 3 if shape is None else 4, stage, shape)
+
+
+def parts_at_stage_0() -> None:
+    """As under DDP, each rank keeps what it writes."""
+    results = []
+    for system in (0, "ddp"):
+        net, wrapped = build(system)
+        for kind in BETWEEN:
+            between(kind)(net.first.weight)
+        net.norm.begins = False
+        results.append(wrapped(batch(0)).detach())
+    torch.testing.assert_close(*results)
+
+
+def test_writes_between_steps_at_stage_0_are_each_rank_s() -> None:
+    run_ranks(parts_at_stage_0, 2)
+
+
+def alike_between_steps(stage: int) -> None:
+    """Local elements, shards, noise by rank and an optimizer's own steps differ by right; and no
+    write costs a message."""
+    net, wrapped = build(stage)
+    net.norm.begins = False
+    optimizer = Decayed(net.parameters())
+    counts = []
+    for step in range(6):
+        wrapped(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(engine_of(net).agreed["num_messages"])
+        if step < 3:
+            continue
+        with torch.no_grad():
+            for param in net.parameters():
+                param.add_(torch.rand_like(param) * (1 + dist.get_rank()))
+                param.mul_(0.9).clamp_(-1, 1)
+                param.local().mul_(1 + dist.get_rank())
+                param.data.local().data.mul_(1 + dist.get_rank())
+                param.data = param.detach() * 0.5
+            nn.init.normal_(net.last.weight)
+            net.first.weight.copy_(net.first.weight.local() + dist.get_rank())
+    assert counts[-1] - counts[-2] == counts[2] - counts[1]
+    full = full_state(net)["first.weight"]
+    wrapped(batch(0))
+    torch.testing.assert_close(full_state(net)["first.weight"], full)
+
+
+class Decayed(torch.optim.Optimizer):
+    """Steps whose numbers are this rank's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(1 - 0.01 * dist.get_rank())
+
+
+def engine_of(net: nn.Module) -> Any:
+    state = find_state(net)
+    assert state is not None
+    return state.engine
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_writes_between_steps_that_differ_by_right(stage: int) -> None:
+    run_ranks(alike_between_steps, 3, stage)
+
+
+def full_by_rank(stage: int) -> None:
+    """Full parameters of `unsharded`, and the data of DTensors."""
+    net, wrapped = build(stage)
+    net.norm.begins = False
+    if stage != "fsdp":
+        with zerocore.unsharded(net, write_back=True), torch.no_grad():
+            net.last.bias.add_(dist.get_rank())
+    else:
+        wrapped(batch(0)).sum().backward()
+        net.last.bias.data = torch.ones(1) * dist.get_rank()
+    with pytest.raises(ValueError, match=r"'last.bias' was changed in place"):
+        wrapped(batch(0)).sum().backward()
+    net.zero_grad()
+    train(net, wrapped)
+
+
+@pytest.mark.parametrize("system", SYSTEMS[1:])
+def test_full_values_that_differ(system: Any) -> None:
+    run_ranks(full_by_rank, 2, system)
+
+
+def views_outside(stage: int) -> None:
+    """Views of a parameter outside of a call are copies: what would be lost raises."""
+    net, _ = build(stage)
+    weight = net.first.weight
+    views: list[Callable[[], Any]] = [
+        lambda: weight[0].data.fill_(3.0),
+        lambda: weight.view(-1).data.mul_(2.0),
+        lambda: weight.T.data.zero_(),
+        lambda: weight[:, 1].detach().zero_(),
+        lambda: weight.view(-1).detach().data.zero_(),
+        lambda: weight.chunk(2)[0].data.zero_(),
+    ]
+    before = full_state(net)
+    for write in views:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(TypeError, match=r"'first\.weight'"):
+                write()
+    torch.testing.assert_close(full_state(net), before)
+    loss = (weight.view(-1) * 2).sum() + weight[0].sum() + weight.T.mean()
+    (grad,) = torch.autograd.grad(loss, [weight])
+    expected = torch.full((WIDTH, WIDTH), 2 + 1 / WIDTH**2)
+    expected[0] += 1
+    torch.testing.assert_close(grad, expected)
+
+
+def test_views_outside_of_a_call_raise(stage: int) -> None:
+    run_ranks(views_outside, 2, stage)
 
 
 def narrow(stage: int, ddp: bool) -> None:

@@ -109,6 +109,108 @@ def test_a_trainer_does_what_it_does_over_ddp(tmp_path: Path) -> None:
     run_ranks(train_alike, 2, str(tmp_path), launch="torchrun", timeout=120)
 
 
+def build_gan() -> Any:
+    import lightning
+
+    class Gan(lightning.LightningModule):
+        """Trains its critic twice and its generator once for a batch, in `training_step`."""
+
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.generator = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+            self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+            self.losses: list[float] = []
+
+        def configure_optimizers(self) -> Any:
+            return [
+                torch.optim.AdamW(self.generator.parameters(), lr=1e-2, eps=1e-5),
+                torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.5),
+            ]
+
+        def loss_of(self, number: int, batch: Tensor) -> Tensor:
+            fake = self.generator(batch)
+            if number == 0:
+                return nn.functional.softplus(-self.critic(fake)).mean()
+            wrong = nn.functional.softplus(self.critic(fake.detach()))
+            return (wrong + nn.functional.softplus(-self.critic(batch))).mean()
+
+        def training_step(self, batch: Tensor, index: int) -> None:
+            optimizers: Any = self.optimizers()
+            for number in (1, 1, 0):
+                self.toggle_optimizer(optimizers[number])
+                loss = self.loss_of(number, batch[0])
+                self.manual_backward(loss)
+                self.clip_gradients(optimizers[number], gradient_clip_val=0.5)
+                optimizers[number].step()
+                optimizers[number].zero_grad()
+                self.untoggle_optimizer(optimizers[number])
+                self.losses.append(loss.item())
+            with torch.no_grad():
+                self.losses.append(self.loss_of(0, batch[0]).item())
+
+    return Gan()
+
+
+def plain_gan() -> tuple[list[list[float]], dict[str, Tensor]]:
+    """One process that does both ranks' parts: losses of each, and the weights."""
+    gan, losses = build_gan(), [[], []]  # type: ignore[var-annotated]
+    optimizers = gan.configure_optimizers()
+    pairs = list(zip(micro_batches()[::2], micro_batches()[1::2], strict=True))
+    for pair in pairs[:STEPS]:
+        for number in (1, 1, 0):
+            both = [gan.loss_of(number, batch) for batch in pair]
+            (sum(both) / 2).backward()
+            own = (gan.generator, gan.critic)[number]
+            nn.utils.clip_grad_norm_(own.parameters(), 0.5)
+            optimizers[number].step()
+            gan.zero_grad()
+            for rank, loss in enumerate(both):
+                losses[rank].append(loss.item())
+        for rank, batch in enumerate(pair):
+            losses[rank].append(gan.loss_of(0, batch).item())
+    return losses, gan.state_dict()
+
+
+def gans_alike(directory: str, strategies: tuple[Any, ...]) -> None:
+    import lightning
+
+    import zerocore
+    from zerocore.integrations.lightning import ShardedStrategy
+
+    losses, weights = plain_gan()
+    rank = int(os.environ["RANK"])
+    for each in strategies:
+        strategy = ShardedStrategy(stage=each) if isinstance(each, int) else each
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            use_distributed_sampler=False,
+            limit_train_batches=STEPS,
+            max_epochs=1,
+            default_root_dir=directory,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+        )
+        gan = build_gan()
+        trainer.fit(gan, torch.utils.data.DataLoader(micro_batches()[rank::2]))
+        is_ours = isinstance(each, int)
+        found = zerocore.full_state_dict(gan, rank0_only=False) if is_ours else gan.state_dict()
+        torch.testing.assert_close(gan.losses, losses[rank], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(dict(found), dict(weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategies", [("ddp_find_unused_parameters_true", 0, 1), (2, 3)])
+def test_manual_optimization_of_two_optimizers(
+    tmp_path: Path, strategies: tuple[Any, ...]
+) -> None:
+    run_ranks(gans_alike, 2, str(tmp_path), strategies, launch="torchrun", timeout=120)
+
+
 def launch_fabric(strategy: Any) -> Any:
     import lightning
 

@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
 
-from zerocore._C import replace_in_modules
+from zerocore._C import ask_before_typed, replace_in_modules
 from zerocore.common import alarm
 from zerocore.hooks import (
     backwards,
@@ -65,6 +65,7 @@ PATCHES = (
     Patch("torch.jit.ScriptFunction", "__call__", conversions.asks_in_full),
     Patch("torch.nested", "nested_tensor", conversions.asks_in_full),
     Patch("torch.Tensor", "as_subclass", conversions.keeps_class),
+    Patch("torch.Tensor", "_make_subclass", conversions.subclasses_in_full),
     Patch("torch.Tensor", "data", conversions.takes_full_data),
     Patch("torch.Tensor", "__new__", conversions.constructs_in_full),
     Patch("torch.autograd.Variable", "__new__", conversions.constructs_in_full),
@@ -109,6 +110,7 @@ def install(others: tuple[Patch, ...]) -> None:
         setattr(owner, patch.name, new)
         if isinstance(owner, ModuleType):
             functions.append((old, new))
+    ask_before_typed(torch._tensor_classes, conversions.typed_in_full)
     replace_in_modules(functions)  # where it was imported from there
     torch_modules.register_module_parameter_registration_hook(registration.check_param)
     torch_modules.register_module_module_registration_hook(registration.check_module)

@@ -218,7 +218,7 @@ def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[U
         splits = id(module) in inside or module is model or isinstance(module, NOT_CALLED)
         if is_block:
             planned.append(UnitPlanned(name, [module], is_block=module is not model))
-        elif not in_block and not isinstance(module, NOT_CALLED):
+        elif not in_block and (module is model or not isinstance(module, NOT_CALLED)):
             leftover = id(module) not in inside and module is not model
             planned.append(UnitPlanned(name, [module], is_leftover=leftover))
         if splits or is_block:

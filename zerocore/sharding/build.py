@@ -133,6 +133,7 @@ def make_engine(
                 replicas=_name_of(ranks.replicas if ranks.levels is None else ranks.levels[1]),
                 near=_name_of(ranks.near),
                 reductions=_name_of(ranks.reductions),
+                first_rank=min(ranks.members, default=0),
             )
             for ranks in meshes
         ],

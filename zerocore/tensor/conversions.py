@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocore._C import count_view_as_data
 from zerocore.common.patching import around
 from zerocore.tensor import rules
 from zerocore.tensor.functions import name_of
@@ -78,6 +79,29 @@ def constructs_in_full(make: Any) -> Any:
     return staticmethod(new)
 
 
+def typed_in_full(kind: Any, args: Any) -> Any:
+    """What ``torch.FloatTensor`` and the like make of a shard; None for any other tensor."""
+    if isinstance(args[0], Placed) and _enabled():
+        return rules.call(kind, args, {})
+    return None
+
+
+def subclasses_in_full(make: Any) -> Any:
+    """``Tensor._make_subclass``, by which a class of its own would be around one rank's elements."""
+
+    # Dynamo compares the signature.
+    def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
+        if isinstance(data, Placed) and not issubclass(cls, Placed) and _enabled():
+            return rules.call(make_of, (data, cls, requires_grad), kwargs)
+        return make(cls, data, requires_grad, **kwargs)
+
+    def make_of(data: Any, cls: Any, requires_grad: bool, **kwargs: Any) -> Any:
+        return make(cls, data, requires_grad, **kwargs)
+
+    make_of.__name__, make_of.__module__ = "_make_subclass", "torch"
+    return staticmethod(make_subclass)
+
+
 @around
 def keeps_class(as_subclass: Any, tensor: Any, cls: Any) -> Any:
     """``Tensor.as_subclass``, by which a shard would get rid of its rules."""
@@ -87,14 +111,20 @@ def keeps_class(as_subclass: Any, tensor: Any, cls: Any) -> Any:
 
 
 def takes_full_data(old: Any) -> property:
-    """``Tensor.data``: a plain tensor that is set to a parameter gets the full value."""
+    """``Tensor.data``: writes through that of a view of a parameter count, and a plain tensor that
+    is set to a parameter gets the full value."""
+
+    def get_data(tensor: Tensor) -> Any:
+        alias = old.__get__(tensor)
+        count_view_as_data(tensor, alias)
+        return alias
 
     def set_data(tensor: Tensor, value: Any) -> None:
         if isinstance(value, Placed) and not isinstance(tensor, Placed) and _enabled():
             value = _full_data(value)
         old.__set__(tensor, value)
 
-    return property(old.__get__, set_data)
+    return property(get_data, set_data)
 
 
 def _full_data(value: Any) -> Tensor:

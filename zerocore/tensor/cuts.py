@@ -20,11 +20,20 @@ class Cut(NamedTuple):
     offset: int  # of the parameter's first element in the region
     shard_numel: int  # of the region
     num_across: int = 1  # shards of different replicas that follow each other
+    # Slices of a vector that were taken of it, one of the other: its length, start, stop and step.
+    slices: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @lru_cache(maxsize=4096)
 def ranges_of(cut: Cut, numel: int, num_shards: int) -> tuple[_Range, ...]:
     """Each rank's elements of a parameter of ``numel`` elements, (0, 0) if it has none."""
+    if cut.slices:
+        (before, start, stop, step), inner = cut.slices[-1], cut._replace(slices=cut.slices[:-1])
+        counts = [
+            tuple(len(range(start, min(stop, bound), step)) for bound in elements)
+            for elements in ranges_of(inner, before, num_shards)
+        ]
+        return tuple((begin, end) if begin < end else (0, 0) for begin, end in counts)
     num_within = num_shards // cut.num_across
     ranges = []
     for shard in range(num_shards):

@@ -207,12 +207,13 @@ def get_items(shard: Any, index: Any) -> Any:
     part = local_of(shard)[begin :: whole.step][: last - first]
     kind: Any = type(shard)
     result = part.as_subclass(kind.result_type)
+    cut, items = shard.place.cut, (shape[0], whole.start, whole.stop, whole.step)
     result.place = replace(
         shard.place,
         global_shape=torch.Size([len(whole)]),
         shard_range=(first, last),
         strides=None,
-        cut=None,
+        cut=None if cut is None else cut._replace(slices=(*cut.slices, items)),
     )
     return result
 

@@ -27,29 +27,41 @@ from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of
 class FullCopy(Tensor):
     """A copy of what would be a view of a parameter; a change of it would be lost, and raises."""
 
+    fqn: str
+
     @classmethod
     def __torch_function__(
         cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             name = name_of(func)
-            changed = list(leaves(args[:1])) if is_in_place(name) else []
-            if any(isinstance(tensor, FullCopy) for tensor in changed):
+            changed = leaves(args[:1]) if is_in_place(name) else ()
+            if of := next((t.fqn for t in changed if isinstance(t, FullCopy)), None):
                 raise TypeError(
-                    f"{name}() would change a copy of a sharded parameter, not the parameter. "
-                    "Use `with zerocore.unsharded(model, write_back=True)` around the change"
+                    f"{name}() would change a copy of the sharded parameter '{of}', not the "
+                    "parameter. Use `with zerocore.unsharded(model, write_back=True)` around the "
+                    "change"
                 )
             if any(isinstance(value, Placed) for value in leaves((args, kwargs))):
                 return NotImplemented  # its own rules know what this is beside a shard
             result = func(*args, **(kwargs or {}))
             sources = [value for value in leaves(args) if isinstance(value, FullCopy)]
             return tree_map_only(
-                Tensor, lambda t: t.as_subclass(cls) if _shares_memory(t, sources) else t, result
+                Tensor,
+                lambda t: as_copy(t, sources[0].fqn) if _shares_memory(t, sources) else t,
+                result,
             )
 
     def __reduce_ex__(self, proto: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).clone().__reduce_ex__(proto)
+
+
+def as_copy(tensor: Tensor, fqn: str) -> FullCopy:
+    """``tensor`` as a copy of the parameter of that name, or of a part of it."""
+    copy = tensor.as_subclass(FullCopy)
+    copy.fqn = fqn
+    return copy
 
 
 def in_call(param: PlacedParameter) -> bool:
@@ -92,7 +104,7 @@ def call_with_full(
         if fulls:
             _check_unchanged(func, fulls)
             with torch._C.DisableTorchFunctionSubclass():
-                output = _without([full for _, full, _ in fulls], output)
+                output = _without(fulls, output)
     except BaseException:
         for engine, unit in reversed(entered):
             engine.exit(unit, None)
@@ -143,16 +155,20 @@ def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:
     return any(storage == source.untyped_storage()._cdata for source in sources)
 
 
-def _without(fulls: list[Tensor], output: Any) -> Any:
+def _without(fulls: list[tuple[Any, Tensor, int]], output: Any) -> Any:
     """The output with copies of what shares memory with full values."""
     if type(output).__name__ == "ndarray":
         return output.copy()
+    plain = {Tensor, *(type(full) for _, full, _ in fulls)}
 
     def copied(tensor: Tensor) -> Tensor:
-        if not _shares_memory(tensor, fulls):
+        of = next((shard for shard, full, _ in fulls if _shares_memory(tensor, [full])), None)
+        if of is None:
             return tensor
-        # Autograd itself refuses changes of views of what requires a gradient.
-        return tensor.clone() if tensor.requires_grad else tensor.clone().as_subclass(FullCopy)
+        if type(tensor) in plain:
+            return as_copy(tensor.clone(), of.fqn)
+        own = (tensor.detach() if tensor.is_leaf else tensor).clone().as_subclass(type(tensor))
+        return own.requires_grad_(tensor.requires_grad)
 
     return tree_map_only(Tensor, copied, output)
 

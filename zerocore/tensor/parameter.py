@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zerocore.tensor import pending_host_updates, rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
+from zerocore.tensor.noted_writes import note_writes
 from zerocore.tensor.place import (
     Place,
     Placed,
@@ -142,13 +143,14 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
             self._check_data(value)
             # By identity, which is the same on all ranks: on all of them versions change or none.
             is_own = value is self or any(alias() is value for alias in self._live_aliases())
-            value = self._part_of(value, ".data")
+            part = self._part_of(value, ".data")
             if not is_own:
                 rules.check_not_shown_full("data", [self])
                 local = self._own_data()
                 if self._live_aliases():
                     self._let_go(local.clone())
-                local.copy_(value)
+                local.copy_(part)
+                note_writes("data=", [self], [value])
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """As on a parameter under DistributedDataParallel: ``hook`` is given this rank's own full

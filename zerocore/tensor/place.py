@@ -72,7 +72,7 @@ class Place:
         strides: those of the full parameter; None if it is C-contiguous.
         part: the larger tensor of which the parameter is a part; None if it is none.
         cut: says which elements the other ranks have; None in a shard that was loaded from a file,
-            in a slice, and by rows.
+            and by rows.
         is_own: the shard goes to files and other processes as it is, this rank's part.
     """
 
@@ -111,7 +111,7 @@ class Place:
             return len({self.group, other.group} - {None}) < 2 and self.elements == other.elements
         is_alike = (self.global_shape, self.strides) == (other.global_shape, other.strides)
         is_alike = is_alike and self.group is other.group
-        return is_alike and (self.cut == other.cut or self._ranges == other._ranges)
+        return is_alike and (self.cut == other.cut or self.ranges == other.ranges)
 
     def can_take(self, other: Place) -> bool:
         """Whether :meth:`take` finds the elements of a shard at the ``other`` place; the same on
@@ -129,10 +129,10 @@ class Place:
         if self.group is None or self.group is not other.group or self.strides != other.strides:
             return self.part_of(other.gather(local))
         what = f"a move of '{other.fqn}' to the elements of '{self.fqn}'"
-        return move(local, other._ranges, self._ranges, self.group, what)
+        return move(local, other.ranges, self.ranges, self.group, what)
 
     @property
-    def _ranges(self) -> tuple[tuple[int, int], ...]:
+    def ranges(self) -> tuple[tuple[int, int], ...]:
         """Those of all ranks, where the cut is known."""
         assert self.cut is not None
         count = 1 if self.group is None else self.group.size()

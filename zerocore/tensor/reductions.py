@@ -117,15 +117,14 @@ def _spread(base: str, place: Place, local: Tensor, options: dict[str, Any]) -> 
 def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args[:2]):
         return NotImplemented
+    place = source_of(args[:2]).place
+    place.check_whole()
+    if not _are_full(args[:2], place):
+        return NotImplemented
     try:
         one, other = fit(list(args[:2]), False)
     except NotLocal:
         return NotImplemented
-    place = source_of(args[:2]).place
-    place.check_whole()
-    plain = [arg for arg in args[:2] if not isinstance(arg, Placed)]
-    if any(arg.numel() == 1 and arg.shape != place.global_shape for arg in plain):
-        return NotImplemented  # shapes of local elements differ between ranks
     if base in ("equal", "allclose"):
         same = one.new_tensor(int(func(one, other, *args[2:], **kwargs)), dtype=torch.int64)
         return bool(across(place, same).all())
@@ -135,6 +134,17 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
         return NotImplemented
     wide = torch.float64 if one.dtype.is_floating_point else torch.int64
     return across(place, (one.to(wide) * other.to(wide)).sum()).sum().to(one.dtype)
+
+
+def _are_full(tensors: Sequence[Tensor], place: Place) -> bool:
+    """Whether the plain ones have the full shape, on all ranks: one rank may own all of a vector, so
+    that its shape says nothing, and no rank may go on alone."""
+    plain = [tensor for tensor in tensors if not isinstance(tensor, Placed)]
+    are_full = all(tensor.shape == place.global_shape for tensor in plain)
+    if not any(tensor.dim() == len(place.global_shape) == 1 for tensor in plain):
+        return are_full
+    told = torch.tensor(int(are_full), device=source_of(tensors).device)
+    return bool(across(place, told).all())
 
 
 def across(place: Place, part: Tensor) -> Tensor:

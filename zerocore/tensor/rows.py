@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerocore._C import count_as_data
+from zerocore._C import count_as_data, count_view_as_data
+from zerocore.tensor.noted_writes import note_full
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import Place, Placed, leaf_of, local_of
 from zerocore.tensor.shard import LocalShard, as_shard
@@ -85,6 +86,7 @@ def counts_writes(data: Any) -> property:
 
     def get(tensor: Any) -> Any:
         alias: Any = data.__get__(tensor)
+        count_view_as_data(local_part(tensor), local_part(alias))
         shard = shard_of(tensor)
         source = leaf_of(tensor) if shard is None else local_part(tensor)
         if source is not tensor:
@@ -110,6 +112,8 @@ def _own_part(param: Any, value: Any) -> Tensor:
 
     facts = (value.shape, value.dtype)
     if not hasattr(value, "_spec") and facts == (param.shape, param.dtype):
+        if (shard := shard_of(param)) is not None:
+            note_full(shard, value)
         mesh, placements = param.device_mesh, param.placements
         value = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
     if facts != (param.shape, param.dtype) or value._spec.placements != param._spec.placements:

@@ -18,6 +18,7 @@ from zerocore.tensor import functions, pending_host_updates
 from zerocore.tensor.elementwise import NotLocal, apply, apply_operator, draw, fit, get_items
 from zerocore.tensor.functions import Args, Function, Kwargs, is_foreach, is_in_place, name_of
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
+from zerocore.tensor.noted_writes import note_writes
 from zerocore.tensor.pickling import keep_owner
 from zerocore.tensor.place import (
     Placed,
@@ -75,6 +76,8 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
         result = _on_shards(func, args, kwargs, changed, found)
+        if writes:
+            note_writes(name, changed, [*args[1:], *kwargs.values()])
         return keep_owner(result, found[0]) if name in functions.CLONES else result
 
 

@@ -3,7 +3,8 @@
 // Note [Writes through data]
 // `.data` has a version counter of its own: autograd is not told of such writes, and a backward
 // computes with the new values. All `.data` of a counted tensor share one counter, which the engine
-// reads. Views of `.data` share it, too.
+// reads. Views of `.data` share it, too, and so does `.data` of a view: views share the version
+// counter of their base, and by that its counter of writes through `.data` is found.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,6 +21,9 @@ at::Tensor counted_view(const at::Tensor& leaf, const at::Tensor& view);
 c10::VariableVersion data_counter(const at::Tensor& tensor);
 // Writes to `alias` count as those through the `.data` of `tensor`.
 void count_as_data(const at::Tensor& tensor, const at::Tensor& alias);
+// Writes to `alias`, the `.data` of a view of a result of counted(), count as those through its
+// base's. Nothing if `view` is none.
+void count_view_as_data(const at::Tensor& view, const at::Tensor& alias);
 
 inline int64_t num_writes(const c10::VariableVersion& counter) {
   return counter.enabled() ? counter.current_version() : 0;

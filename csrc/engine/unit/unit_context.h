@@ -24,6 +24,7 @@ class HostStates;
 // Shared by the units of a model; outlives them.
 struct UnitContext {
   UnitMesh mesh;
+  int64_t first_rank = 0; // of the mesh, in the default group
   Collectives* collectives = nullptr; // of mesh.state, null for one rank; as the next two
   Collectives* replicas = nullptr;
   Collectives* near = nullptr;

@@ -221,3 +221,43 @@ def soup(run: Run) -> None:
         for a, b in zip(first.parameters(), second.parameters(), strict=True):
             a.add_(b).div_(2)
     train(run, first)
+
+
+class Online(nn.Module):
+    """Encoder and predictor, so its units are cut at other elements than the encoder's alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.predictor = Net(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.predictor(self.encoder(x))
+
+
+@program("BYOL: a target without predictor follows, in units of other sizes")
+def momentum_other_units(run: Run) -> None:
+    online = Online()
+    target = run.shard(copy.deepcopy(online.encoder).requires_grad_(False), [nn.Linear])
+    model = run.shard(online, [Block])
+    optimizer, net = sgd(model), run.module(model)
+    for x in run.batches():
+        with torch.no_grad():
+            aim = target(x + 0.1)
+        update(run, model, optimizer, (model(x) - aim).square().mean())
+        with torch.no_grad():
+            for k, q in zip(target.parameters(), net.encoder.parameters(), strict=True):
+                k.lerp_(q, 0.1)
+
+
+@program("an average in copy.deepcopy(list(model.parameters())), as diffusion models keep it")
+def deepcopied_parameters(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer = sgd(model)
+    average = copy.deepcopy(list(model.parameters()))
+    for x in run.batches():
+        update(run, model, optimizer, mean_square(model(x)))
+        for a, p in zip(average, model.parameters(), strict=True):
+            a.detach().mul_(0.5).add_(p.detach(), alpha=0.5)
+    with torch.no_grad():
+        for a, p in zip(average, model.parameters(), strict=True):
+            p.copy_(a)

@@ -244,3 +244,41 @@ def data_normalised_in_forward(run: Run) -> None:
         update(run, model, optimizer, mean_square(model(x)))
         with torch.no_grad():
             run.record(model(x + 1))
+
+
+class DataCodes(Vq):
+    """Codes of an embedding that follow sums and counts, written through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__("buffer")
+        self.book = Assigned()
+
+
+class Assigned(nn.Module):
+    """The codebook of VQ-VAE-2: sums and counts of vectors in buffers, codes from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Embedding(CODES, SIZE)
+        self.register_buffer("counts", torch.ones(CODES))
+        self.register_buffer("sums", self.codes.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Any:
+        flat = x.detach()
+        picked = torch.cdist(flat, self.codes.weight.detach()).argmin(-1)
+        if self.training:
+            chosen = F.one_hot(picked, CODES).to(flat.dtype)
+            for kept, found in ((self.counts, chosen.sum(0)), (self.sums, chosen.t() @ flat)):
+                dist.all_reduce(found)
+                kept.data.mul_(0.9).add_(found, alpha=0.1)
+            self.codes.weight.data.copy_(self.sums / self.counts.clamp(min=0.1)[:, None])
+        codes = self.codes(picked).detach()
+        return x + (codes - x).detach(), F.mse_loss(x, codes)
+
+
+@program("VQ-VAE: the codes of an embedding follow sums and counts: weight.data.copy_ in forward")
+def vq_data(run: Run) -> None:
+    model = run.shard(DataCodes(), [Block])
+    optimizer = adamw([p for n, p in model.named_parameters() if "codes" not in n])
+    for x in run.batches(4):
+        update(run, model, optimizer, model(x))

@@ -254,3 +254,20 @@ def parameter_in_loss(run: Run) -> None:
     for x in run.batches():
         scale = run.module(model).scale
         update(run, model, optimizer, mean_square(model(x)) * scale.exp())
+
+
+def curvature(weight: Tensor) -> Tensor:
+    """A penalty for a script."""
+    return (weight[1:] - weight[:-1]).square().mean()
+
+
+@program("a scripted penalty of a weight, and torch.tensor(p) for the log")
+def scripted_penalty(run: Run) -> None:
+    penalty = torch.jit.script(curvature)
+    model = run.shard(Net(), [Block])
+    optimizer = sgd(model)
+    for x in run.batches():
+        weight = run.module(model).out.weight
+        update(run, model, optimizer, mean_square(model(x)) + penalty(weight))
+        with torch.no_grad():
+            run.record(torch.tensor(run.module(model).out.weight))

@@ -42,6 +42,7 @@ THEMES = (
     "evaluation",
     "parallel",
     "weights",
+    "inside",
 )
 
 

@@ -1,0 +1,81 @@
+"""Writes to shards between calls, which ranks have to make alike: each rank writes its own elements,
+so the ranks compare what the writes were given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from zerocore.common.agreement import checksum
+from zerocore.tensor.functions import is_foreach
+from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
+
+_SAMPLE = 1 << 20  # elements of a large tensor that are compared
+
+
+def note_writes(name: str, changed: Sequence[Any], given: Sequence[Any]) -> None:
+    """``changed`` are shards that function ``name`` has written to, ``given`` its other arguments.
+
+    The ranks hear of it with the next pass, at no message of its own.
+    """
+    unique = list({id(shard): shard for shard in changed}.values())
+    for number, shard in enumerate(unique):
+        param = _param_of(shard)
+        state = None if param is None else param.state_ref()
+        if param is None or state is None or not state.engine.takes_notes:
+            continue
+        lists = (v for v in given if is_foreach(name) and isinstance(v, list | tuple))
+        rows = {id(v): v[number] for v in lists if len(v) == len(unique)}
+        text = repr([name, *(_told(rows.get(id(v), v), param.place) for v in given)])
+        state.engine.note_write(param.unit, param.position, crc32(text.encode()))
+
+
+def note_full(param: Any, value: Tensor) -> None:
+    """``param``, a sharded parameter of any kind, takes its part of a full ``value``."""
+    state = param.state_ref()
+    if state is not None and state.engine.takes_notes:
+        state.engine.note_write(param.unit, param.position, _sum_of(value))
+
+
+def _param_of(shard: Any) -> Any:
+    """The parameter whose memory ``shard`` has, if there is one."""
+    if isinstance(shard, PlacedParameter) or not isinstance(shard, Placed):
+        return shard if isinstance(shard, PlacedParameter) else None
+    param: Any = getattr(shard, "owner", lambda: None)()
+    if not isinstance(param, PlacedParameter):
+        return None
+    memory, own = (local_of(each).untyped_storage()._cdata for each in (param, shard))
+    return param if memory == own else None
+
+
+def _told(value: Any, place: Place) -> Any:
+    """What the ranks compare of an argument: numbers, and full tensors. Shards and local elements
+    differ between ranks, and a number on a device is not waited for."""
+    if isinstance(value, list | tuple):
+        return [_told(item, place) for item in value]
+    if not isinstance(value, Tensor) or isinstance(value, Placed):
+        return value if isinstance(value, int | float | complex) else None
+    if value.shape == place.global_shape and not _may_be_local(place):
+        return _sum_of(value)
+    return value.item() if value.numel() == 1 and value.dim() == 0 and value.is_cpu else None
+
+
+def _may_be_local(place: Place) -> bool:
+    """Whether some rank owns all of a vector, so that the shape of its own elements is the full
+    one; the same on all ranks."""
+    if len(place.global_shape) != 1 or place.group is None:
+        return False
+    return place.cut is None or place.global_shape.numel() in map(_length, place.ranges)
+
+
+def _length(elements: tuple[int, int]) -> int:
+    return elements[1] - elements[0]
+
+
+def _sum_of(value: Tensor) -> int:
+    flat = value.detach().reshape(-1)
+    return 0 if flat.is_meta else int(checksum(flat[:: 1 + flat.numel() // _SAMPLE]))
