@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/error_text.h"
 #include "engine/graph/autograd.h"
 #include "engine/graph/fused_linear.h"
-#include "watch/watchdog.h"
 
 namespace zerocore {
 
@@ -58,8 +58,8 @@ Engine::Engine(
 
 Engine::~Engine() {
   Alarm* alarm = context_.alarm;
-  // Otherwise what is in flight never ends here, or has ended with the alarm.
-  if (!thread_check_.is_forked() && (alarm == nullptr || !alarm->is_raised())) {
+  // Otherwise nothing is in flight, or it never ends here, or has ended with the alarm.
+  if (started_ && !thread_check_.is_forked() && (alarm == nullptr || !alarm->is_raised())) {
     consensus_.leave_unsettled();
     const bool is_ahead = first_gather_.is_pending(); // its group may have ended meanwhile
     try {
@@ -67,16 +67,17 @@ Engine::~Engine() {
       calls_.reset();
     } catch (const std::exception& error) {
       if (!is_ahead) {
-        TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
+        TORCH_WARN("zerocore: a collective failed while the model was freed: ", message_of(error));
       }
     }
   }
-  if (alarm != nullptr && Watchdog::of_process().remove(alarm)) {
-    alarm->ledger().forget(); // the names of units
+  if (alarm != nullptr) {
+    alarm->retire();
   }
 }
 
 void Engine::start(bool consistent) {
+  started_ = true;
   backward_run_.set_owner(weak_from_this());
   lifecycle_.start(consistent, [weak = weak_from_this()](UnitId id, int param) {
     if (const auto engine = weak.lock()) {

@@ -22,14 +22,14 @@ void HostLink::carry(Transfer transfer) {
     const c10::InferenceMode normal(false);
     const at::NoGradGuard no_grad;
     if (record != nullptr) {
-      record->issued_ns = now_ns();
+      record->note_begun();
     }
     copy();
   };
   job.finish = [arrival = transfer.arrival,
                 record = transfer.record](const std::exception_ptr& error) {
     if (record != nullptr) {
-      record->done_ns = now_ns();
+      record->note_done();
     }
     arrival->set(error);
   };

@@ -155,7 +155,7 @@ void Gathers::load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenR
   }
   loaded_ = streams.record(StreamRole::AllGather);
   if (record != nullptr) {
-    record->done_ns = now_ns(); // a device's events replace it
+    record->note_done(); // a device's events replace it
     record->end = streams.record_timed(StreamRole::AllGather);
   }
 }
