@@ -137,7 +137,7 @@ void GroupWatch::throw_message() const {
 void GroupWatch::note_failure(const std::string& what) {
   {
     const std::lock_guard lock(mutex_);
-    if (!overdue_since_) { // what fails then is a consequence
+    if (!overdue_since_ && sentence_.empty()) { // what fails then is a consequence
       cause_ = what;
       overdue_since_ = Clock::now();
     }

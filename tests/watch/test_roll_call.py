@@ -43,7 +43,7 @@ def test_requests_grow_with_the_ranks_alone(size: int) -> None:
     time.sleep(0.1)
     before = store.num_requests
     told = hear(ranks[-1])
-    assert store.num_requests - before <= 10  # of the rank that reads
+    assert store.num_requests - before <= 15  # of the rank that reads
     assert {hear(each) for each in ranks[:-1]} == {told}
     assert "'odd'" in told
     assert store.num_requests <= 12 * size + 7
@@ -80,6 +80,7 @@ def test_what_is_a_deadlock() -> None:
     for found in (
         [waits(0, 4), waits(1, 4)],  # of two models
         [waits(0, 4), waits(0, 4), waits(1, 4)],
+        [waits(0, 4), waits(1, 4), runs(4)],  # whatever the third does
         [waits(0, 4), RankReport(0, -1, 4, RankState.Ended)],
         [waits(0, 4), RankReport(0, -1, 3, RankState.Ended), runs(9)],
     ):
@@ -90,7 +91,6 @@ def test_what_is_a_deadlock() -> None:
         [waits(0, 4), waits(0, 5)],  # so is this: the second rank has heard more
         [waits(0, 4), runs(4)],
         [waits(0, 4), RankReport(0, -1, 0, RankState.Silent)],
-        [waits(0, 4), waits(1, 4), runs(4)],  # the third may issue both
         [waits(0, 4), RankReport(0, -1, 5, RankState.Ended)],  # it has done its part
     ):
         for each in itertools.permutations(found):
