@@ -12,59 +12,56 @@
 #include <thread>
 #include <vector>
 
-namespace zerocore {
+#include "watch/group_watch.h"
 
-class Alarm;
+namespace zerocore {
 
 // Two threads that sleep but for a moment in every interval and know nothing of Python: they work
 // while the interpreter's lock is held. One watches and never blocks; the other talks to stores,
-// which may block for ever. The first alarm starts them and the end of the process stops them. A
+// which may block for ever. The first watch starts them and the end of the process stops them. A
 // forked child has none of its parent's threads, and gets a watchdog of its own.
 class Watchdog {
  public:
+  using Watch = std::shared_ptr<GroupWatch>;
+
   static Watchdog& of_process();
 
-  // Looks at the alarm at least once in its interval.
-  void add(std::shared_ptr<Alarm> alarm);
-  // False if the alarm is that of the process that this one was forked from.
-  bool remove(const Alarm* alarm);
+  // The watch of a control group; `name` as of GroupWatch, if it has none yet.
+  Watch watch_of(const GroupWatch::Group& control, const std::string& name);
   // The one that has looked after the group for the longest time; null if there is none.
-  std::shared_ptr<Alarm> alarm_of(const std::string& group);
-  // The thread that looks after the group `beside` looks after this one, too.
+  Watch find(const std::string& group);
+  // The watch that looks after the group `beside` looks after this one, too.
   void add_group(const std::string& group, const std::string& beside);
-  // Looks at all alarms now.
+  // Looks at all watches now; wake() also talks.
   void wake();
-  // Names what this process waits in for another model; empty if it waits in nothing.
-  std::string waits_in_other_than(const Alarm& alarm);
+  void wake_watcher();
+  // Names what this process waits in for other ranks; empty if it waits in nothing.
+  std::string waits_in_other_than(const GroupWatch& watch);
+  // What the main thread does, such as "full_state_dict"; empty outside of such a function.
+  void set_operation(std::string name);
+  std::string operation();
   // Tells other ranks how the program ends; bounded, as their store may not answer.
-  void note_end(const std::string& how);
+  void note_end(const std::string& error);
   // Ends the threads; bounded.
   void stop();
 
  private:
-  struct Worker {
-    std::thread thread;
-    bool woken = false;
-    bool finished = false;
-    std::optional<std::chrono::steady_clock::time_point> busy_since;
-
-    bool is_stuck() const; // in a store that does not answer
-  };
-
   explicit Watchdog(pid_t process) : process_(process) {}
 
-  void run(Worker& worker);
-  void end(Worker& worker, std::unique_lock<std::mutex>& lock);
-  std::vector<std::shared_ptr<Alarm>> alarms();
+  void watch();
+  void talk();
+  void drop_ended();
+  std::vector<Watch> watches();
 
   const pid_t process_;
-  std::mutex mutex_; // taken before that of an alarm
+  std::mutex mutex_; // taken before that of a watch
   std::condition_variable changed_;
-  std::vector<std::shared_ptr<Alarm>> alarms_;
+  std::vector<Watch> watches_;
   std::chrono::milliseconds interval_{1000};
+  std::string operation_;
   std::optional<std::string> end_; // to be told
-  bool stopping_ = false;
-  Worker watcher_, talker_;
+  bool stopping_ = false, wakes_watcher_ = false, wakes_talker_ = false, has_ended_talking_ = false;
+  std::thread watcher_, talker_;
 };
 
 } // namespace zerocore

@@ -65,9 +65,25 @@ class CountingStore : public c10d::HashStore {
 
 RankReport report_of(int64_t waiting, const std::string& unit) {
   RankReport report;
-  report.answered = true;
-  report.ledger.entries = {{waiting, "all_gather", unit, 8, false}};
-  report.ledger.waiting = waiting;
+  report.state = RankState::Overdue;
+  LedgerState& model = report.models.emplace_back();
+  model.model = "Model";
+  model.entries = {{waiting, "all_gather", unit, 8, false}};
+  model.next = waiting + 1;
+  model.waiting = waiting;
+  return report;
+}
+
+// What a rank sees that waits in that model's collective; of a rank that waits in none, -1.
+RankReport state_of(int64_t model, int64_t waiting, int64_t next, RankState state) {
+  RankReport report;
+  report.state = state;
+  for (int64_t id = 0; id < 2; ++id) {
+    LedgerState& own = report.models.emplace_back();
+    own.id = id;
+    own.next = id == model ? next : 0;
+    own.waiting = id == model ? waiting : -1;
+  }
   return report;
 }
 
@@ -87,24 +103,37 @@ void register_roll_call(py::module_& module) {
           py::arg("rank"),
           py::arg("size"))
       .def(
-          "next",
-          [](RollCall& self, bool raises) {
-            return self.next(raises ? Call::Alarm : Call::None) == Call::Alarm;
+          "step",
+          [](RollCall& self, bool wants, int64_t waiting, const std::string& unit) {
+            return self.step(
+                wants,
+                [&] { return report_of(waiting, unit); },
+                [](const auto& reports) { return describe(reports, {{0, {}}}, ""); });
           },
-          py::arg("raises"))
-      .def(
-          "tell",
-          [](RollCall& self, int64_t waiting, const std::string& unit) {
-            self.tell(report_of(waiting, unit));
-          },
+          py::arg("wants"),
           py::arg("waiting"),
           py::arg("unit"))
       .def(
-          "hear",
-          [](RollCall& self) {
-            return self.hear([](const auto& reports) { return describe(reports, {}, ""); });
-          })
-      .def("note_end", &RollCall::note_end, py::arg("how"));
+          "note_end",
+          [](RollCall& self, const std::string& error) {
+            RankReport report;
+            report.state = RankState::Ended;
+            report.error = error;
+            self.note_end(report.encode(), /*behind_alarm=*/false);
+          },
+          py::arg("error"));
+  py::enum_<RankState>(module, "RankState")
+      .value("Silent", RankState::Silent)
+      .value("Lives", RankState::Lives)
+      .value("Ended", RankState::Ended);
+  py::class_<RankReport>(module, "RankReport")
+      .def(
+          py::init(&state_of),
+          py::arg("model"),
+          py::arg("waiting"),
+          py::arg("next"),
+          py::arg("state") = RankState::Lives);
+  module.def("is_deadlock", &is_deadlock, py::arg("reports"));
 }
 
 } // namespace zerocore

@@ -98,6 +98,7 @@ class Root(Tree):
                 if group.params
             ],
             order=call_order(self.group.modules, units_by_module(g.modules for g in groups)),
+            model=type(self.module).__name__.removeprefix("FSDP"),
             name=name,
             stall_seconds=stall,
         )

@@ -70,6 +70,7 @@ def build(request: ShardRequest) -> ShardState:
         request.device,
         units=_unit_specs(planned, config, extensions),
         order=call_order([model], units_of),
+        model=type(model).__name__,
         name=request.name,
         stall_seconds=request.stall_seconds,
     )
@@ -115,6 +116,7 @@ def make_engine(
     *,
     units: list[UnitSpec],
     order: list[CallEvent],
+    model: str,
     name: str,
     stall_seconds: float | None,
 ) -> Engine:
@@ -140,7 +142,8 @@ def make_engine(
         control=_name_of(control),
         static_graph=config.communication.static_graph,
         registered=config.communication.registered,
-        alarm_name="" if control is None else name,
+        model_name=model,
+        alarm_name=name,
         stall_seconds=stall_seconds,
         host_threads=update_threads(device) if threads is None else threads,
     )
