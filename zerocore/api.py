@@ -42,7 +42,6 @@ def shard(
     init_fn: InitFn | None = None,
     sync_params: bool = True,
     find_unused_parameters: bool = False,
-    optimizer: Optimizer | None = None,
     prefetch: int = UNSET,
     reductions_in_flight: int = UNSET,
     accumulate: str = UNSET,
@@ -88,7 +87,6 @@ def shard(
         sync_params: rank 0's values win.
         find_unused_parameters: changes nothing: a parameter that no rank used keeps
             ``grad is None`` in every backward. Accepted as DistributedDataParallel's.
-        optimizer: only to be told early that it must be built after ``shard``.
 
     Returns:
         ``model`` itself.
@@ -119,7 +117,6 @@ def shard(
         units=units,
         device=device,
         init_fn=init_fn,
-        optimizer=optimizer,
         memory_budget=memory_budget,
         groups=groups,
     )

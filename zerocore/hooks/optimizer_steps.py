@@ -1,4 +1,4 @@
-"""Watches optimizer steps: finds optimizers built before ``shard``, marks updated units.
+"""Watches optimizer steps: marks updated units.
 
 A step of torch's over shards on the host, whose gradients a device keeps, wants both in one memory.
 It is shown the gradients that were sent to the host, and the device's are back when it is over.
@@ -14,21 +14,22 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore._C import UpdatedUnit, show_grad
+from zerocore.hooks.optimizer_rules import prepare
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
 from zerocore.tensor import pending_host_updates
+from zerocore.tensor.earlier import give_rows
 from zerocore.tensor.functions import Args, Kwargs
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, UnreducedGrad
 from zerocore.tensor.rows import shard_of
 from zerocore.tensor.rules import check_not_shown_full
 
 _log = logging.getLogger("zerocore")
-_MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
 
 
 # The tensors that each optimizer sees in a step: the parameter, the device's gradient, the host's.
@@ -123,33 +124,6 @@ _updates: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[_Updated]]]
 _updates = WeakKeyDictionary()
 
 
-def mark_replaced(param: nn.Parameter, fqn: str, by: str = "zerocore.shard") -> None:
-    mistake = (
-        f"the optimizer was built before {by}: it holds the old parameter '{fqn}', which the model "
-        f"does not use any more. Build the optimizer after {by.rpartition('.')[2]}, from "
-        "model.parameters()"
-    )
-    setattr(param, _MISTAKE, mistake)
-
-
-def mark_full(param: nn.Parameter, fqn: str) -> None:
-    """Remembers that ``param`` is what layers compute with, not what an optimizer updates."""
-    mistake = (
-        f"the optimizer was built inside zerocore.unsharded: it holds the full parameter '{fqn}', "
-        "whose updates the shards do not see. Build the optimizer outside of it, from "
-        "model.parameters()"
-    )
-    setattr(param, _MISTAKE, mistake)
-
-
-def check_not_stale(optimizer: Optimizer) -> None:
-    """Raises ValueError if the optimizer holds other parameters of a sharded model than shards."""
-    for param in params_of(optimizer):
-        mistake = getattr(param, _MISTAKE, None)
-        if mistake is not None:
-            raise ValueError(mistake)
-
-
 def optimizers_of(state: ShardState) -> list[Optimizer]:
     """Optimizers that began an update of parameters of ``state``."""
     return [
@@ -187,7 +161,7 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
     """A head or an adapter outside of the sharded model would train apart on every rank."""
     live = [state for state in (ref() for ref in states) if state is not None]
     shared = any(state.world_size > 1 and not state.config.by_rows for state in live)
-    outside = [p for p in params if p.requires_grad and not isinstance(p, ShardedParameter)]
+    outside = [p for p in params if p.requires_grad and shard_of(p) is None]
     if shared and outside:
         _log.warning(
             "the optimizer holds %d parameters that are in no sharded model (the first one of "
@@ -204,11 +178,12 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     known = _updates.get(optimizer)
     key = (sum(len(group["params"]) for group in optimizer.param_groups), ShardState.num_made)
     if known is None or known[0] != key:
-        check_not_stale(optimizer)
+        give_rows(optimizer)
+        prepare(optimizer)
         _updates[optimizer] = (key, _find_updates(optimizer))
     pairs = [(each, state) for each in _updates[optimizer][1] if (state := each.state_ref())]
     if any(state.shown_full.total() > 0 for _, state in pairs):
-        check_not_shown_full("optimizer.step", params_of(optimizer))
+        check_not_shown_full("optimizer.step", list(map(shard_of, params_of(optimizer))))
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose backward may reduce
