@@ -59,8 +59,8 @@ def shard(
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
     Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, of the full
-    shape); build the optimizer from them. During forward and backward the modules see full
-    parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is given.
+    shape); the objects stay, also in optimizers and lists. During forward and backward they are the
+    full parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is given.
 
     Args:
         model: any module; on the meta device it is initialised unit by unit.

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from zerocore._C import UpdatedUnit, show_grad
+from zerocore._C import Engine, UpdatedUnit, show_grad
 from zerocore.hooks.optimizer_rules import prepare
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
@@ -42,12 +42,27 @@ def with_host_gradients(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Shows the host's gradients to a step, and again where its closure goes backward."""
     _show_host_gradients(optimizer)
+    return _with_closure(args, kwargs, lambda closure: _wrapped(closure, optimizer))
+
+
+def _with_closure(args: Args, kwargs: Kwargs, wrap: Callable[[Any], Any]) -> tuple[Args, Kwargs]:
     own, *rest = args
     if rest and rest[0] is not None:
-        return (own, _wrapped(rest[0], optimizer), *rest[1:]), kwargs
+        return (own, wrap(rest[0]), *rest[1:]), kwargs
     if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": _wrapped(kwargs["closure"], optimizer)}
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
     return args, kwargs
+
+
+def _hiding_after(closure: Callable[[], Any], engines: list[Engine]) -> Callable[[], Any]:
+    @wraps(closure)
+    def run() -> Any:
+        result = closure()
+        for engine in engines:  # calls in it have shown full parameters
+            engine.set_hiding(True)
+        return result
+
+    return run
 
 
 def show_device_gradients(optimizer: Optimizer) -> None:
@@ -174,7 +189,7 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
 
 @_disable_dynamo  # a compiled step of DTensors goes on behind its graphs
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Torch's hook before each step; returns other arguments for it, or None."""
+    """Torch's hook before each step; returns the arguments for it."""
     known = _updates.get(optimizer)
     key = (sum(len(group["params"]) for group in optimizer.param_groups), ShardState.num_made)
     if known is None or known[0] != key:
@@ -187,6 +202,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose backward may reduce
+    engines = [state.engine for _, state in pairs if state.engine.in_call]
     for updated, state in pairs:
         _check_offload(optimizer, state)
         if not has_closure:
@@ -194,7 +210,11 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         reads_on_host = reads_on_host or _reads_on_host(optimizer, state)
         state.finish_reads()
         state.engine.begin_update(updated.units, casts)
-    return with_host_gradients(optimizer, args, kwargs) if reads_on_host else None
+    if reads_on_host:
+        args, kwargs = with_host_gradients(optimizer, args, kwargs)
+    if engines:
+        args, kwargs = _with_closure(args, kwargs, lambda each: _hiding_after(each, engines))
+    return args, kwargs
 
 
 def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
