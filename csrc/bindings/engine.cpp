@@ -202,14 +202,15 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("enter", method(&ModelCalls::enter), no_gil)
       .def(
           "exit",
-          [](PyEngine& self, UnitId unit, const py::object& value, bool keep) {
+          [](PyEngine& self, UnitId unit, const py::object& value, bool keep, bool reads) {
             const auto outputs = collect_outputs(value);
             const py::gil_scoped_release release;
-            self.engine->calls().exit(unit, outputs, keep);
+            self.engine->calls().exit(unit, outputs, keep, reads);
           },
           py::arg("unit"),
           py::arg("value"),
-          py::arg("keep") = false)
+          py::arg("keep") = false,
+          py::arg("reads") = true)
       .def("adopt", method(&ModelCalls::adopt), no_gil)
       .def_property_readonly("in_call", method(&ModelCalls::in_call))
       .def("hold_unsharded", method(&Engine::hold_unsharded), no_gil)
@@ -338,7 +339,7 @@ void register_figures(py::class_<PyEngine>& engine) {
             return self.engine->unit(unit).versions().of_shards();
           })
       .def_property_readonly(
-          "order", [](const PyEngine& self) { return self.engine->schedule().order().events(); })
+          "order", [](const PyEngine& self) { return self.engine->schedule().expected(); })
       .def_property_readonly(
           "pool_stats", [](const PyEngine& self) { return self.engine->pool().stats(); })
       .def("forget_recent_peak", method(&BucketPool::forget_recent_peak))

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "engine/graph/autograd.h"
-#include "engine/graph/saved_values.h"
 
 namespace zerocore {
 
@@ -197,11 +196,12 @@ void ModelCalls::enter_forward(UnitId id) {
   lifecycle_.run([&](Actions& out) { schedule_.enter(id, grad, out); });
 }
 
-// See Note [Recomputed calls].
+// See Note [Recomputed calls]. A lookup that is made again needs the unit, out of turn.
 void ModelCalls::recompute(UnitId id) {
   const auto [place, made] = backward_run_.recomputed_calls().find(id);
   lifecycle_.run([&](Actions& out) { schedule_.walk().reach(place, out); });
-  const CallHandle call = schedule_.walk().is_next(made) ? made : CallHandle{-1, -1, id};
+  const bool in_turn = schedule_.walk().is_next(made) && schedule_.passes().reads(made);
+  const CallHandle call = in_turn ? made : CallHandle{-1, -1, id};
   consensus_.ask_in_backward(call);
   calls_.back().again = made;
   lifecycle_.run([&](Actions& out) {
@@ -220,7 +220,7 @@ void ModelCalls::adopt(UnitId id) {
   }
 }
 
-void ModelCalls::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+void ModelCalls::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool keep, bool reads) {
   const auto own = innermost();
   if (!own) {
     return;
@@ -228,7 +228,7 @@ void ModelCalls::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool ke
   const size_t depth = calls_[*own].depth;
   try {
     leave_adopted(outputs);
-    leave(id, outputs, keep);
+    leave(id, outputs, keep, reads);
   } catch (...) {
     abandon(*own, depth);
     throw;
@@ -243,11 +243,11 @@ void ModelCalls::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool ke
 
 void ModelCalls::leave_adopted(const std::vector<at::Tensor>& outputs) {
   while (calls_.back().adopted >= 0) {
-    leave(calls_.back().adopted, outputs, false);
+    leave(calls_.back().adopted, outputs, /*keep=*/false, /*reads=*/true);
   }
 }
 
-void ModelCalls::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep) {
+void ModelCalls::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool keep, bool reads) {
   const Call entered = pop_call();
   if (entered.dropped) {
     return;
@@ -257,7 +257,6 @@ void ModelCalls::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool k
       entered.again, entered.first_node, next_node(), at::RecordFunction::currentThreadId()};
   recorded.call.unit = id;
   if (!entered.recomputing) {
-    const bool reads = may_read(outputs, recorded, *units_[id]);
     leave_forward(recorded, has_output, reads, keep);
   }
   const int64_t number = note_call(recorded, entered);

@@ -50,8 +50,12 @@ class ModelCalls {
   void end_pass(const std::vector<at::Tensor>& outputs);
   void fail_pass();
   void enter(UnitId unit);
-  // `keep`: see Schedule::exit.
-  void exit(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep = false);
+  // `keep`, `reads`: see Schedule::exit.
+  void exit(
+      UnitId unit,
+      const std::vector<at::Tensor>& outputs,
+      bool keep = false,
+      bool reads = true);
   // A parameter of a unit that was not entered is read: the innermost call that runs owns
   // the unit from here to its end.
   void adopt(UnitId unit);
@@ -105,7 +109,7 @@ class ModelCalls {
   void enter_forward(UnitId unit);
   void recompute(UnitId unit);
   void leave_adopted(const std::vector<at::Tensor>& outputs);
-  void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep);
+  void leave(UnitId unit, const std::vector<at::Tensor>& outputs, bool keep, bool reads);
   void leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep);
   int64_t note_call(const RecordedCall& recorded, const Call& entered);
   void push_call(Call call);

@@ -22,6 +22,7 @@ void OrderConsensus::begin_pass(const std::vector<UnitId>& again) {
 }
 
 void OrderConsensus::say(ControlChannel::Answer own) const {
+  own.reads = schedule_.reads_more();
   own.gathered = gathered_;
   own.written = written_;
   context_.control->say(own);
@@ -99,7 +100,7 @@ void OrderConsensus::leave_pass() {
   const CallOrder& order = schedule_.order();
   const bool is_known = has_order_ && written_ == 0 && (!order.changed() || failed_);
   if (context_.control->is_static() && is_known) {
-    finish_pass({}); // a call that this rank skips is skipped by all
+    finish_pass({}, schedule_.reads_more()); // a call that this rank skips is skipped by all
     return;
   }
   say({std::nullopt, order.changed(), order.skipped(), failed_});
@@ -143,7 +144,7 @@ void OrderConsensus::settle_pass() {
     calls_differ_ = calls.lists.size() > 1;
   }
   ranks_differ_ = ranks_differ_ || ((answer.skipped || calls_differ_) && !failed_);
-  finish_pass(calls);
+  finish_pass(calls, answer.reads);
 }
 
 // Those of a pass that has failed differ as the ranks' ways through it do.
@@ -154,14 +155,14 @@ void OrderConsensus::compare_writes(bool differ) {
   }
   failed_ = 0; // the pass is dropped, on all ranks
   lifecycle_.drop_writes();
-  finish_pass({});
+  finish_pass({}, /*reads_all=*/false);
   const auto forget = c10::make_scope_exit([this] { lifecycle_.write_check().forget(); });
   lifecycle_.write_check().fail();
 }
 
-void OrderConsensus::finish_pass(const RankCalls& calls) {
+void OrderConsensus::finish_pass(const RankCalls& calls, bool reads_all) {
   lifecycle_.finish_writes();
-  failed_ ? schedule_.drop_pass() : schedule_.settle_pass(calls.lists, calls.own);
+  failed_ ? schedule_.drop_pass() : schedule_.settle_pass(calls.lists, calls.own, reads_all);
 }
 
 Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {

@@ -74,8 +74,8 @@ class OrderConsensus {
  private:
   void say(ControlChannel::Answer own) const;
   ControlChannel::Answer wait();
-  // The pass that was left had these calls, none if it was as expected.
-  void finish_pass(const RankCalls& calls);
+  // The pass that was left had these calls, none if it was as expected. `reads_all`: see Schedule.
+  void finish_pass(const RankCalls& calls, bool reads_all);
   // Throws what the ranks have written in place if it differs.
   void compare_writes(bool differ);
   // Gathers a unit that other ranks need.

@@ -18,10 +18,10 @@ bool is_nest(const PassCalls& calls, size_t number) {
       begin, end, [&](const PassCall& each) { return each.made && each.unit == call.unit; });
 }
 
-// A number for the needs of a rank in the backward of a call: of none, parameters, at what time.
+// A number for the needs of a rank in the backward of a call: whether it has one, and when.
 uint8_t needs_of(const PassCalls& calls, size_t number) {
   const PassCall& call = calls[number];
-  return call.needs_backward ? 1 + (call.reads ? 1 : 0) + (is_nest(calls, number) ? 2 : 0) : 0;
+  return call.needs_backward ? 1 + (is_nest(calls, number) ? 1 : 0) : 0;
 }
 
 } // namespace
@@ -79,11 +79,10 @@ void CallOrder::enter(int32_t call) {
   last_made_ = call;
 }
 
-void CallOrder::leave(int32_t number, bool needs_backward, bool reads) {
+void CallOrder::leave(int32_t number, bool needs_backward) {
   PassCall& call = calls_.at(number);
   call.last = last_made_;
   call.needs_backward = needs_backward;
-  call.reads = reads;
   if (static_cast<size_t>(number) < expected_.size()) {
     const bool longer = call.last > expected_[number].last;
     changed_ = changed_ || longer || (grad_ && needs_of(calls_, number) != own_needs_[number]);

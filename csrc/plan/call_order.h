@@ -36,7 +36,7 @@ class CallOrder {
   int32_t add(UnitId unit);
   // This rank makes the call.
   void enter(int32_t call);
-  void leave(int32_t call, bool needs_backward, bool reads);
+  void leave(int32_t call, bool needs_backward);
 
   // -- its end
   // Whether the ranks have to compare what they did.

@@ -203,7 +203,6 @@ PassCalls unite(const std::vector<PassCalls>& ranks) {
       } else if (other.made) {
         call.last = std::max(call.last, other.last);
         call.needs_backward = call.needs_backward || other.needs_backward;
-        call.reads = call.reads || other.reads;
       }
     }
   }

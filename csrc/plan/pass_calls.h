@@ -17,7 +17,7 @@ struct PassCall {
   int32_t last = -1; // number of the last call that the rank made before it left this one
   bool needs_backward = true;
   bool made = false; // by the rank, or by any
-  bool reads = true; // its backward, the unit's parameters
+  bool reads = true; // its backward, the unit's parameters; as all ranks expect it
 };
 
 using PassCalls = std::vector<PassCall>;
@@ -29,7 +29,7 @@ PassCalls calls_of(const std::vector<CallEvent>& events);
 std::vector<CallEvent> events_of(const PassCalls& calls);
 
 // One list that holds for all ranks: a call is left when every rank that made it has left it, and
-// needs a backward, or its parameters there, if it does on any of them. Calls that nobody made are
+// needs a backward if it does on any of them. Calls that nobody made are
 // as in the first list.
 PassCalls unite(const std::vector<PassCalls>& ranks);
 

@@ -23,6 +23,7 @@ void Schedule::begin_pass(bool grad, Actions& out) {
   open_ = passes_.open(grad).id;
   rooted_ = true;
   retained_ = -1;
+  reads_more_ = false;
   follows_ = grad || !residency_.all_stay();
   if (follows_) {
     order_.begin(grad);
@@ -33,7 +34,17 @@ void Schedule::begin_pass(bool grad, Actions& out) {
 void Schedule::end_pass(Actions& out) {
   close_pass(out);
   settle_pass(
-      order_.changed() ? std::vector<PassCalls>{order_.calls()} : std::vector<PassCalls>{}, 0);
+      order_.changed() ? std::vector<PassCalls>{order_.calls()} : std::vector<PassCalls>{},
+      0,
+      reads_more_);
+}
+
+std::vector<CallEvent> Schedule::expected() const {
+  std::vector<CallEvent> events = order_.events();
+  for (CallEvent& event : events) {
+    event.reads = event.reads || reads_all_;
+  }
+  return events;
 }
 
 void Schedule::close_pass(Actions& out) {
@@ -44,10 +55,14 @@ void Schedule::close_pass(Actions& out) {
   closed_ = std::exchange(open_, -1);
 }
 
-void Schedule::settle_pass(const std::vector<PassCalls>& ranks, int own) {
+void Schedule::settle_pass(const std::vector<PassCalls>& ranks, int own, bool reads_all) {
   ForwardPass& pass = *passes_.find(std::exchange(closed_, -1));
   if (std::exchange(follows_, false)) {
     pass.events = ranks.empty() ? order_.events() : order_.learn(ranks, own);
+    for (CallEvent& event : pass.events) {
+      event.reads = event.reads || reads_all;
+    }
+    reads_all_ = reads_all;
   }
   const bool wanted = std::any_of(pass.events.begin(), pass.events.end(), [](const auto& event) {
     return event.kind == EventKind::Exit && event.needs_backward;
@@ -118,7 +133,9 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions&
   frames_.pop_back();
   --residency_.uses(unit).held;
   if (frame.follows) {
-    order_.leave(frame.call, needs_backward, reads);
+    order_.leave(frame.call, needs_backward);
+    const bool is_lookup = !order_.calls()[frame.call].reads;
+    reads_more_ = reads_more_ || (is_lookup && reads && needs_backward);
     leave_calls(out);
     residency_.release_late(unit, out);
   } else {

@@ -14,6 +14,13 @@
 // what was expected, ranks compare their calls; that gives the list from which the pass's backward
 // follows and the order of the next pass. The first order is that of registration.
 //
+// Note [Gathers that nobody reads]
+// The backward of an embedding's lookup reads indices and no weight, so gathering the weight for it
+// moves bytes for nothing. Which calls of the order are lookups follows from the classes of
+// modules, which are the same on all ranks. Hooks, or another module of the same weight, may read
+// it all the same: if any rank says so as it leaves the pass, all calls of this pass count as
+// reading.
+//
 // Units called outside of the sharded model's own call are served on demand, without prefetch; all
 // ranks must make these calls. So it is in a pass without gradients that finds all units there.
 #pragma once
@@ -50,8 +57,8 @@ class Schedule {
   // Forward. A pass is rooted from begin_pass to end_pass; grad says whether it records a graph.
   void begin_pass(bool grad, Actions& out);
   void enter(UnitId unit, bool grad, Actions& out);
-  // `reads`: the call's backward reads the unit's parameters; outside of a pass that is taken for
-  // granted. `keep`: outside of a pass the unit stays unsharded until another one is entered.
+  // `reads`: the call's backward may read the unit's parameters, which outside of a pass is taken
+  // for granted. `keep`: outside of a pass the unit stays unsharded until another one is entered.
   CallHandle exit(UnitId unit, bool needs_backward, bool reads, Actions& out, bool keep = false);
   // Calls of this rank that were entered and not left.
   size_t num_entered() const {
@@ -76,9 +83,15 @@ class Schedule {
   const CallOrder& order() const {
     return order_;
   }
+  // The order's events, and what is read in the backward as in the pass that was settled last.
+  std::vector<CallEvent> expected() const;
+  // Whether a call of this rank reads although the order has a lookup.
+  bool reads_more() const {
+    return reads_more_;
+  }
   // Settles the pass that was closed: with the calls of all ranks if any of them changed, else with
-  // none.
-  void settle_pass(const std::vector<PassCalls>& ranks, int own);
+  // none. `reads_all`: any rank reads_more().
+  void settle_pass(const std::vector<PassCalls>& ranks, int own, bool reads_all);
   // In place of settle_pass: no rank runs a backward through the pass.
   void drop_pass();
   // The pass ended with an exception: gives everything back, forgets the pass.
@@ -162,6 +175,7 @@ class Schedule {
   int64_t closed_ = -1; // id of the pass that was closed and is to be settled
   bool rooted_ = false;
   bool follows_ = false; // the pass under way follows the order
+  bool reads_more_ = false, reads_all_ = false; // the pass under way; the one settled last
   UnitId retained_ = -1; // left last; kept for the backward
 };
 

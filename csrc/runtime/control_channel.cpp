@@ -29,6 +29,7 @@ enum Field : uint8_t {
   Changed,
   Skipped,
   Failed,
+  Reads,
   MostGathered,
   LeastGathered,
   MostWritten,
@@ -48,16 +49,13 @@ const std::string& name_of(MessageKind flags) {
 
 // One number a call: 0 for one that the rank did not make.
 int64_t encode(const PassCall& call) {
-  return call.made
-      ? 1 + 4 * int64_t{call.last} + (call.reads ? 2 : 0) + (call.needs_backward ? 1 : 0)
-      : 0;
+  return call.made ? 1 + 2 * int64_t{call.last} + (call.needs_backward ? 1 : 0) : 0;
 }
 
 void decode(int64_t code, PassCall& call) {
   call.made = code > 0;
   if (call.made) {
-    call.last = static_cast<int32_t>((code - 1) / 4);
-    call.reads = (code - 1) / 2 % 2 != 0;
+    call.last = static_cast<int32_t>((code - 1) / 2);
     call.needs_backward = (code - 1) % 2 != 0;
   }
 }
@@ -126,6 +124,7 @@ void ControlChannel::say(const Answer& own) {
   fields[Changed] = own.changed ? 1 : 0;
   fields[Skipped] = own.skipped ? 1 : 0;
   fields[Failed] = own.failed ? 1 + *own.failed : 0;
+  fields[Reads] = own.reads ? 1 : 0;
   fields[MostGathered] = own.gathered;
   fields[LeastGathered] = -own.gathered;
   fields[MostWritten] = own.written;
@@ -138,6 +137,7 @@ ControlChannel::Answer ControlChannel::wait() {
   Answer answer;
   answer.changed = fields[Changed] != 0;
   answer.skipped = fields[Skipped] != 0;
+  answer.reads = fields[Reads] != 0;
   if (fields[Failed] != 0) {
     answer.failed = static_cast<int>(fields[Failed] - 1);
   }

@@ -37,6 +37,7 @@ class ControlChannel {
     bool changed = false; // on any rank
     bool skipped = false; // any rank left out calls that others may have made
     std::optional<int> failed; // the last rank whose forward raised
+    bool reads = false; // on any rank a backward reads more than expected
     int64_t gathered = 0; // of `own`: a number for what this rank has gathered again
     bool gathers_differ = false;
     int64_t written = 0; // of `own`: a number for what this rank has written in place

@@ -112,7 +112,7 @@ void register_schedule(py::module_& module) {
       .def(
           "settle_pass",
           [](S& s, const std::vector<PassCalls>& ranks, int own) {
-            s.schedule.settle_pass(ranks, own);
+            s.schedule.settle_pass(ranks, own, s.schedule.reads_more());
           })
       .def("abort", [](S& s) { return s.run([&] { s.schedule.abort(s.actions); }); })
       .def("begin_backward", [](S& s) { s.schedule.begin_backward(); })
@@ -134,7 +134,7 @@ void register_schedule(py::module_& module) {
           "invalidate",
           [](S& s, UnitId unit) { return s.run([&] { s.schedule.invalidate(unit, s.actions); }); })
       .def("is_resident", [](const S& s, UnitId unit) { return s.schedule.is_resident(unit); })
-      .def_property_readonly("order", [](const S& s) { return s.schedule.order().events(); });
+      .def_property_readonly("order", [](const S& s) { return s.schedule.expected(); });
 }
 
 } // namespace zerocore

@@ -90,6 +90,13 @@ def test_exact_events_of_a_chain() -> None:
     ]
 
 
+def with_lookups(num_units: int, unread: set[int]) -> list[CallEvent]:
+    """The order of a chain in which the backwards of some calls read no parameters."""
+    units = range(num_units)
+    pairs = [(CallEvent(True, u), CallEvent(False, u, reads=u not in unread)) for u in units]
+    return [event for pair in pairs for event in pair]
+
+
 def backward_of(driver: Driver, num_units: int, unread: set[int]) -> list[tuple[str, int]]:
     """The actions of a chain's backward, in which some calls read no parameters."""
     schedule, handles = driver.schedule, []
@@ -115,7 +122,7 @@ def backward_of(driver: Driver, num_units: int, unread: set[int]) -> list[tuple[
 @pytest.mark.parametrize("prefetch", range(4))
 @pytest.mark.parametrize("unread", [{0}, {4}, {2}, {1, 2}, {0, 3, 4}, set(range(5))])
 def test_what_no_backward_reads_is_not_gathered(unread: set[int], prefetch: int) -> None:
-    driver = make(chain(5), 5, prefetch)
+    driver = make(chain(5), 5, prefetch, with_lookups(5, unread))
     for _ in range(3):
         issued = backward_of(driver, 5, unread)
         # Only the last call keeps its parameters from the forward, and only if they are read.
@@ -127,7 +134,7 @@ def test_what_no_backward_reads_is_not_gathered(unread: set[int], prefetch: int)
 
 
 def test_exact_gathers_look_past_what_is_not_read() -> None:
-    driver = make(chain(4), 4, 1)
+    driver = make(chain(4), 4, 1, with_lookups(4, {2}))
     backward_of(driver, 4, {2})
     assert backward_of(driver, 4, {2}) == [
         ("unshard", 1),
@@ -137,6 +144,26 @@ def test_exact_gathers_look_past_what_is_not_read() -> None:
         ("reduce", 1),
         ("reduce", 0),
     ]
+
+
+def test_all_calls_of_a_pass_read_where_one_reads_more_than_the_order_has() -> None:
+    driver = make(chain(4), 4, 0, with_lookups(4, {0, 2}))
+    for unread, gathered in (({0, 2}, [3, 1]), ({2}, [3, 2, 1, 0]), ({0, 1, 2}, [3, 1])):
+        schedule, handles = driver.schedule, []
+        driver.apply(schedule.begin_pass(True))
+        for unit in range(4):
+            driver.apply(schedule.enter(unit))
+            left = schedule.exit(unit, reads=unit not in unread)
+            handles.append(left.call)
+            driver.apply(left.actions)
+        driver.apply(schedule.end_pass())
+        assert [e.unit for e in schedule.order if e.reads and not e.enter] == gathered[::-1]
+        driver.collectives.clear()
+        schedule.begin_backward()
+        for unit in reversed(range(4)):
+            driver.apply(schedule.pre_backward(handles[unit]))
+        driver.apply(schedule.end_backward())
+        assert [u for op, u in driver.collectives if op == "unshard"] == gathered[1:]
 
 
 def test_without_grad_nothing_stays() -> None:

@@ -32,7 +32,7 @@ from zerocore.model.refusals import check_trained
 from zerocore.model.state import Param, ShardState, Unit, drop_state
 from zerocore.model.traced import is_traced
 from zerocore.model.unit_call import UnitCall, note_unit_call
-from zerocore.model.units import call_order, units_by_module
+from zerocore.model.units import backward_reads, call_order, units_by_module
 from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates
@@ -159,6 +159,7 @@ class Root(Tree):
         policy = group.policy
         parts = [each for each in (group, *group.siblings) if each.params]
         viewed = [each.unit for each in parts if any(p.is_viewed for p in each.params)]
+        is_lookup = len(group.modules) == 1 and not (viewed or backward_reads(group.modules[0]))
         group.unit_call = UnitCall(
             state,
             state.engine,
@@ -167,6 +168,7 @@ class Root(Tree):
             is_root=group is self.group,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
+            lookup=ref(group.modules[0]) if is_lookup else None,
             viewed=tuple(viewed),
         )
         for module in group.modules:

@@ -24,6 +24,7 @@ from zerocore._C import Engine
 from zerocore.common.patching import around
 from zerocore.model.casting import cast_floats
 from zerocore.model.traced import call_traced, is_traced
+from zerocore.model.units import has_hooks
 
 _UNIT_CALL = "_zerocore_unit_call"
 _COMPILED, _CALL = "_compiled_call_impl", "_call_impl"  # attributes that nn.Module.__call__ reads
@@ -76,6 +77,7 @@ class UnitCall:
     cast_outputs: torch.dtype | None = None
     before_call: Callable[[], None] | None = None
     looked_at: tuple[int, ...] = ()  # units whose parameters it sees in evaluation: `looked_at_by`
+    lookup: ref[nn.Module] | None = None  # it, if only its hooks have backwards that read weights
     viewed: tuple[int, ...] = ()  # of these modules see views, which belong to one call's graph
     before_units: Callable[[], None] = lambda: None  # while none is entered, on all ranks alike
 
@@ -106,9 +108,10 @@ class UnitCall:
             output = run(*args, **kwargs)
             if self.cast_outputs is not None:
                 output = cast_floats(output, self.cast_outputs)
+            reads = self._reads()
             while entered > 0:
                 entered -= 1
-                engine.exit(units[entered], output)
+                engine.exit(units[entered], output, False, reads)
         except BaseException as error:
             explained = self.explain(error, self.state, units)
             give_up(engine, units[:entered])
@@ -121,6 +124,11 @@ class UnitCall:
         if self.is_root:
             engine.end_pass(output)
         return output
+
+    def _reads(self) -> bool:
+        """Whether the backward of the call may read parameters."""
+        module = None if self.lookup is None else self.lookup()
+        return module is None or has_hooks(module)
 
     def _call_traced(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         dtypes = (self.cast_inputs, self.cast_outputs)
@@ -248,7 +256,9 @@ def wrap_method(module: nn.Module, name: str) -> None:
     method = getattr(module, name)
     if own is None:
         return
-    inner = replace(own, is_root=False, cast_outputs=None, before_call=None, looked_at=())
+    inner = replace(
+        own, is_root=False, cast_outputs=None, before_call=None, looked_at=(), lookup=None
+    )
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from zerocore._C import CallEvent
 from zerocore.model.memory import Extent, extent_of, tie_key
@@ -335,11 +336,19 @@ def call_order(models: Iterable[nn.Module], units_of: UnitsOf) -> list[CallEvent
 
 
 def backward_reads(module: nn.Module) -> bool:
-    """Whether a backward through the module reads its parameters, as far as its class says.
+    """Whether the backward of a call reads the module's parameters, as its class says.
 
-    The runtime looks at the graph of each call instead.
+    That of a lookup in an embedding reads indices. The class is the same on all ranks.
     """
-    return not isinstance(module, nn.Embedding)
+    is_lookup = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return not (is_lookup and "weight" in module._parameters)  # it may be parametrized
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call runs code that the module's class does not have."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    backward = module._backward_pre_hooks or module._backward_hooks
+    return bool(before or after or backward or "forward" in vars(module) or _has_any_global_hook())
 
 
 def units_by_module(units: Iterable[Sequence[nn.Module]]) -> UnitsOf:

@@ -35,7 +35,14 @@ from zerocore.model.precision import MixedPrecision, param_types, unit_param
 from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
-from zerocore.model.units import ParamChoice, UnitPlanned, UnitsOf, call_order, units_by_module
+from zerocore.model.units import (
+    ParamChoice,
+    UnitPlanned,
+    UnitsOf,
+    backward_reads,
+    call_order,
+    units_by_module,
+)
 from zerocore.reporting.out_of_memory import explain_backward, explain_forward
 from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
@@ -311,6 +318,8 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
             among = state.units if is_root else [state.units[unit] for unit in units]
             has_any = any(unit.extensions for unit in among)
             encodes = {"before_units": state.encode} if has_any else {}
+            viewed = tuple(unit for unit in units if state.units[unit].is_viewed)
+            is_lookup = not (has_any or viewed or backward_reads(module))
             computes = {param.types.model for unit in units for param in state.units[unit].params}
             unit_call = UnitCall(
                 state,
@@ -322,7 +331,8 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 cast_outputs=mixed.output_dtype if is_root else None,
                 before_call=before_call if is_root else None,
                 looked_at=tuple(sorted(looked_at)),
+                lookup=ref(module) if is_lookup else None,
                 **encodes,
-                viewed=tuple(unit for unit in units if state.units[unit].is_viewed),
+                viewed=viewed,
             )
             set_unit_call(module, unit_call)
