@@ -327,7 +327,8 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
             among = state.units if is_root else [state.units[unit] for unit in units]
             has_any = any(unit.extensions for unit in among)
             encodes = {"before_units": state.encode} if has_any else {}
-            is_lookup = not (has_any or backward_reads(module))
+            viewed = tuple(unit for unit in units if state.units[unit].is_viewed)
+            is_lookup = not (has_any or viewed or backward_reads(module))
             computes = {param.types.model for unit in units for param in state.units[unit].params}
             unit_call = UnitCall(
                 state,
@@ -341,6 +342,6 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 looked_at=tuple(sorted(looked_at)),
                 lookup=ref(module) if is_lookup else None,
                 **encodes,
-                viewed=tuple(unit for unit in units if state.units[unit].is_viewed),
+                viewed=viewed,
             )
             set_unit_call(module, unit_call)
