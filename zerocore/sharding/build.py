@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
@@ -49,7 +50,7 @@ from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.cuts import Cut
 from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard, full_class
-from zerocore.tensor.place import PartOf, Place, pair, spread
+from zerocore.tensor.place import PartOf, Place, spread
 from zerocore.tensor.wrapped import show_made
 
 
@@ -246,7 +247,8 @@ def _shard_param(
     choice: ParamChoice,
     wholes: Mapping[str, PartOf],
 ) -> Param:
-    engine, param, fqn = state.engine, choice.param, choice.fqns[0]
+    engine, fqn = state.engine, choice.fqns[0]
+    param: Any = choice.param
     trained = param.requires_grad
     made = engine.make_full(unit.index, position)
     full: nn.Parameter = as_parameter(made, full_class(param), trained)
