@@ -131,8 +131,8 @@ void replace_in_modules(
   }
 }
 
-// How torch.FloatTensor and the like make a tensor, and what is asked first: their types are of C++,
-// where no attribute can be set.
+// How torch.FloatTensor and the like make a tensor, and what is asked first: their types are of
+// C++, where no attribute can be set.
 newfunc typed_new = nullptr;
 PyObject* asked_first = nullptr;
 

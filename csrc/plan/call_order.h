@@ -4,9 +4,9 @@
 //
 // Note [Slots]
 // Where no unit is gathered (stage 0), a rank that makes calls which are not in the order asks
-// nobody. Its k-th such call of unit u gets the number n + k U + u, behind n expected calls and with
-// U units, so ranks number alike what they do not know of each other. They compare these numbers at
-// the end of the pass.
+// nobody. Its k-th such call of unit u gets the number n + k U + u, behind n expected calls and
+// with U units, so ranks number alike what they do not know of each other. They compare these
+// numbers at the end of the pass.
 #pragma once
 
 #include <cstdint>
@@ -46,9 +46,8 @@ class CallOrder {
   int32_t add(UnitId unit);
   // Calls that this rank has added to slots; slots for as many as any rank has.
   int64_t num_added() const {
-    return num_units_ == 0
-        ? 0
-        : static_cast<int64_t>((calls_.size() - expected_.size()) / num_units_);
+    return num_units_ == 0 ? 0
+                           : static_cast<int64_t>((calls_.size() - expected_.size()) / num_units_);
   }
   void make_slots(int64_t num_added);
   size_t num_slots() const {

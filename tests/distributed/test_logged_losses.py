@@ -89,9 +89,7 @@ def log_too_early(stage: int, logs: int) -> None:
 
 
 @pytest.mark.parametrize(("stage", "world_size", "logs"), [(1, 2, 1), (3, 2, 3), (3, 4, 3)])
-def test_the_alarm_names_a_log_that_comes_too_early(
-    stage: int, world_size: int, logs: int
-) -> None:
+def test_the_alarm_names_a_log_that_comes_too_early(stage: int, world_size: int, logs: int) -> None:
     outcomes = run_to_end(log_too_early, world_size, stage, logs)
     errors = [outcome.error for outcome in outcomes]
     assert any("sum of a loss for the log" in (error or "") for error in errors), errors

@@ -206,9 +206,7 @@ def gans_alike(directory: str, strategies: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("strategies", [("ddp_find_unused_parameters_true", 0, 1), (2, 3)])
-def test_manual_optimization_of_two_optimizers(
-    tmp_path: Path, strategies: tuple[Any, ...]
-) -> None:
+def test_manual_optimization_of_two_optimizers(tmp_path: Path, strategies: tuple[Any, ...]) -> None:
     run_ranks(gans_alike, 2, str(tmp_path), strategies, launch="torchrun", timeout=120)
 
 

@@ -87,7 +87,7 @@ def typed_in_full(kind: Any, args: Any) -> Any:
 
 
 def subclasses_in_full(make: Any) -> Any:
-    """``Tensor._make_subclass``, by which a class of its own would be around one rank's elements."""
+    """``Tensor._make_subclass``, which would put a class around one rank's elements."""
 
     # Dynamo compares the signature.
     def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **kwargs: Any) -> Any:

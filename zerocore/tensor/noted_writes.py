@@ -1,5 +1,7 @@
-"""Writes to shards between calls, which ranks have to make alike: each rank writes its own elements,
-so the ranks compare what the writes were given."""
+"""Writes to shards between calls, which must be the same on all ranks.
+
+Each rank writes its own elements, so the ranks compare the arguments of the writes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import Tensor
 
 from zerocore.common.agreement import checksum

@@ -137,8 +137,8 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
 
 
 def _are_full(tensors: Sequence[Tensor], place: Place) -> bool:
-    """Whether the plain ones have the full shape, on all ranks: one rank may own all of a vector, so
-    that its shape says nothing, and no rank may go on alone."""
+    """Whether the plain ones have the full shape on all ranks. One rank may own all of a vector, so
+    its shape alone says nothing: the ranks tell each other, and none goes on alone."""
     plain = [tensor for tensor in tensors if not isinstance(tensor, Placed)]
     are_full = all(tensor.shape == place.global_shape for tensor in plain)
     if not any(tensor.dim() == len(place.global_shape) == 1 for tensor in plain):

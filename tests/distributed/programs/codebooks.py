@@ -259,7 +259,7 @@ class Assigned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.codes = nn.Embedding(CODES, SIZE)
+        self.codes = nn.Embedding(CODES, SIZE).requires_grad_(False)
         self.register_buffer("counts", torch.ones(CODES))
         self.register_buffer("sums", self.codes.weight.detach().clone())
 
@@ -279,6 +279,6 @@ class Assigned(nn.Module):
 @program("VQ-VAE: the codes of an embedding follow sums and counts: weight.data.copy_ in forward")
 def vq_data(run: Run) -> None:
     model = run.shard(DataCodes(), [Block])
-    optimizer = adamw([p for n, p in model.named_parameters() if "codes" not in n])
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     for x in run.batches(4):
         update(run, model, optimizer, model(x))

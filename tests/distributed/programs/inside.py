@@ -177,7 +177,7 @@ class SelfTraining(nn.Module):
         run.record(loss)
 
 
-@program("a GAN that trains inside of one call: two rounds of both, then an evaluation", unused=True)
+@program("a GAN that trains inside of one call, two rounds of both, then evaluates", unused=True)
 def trains_inside(run: Run) -> None:
     model = run.shard(SelfTraining(), [Block])
     net = run.module(model)
