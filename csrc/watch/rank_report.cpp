@@ -302,8 +302,8 @@ std::string name_trainable(const Reports& reports, const ParamNames& params) {
         }
       }
       if (!on.empty() && !off.empty() && ++count <= kNamed) {
-        text += "Parameter '" + names[i] + "' requires grad on " + name_ranks(on) +
-            " and not on " + name_ranks(off) + ". ";
+        text += "Parameter '" + names[i] + "' requires grad on " + name_ranks(on) + " and not on " +
+            name_ranks(off) + ". ";
       }
     }
   }
@@ -324,7 +324,7 @@ std::string name_silent(const Reports& reports) {
           rank);
     } else if (report.state == RankState::Silent) {
       add(statements,
-          "did not answer within 5 s (killed or stopped, out of reach, or on a machine that is too "
+          "did not answer within 4 s (killed or stopped, out of reach, or on a machine that is too "
           "busy)",
           rank);
     }
@@ -392,8 +392,7 @@ bool is_deadlock(const Reports& reports) {
     for (size_t rank = 0; rank < reports.size(); ++rank) {
       const RankReport& report = reports[rank];
       const bool ended = report.state == RankState::Ended;
-      if (!moves[rank] && !ended &&
-          (!report.answered() || can_go_on(reports, rank, moves))) {
+      if (!moves[rank] && !ended && (!report.answered() || can_go_on(reports, rank, moves))) {
         moves[rank] = changed = true;
       }
     }

@@ -14,8 +14,8 @@ namespace {
 
 using Milliseconds = std::chrono::milliseconds;
 
-constexpr Milliseconds kAnswer(5000); // what the others have to tell where they are
-constexpr Milliseconds kSentence(5500); // what the one that reads has; before GroupWatch gives up
+constexpr Milliseconds kAnswer(4000); // what the others have to tell where they are
+constexpr Milliseconds kSentence(4500); // what the one that reads has; before GroupWatch gives up
 constexpr Milliseconds kFirstPause(50), kLongestPause(400); // between two looks
 constexpr Milliseconds kReaders(1000); // what others have to read an alarm at this rank's end
 
@@ -40,10 +40,7 @@ std::string RollCall::key(const char* what) const {
   return what + std::to_string(number_);
 }
 
-std::optional<std::string> RollCall::step(
-    bool wants,
-    const Report& own,
-    const Describe& describe) {
+std::optional<std::string> RollCall::step(bool wants, const Report& own, const Describe& describe) {
   const auto now = Clock::now();
   if (!told_) {
     const std::string call = key("call");
@@ -89,9 +86,8 @@ std::optional<std::string> RollCall::step(
 bool RollCall::is_complete() {
   const int64_t num_answers = store_->add(key("answers"), 0);
   return num_answers + store_->add("ended", 0) >= static_cast<int64_t>(size_) &&
-      std::ranges::none_of(collect(), [](const RankReport& report) {
-           return report.state == RankState::Silent;
-         });
+      std::ranges::none_of(
+             collect(), [](const RankReport& report) { return report.state == RankState::Silent; });
 }
 
 // A report behind its rank; the last one of a rank counts.

@@ -104,9 +104,19 @@ std::string Watchdog::operation() {
   return operation_;
 }
 
+std::chrono::steady_clock::duration Watchdog::time_in_talk() const {
+  using Clock = std::chrono::steady_clock;
+  return talks_since_ ? Clock::now() - *talks_since_ : Clock::duration::zero();
+}
+
+std::chrono::steady_clock::duration Watchdog::talks_for() {
+  const std::lock_guard lock(mutex_);
+  return time_in_talk();
+}
+
 void Watchdog::note_end(const std::string& error) {
   std::unique_lock lock(mutex_);
-  if (talker_.joinable()) {
+  if (talker_.joinable() && time_in_talk() < kEndPatience) {
     end_ = error;
     changed_.notify_all();
     changed_.wait_for(lock, kEndPatience, [this] { return !end_; });
@@ -117,7 +127,9 @@ void Watchdog::stop() {
   std::unique_lock lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
-  const bool ended = changed_.wait_for(lock, kEndPatience, [this] { return has_ended_talking_; });
+  const bool is_stuck = time_in_talk() > kEndPatience;
+  const auto patience = is_stuck ? std::chrono::milliseconds(0) : kEndPatience;
+  const bool ended = changed_.wait_for(lock, patience, [this] { return has_ended_talking_; });
   lock.unlock();
   if (watcher_.joinable()) {
     watcher_.join();
@@ -161,12 +173,12 @@ void Watchdog::talk() {
   std::unique_lock lock(mutex_);
   bool is_busy = false;
   while (!stopping_) {
-    changed_.wait_for(lock, is_busy ? kBusy : interval_, [this] {
-      return stopping_ || wakes_talker_ || end_;
-    });
+    changed_.wait_for(
+        lock, is_busy ? kBusy : interval_, [this] { return stopping_ || wakes_talker_ || end_; });
     wakes_talker_ = false;
     auto watches = watches_;
     const std::optional<std::string> end = end_;
+    talks_since_ = std::chrono::steady_clock::now();
     lock.unlock();
     is_busy = false;
     for (const auto& watch : watches) {
@@ -176,6 +188,7 @@ void Watchdog::talk() {
     watches.clear();
     drop_ended();
     lock.lock();
+    talks_since_.reset();
     if (end) {
       end_.reset();
       changed_.notify_all();

@@ -40,6 +40,8 @@ class Watchdog {
   // What the main thread does, such as "full_state_dict"; empty outside of such a function.
   void set_operation(std::string name);
   std::string operation();
+  // How long the thread that talks to stores has been in the same round, which takes moments.
+  std::chrono::steady_clock::duration talks_for();
   // Tells other ranks how the program ends; bounded, as their store may not answer.
   void note_end(const std::string& error);
   // Ends the threads; bounded.
@@ -52,6 +54,7 @@ class Watchdog {
   void talk();
   void drop_ended();
   std::vector<Watch> watches();
+  std::chrono::steady_clock::duration time_in_talk() const; // under the mutex
 
   const pid_t process_;
   std::mutex mutex_; // taken before that of a watch
@@ -60,6 +63,7 @@ class Watchdog {
   std::chrono::milliseconds interval_{1000};
   std::string operation_;
   std::optional<std::string> end_; // to be told
+  std::optional<std::chrono::steady_clock::time_point> talks_since_;
   bool stopping_ = false, wakes_watcher_ = false, wakes_talker_ = false, has_ended_talking_ = false;
   std::thread watcher_, talker_;
 };
