@@ -27,7 +27,6 @@ PYBIND11_MODULE(_C, module) {
   module.attr("HAS_CUDA_KERNELS") = zerocore::kernels::has_loops(c10::DeviceType::CUDA);
   zerocore::register_plan(module);
   zerocore::register_io(module);
-  zerocore::register_pickles(module);
   zerocore::register_runtime(module);
   zerocore::register_emulated(module);
   zerocore::register_engine_types(module);
