@@ -115,17 +115,16 @@ void Gathers::give_back(const GatherStep& step) {
 
 void Gathers::read() {
   get_if_valid(after_);
-  context_.disk->loads().load(unit_.id());
+  context_.disk->load(unit_.id());
 }
 
-// This rank's part comes from the host, or from what was read of the disk. Over the emulated link
+// This rank's part comes from the host, also if a file has its bytes. Over the emulated link
 // it is under way when this returns; a device copies on the stream of the gather.
 void Gathers::load(const GatherStep& step) {
   const Bucket& bucket = bucket_of(step.to);
   const at::Tensor& to = bucket.own_bytes(step.region);
   const bool on_disk = context_.tiers.parameters == Tier::Disk;
-  const at::Tensor& shard = own_->full_bytes(step.region);
-  const at::Tensor from = on_disk ? context_.disk->loads().loaded(shard) : shard;
+  const at::Tensor& from = own_->full_bytes(step.region);
   const Streams& streams = *context_.streams;
   const auto record = context_.note(TraceOp::ToDevice, unit_.id(), step.nbytes);
   arrival_ = {};
@@ -135,7 +134,9 @@ void Gathers::load(const GatherStep& step) {
     context_.host_link->carry(std::move(transfer));
   } else {
     get_if_valid(after_);
-    load_on_stream(to, from, record.get());
+    if (!on_disk || context_.disk->is_loaded()) {
+      load_on_stream(to, from, record.get());
+    }
     streams.note_write(StreamRole::AllGather, bucket.own(step.region), "loads", unit_.name());
   }
   if (context_.mesh.num_shards() == 1) { // the host had all of it
@@ -150,8 +151,8 @@ void Gathers::load_on_stream(const at::Tensor& to, const at::Tensor& from, OpenR
   }
   {
     const auto guard = streams.use(StreamRole::AllGather);
-    const bool is_buffer = context_.tiers.parameters == Tier::Disk; // the next read overwrites it
-    to.copy_(from, /*non_blocking=*/!is_buffer);
+    const bool is_file = context_.tiers.parameters == Tier::Disk; // its memory is freed soon
+    to.copy_(from, /*non_blocking=*/!is_file);
   }
   loaded_ = streams.record(StreamRole::AllGather);
   if (record != nullptr) {
