@@ -22,7 +22,7 @@ import zerocore
 from bench.lib.results import Results
 from bench.lib.tables import Table
 from bench.memory.sampler import CpuMemory, Sampler
-from bench.offload.disk import MIB, Disk
+from bench.offload.disk import MIB, RawDisk
 from bench.offload.training import gpt, loss_of
 
 WIDTH, HEADS, VOCABULARY = 1024, 16, 8192
@@ -121,11 +121,9 @@ def train(folder: Path, run: Run, num_blocks: int, tokens: int, steps: int) -> N
 
 def measure_raw(folder: Path, run: Run) -> None:
     """Plain direct reads and writes of a file, at the best way."""
-    found = Disk(folder, RAW_MIB * MIB).measure(3)
-    rates = {
-        what: max(RAW_MIB * MIB / median(times) for name, times in ways.items() if "raw" in name)
-        for what, ways in found.items()
-    }
+    disk = RawDisk(folder, RAW_MIB * MIB)
+    rates = disk.measure(3)
+    disk.close()
     run.raw_read, run.raw_write = rates["read"], rates["write"]
 
 

@@ -1,16 +1,14 @@
-"""Measures offload: steps beside none and peers, AdamW by threads, a disk file beside plain calls.
+"""Measures offload: steps beside none and peers, AdamW by threads.
 
-Usage: python benchmarks/offload.py --folder /a/folder/on/the/disk
+Usage: python benchmarks/offload.py
        python benchmarks/offload.py --parts steps
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -31,11 +29,9 @@ from bench.offload.adamw import (
     AdamWCell,
     measure_in_fresh_process,
 )
-from bench.offload.disk import MIB, WHAT, Disk
 from bench.offload.steps import measure_steps, steps_table
-from bench.offload.swapped import SwappedAdamW
 
-PEER_GOAL, MEMORY_GOAL, DISK_GOAL = 0.95, 0.9, 0.9
+PEER_GOAL, MEMORY_GOAL = 0.95, 0.9
 ADAMW_NOTES = (
     "GB/s: bytes read plus bytes written (28 a parameter in fp32) per time. Each thread has a core "
     "to itself. Medians over rounds in which all take their turn; ratios are medians of ratios in "
@@ -43,16 +39,6 @@ ADAMW_NOTES = (
     "Memory: the fastest of a copy, a scale in place and a triad of as many bytes by as many "
     "threads. The processor also reads memory that is written and was not read before, which is "
     "not counted.",
-)
-DISK_NOTES = (
-    "One file of this size in one request; read and write: one half each at the same time. Raw: "
-    "plain calls on the same file, of so many MiB, so many at a time; its rate is that of the "
-    "fastest. Medians over rounds in which all take their turn.",
-)
-SWAPPED_NOTES = (
-    "A step of AdamW in fp32 on units whose weights and moments are in a file, three units in "
-    "memory. MB/s: bytes read plus bytes written per time of the step, AdamW included; beside the "
-    "fastest plain calls that read and write at the same time.",
 )
 
 
@@ -84,49 +70,6 @@ def adamw_table(cells: dict[AdamWCell, dict[str, list[float]]]) -> Table:
     return table
 
 
-def disk_table(disk: Disk, found: dict[str, dict[str, list[float]]]) -> Table:
-    """Each way beside the fastest raw one."""
-    path = "past the page cache" if disk.is_direct else "through the page cache"
-    title = f"a file of {disk.nbytes / MIB:.0f} MiB, {path}"
-    table = Table(title, ["what", "way", "s", "MB/s", "of the raw rate"], notes=list(DISK_NOTES))
-    for what in WHAT:
-        best = fastest(found[what], [name for name in found[what] if name.startswith("raw")])
-        for name, seconds in found[what].items():
-            time = median(seconds)
-            share = f"{ratio(found[what], best, name):.2f}"
-            table.add(what, name, f"{time:.3f}", f"{disk.nbytes / time / 1e6:.0f}", share)
-        table.add(what, "wanted of DiskFile", "", "", f">= {DISK_GOAL}")
-    return table
-
-
-def swapped_table(step: SwappedAdamW, seconds: list[float], raw_rate: float) -> Table:
-    """Steps that are bound by the disk."""
-    columns = ["units", "MB of each", "MB moved", "s", "MB/s", "of the raw rate", "wanted"]
-    table = Table("AdamW with weights and moments in a file", columns, notes=list(SWAPPED_NOTES))
-    rate = step.nbytes / median(seconds)
-    each = step.units.file_nbytes / step.num_units / 1e6
-    head = [f"{step.num_units}", f"{each:.0f}", f"{step.nbytes / 1e6:.0f}"]
-    table.add(*head, f"{median(seconds):.2f}", f"{rate / 1e6:.0f}", f"{rate / raw_rate:.2f}")
-    table.rows[-1][-1] = f">= {DISK_GOAL}"
-    return table
-
-
-def measure_disk(folder: str, mib: int, rounds: int) -> tuple[list[Table], dict[str, Any]]:
-    """A disk file, then steps of units in one of the same size."""
-    with tempfile.TemporaryDirectory(dir=folder or None) as place:
-        disk = Disk(Path(place), mib * MIB)
-        found = disk.measure(rounds)
-        table = disk_table(disk, found)
-        both = found[WHAT[-1]]
-        best = fastest(both, [name for name in both if name.startswith("raw")])
-        raw_rate = disk.nbytes / median(both[best])
-        del disk
-        step = SwappedAdamW(Path(place), 8, mib * MIB // 8 // 12)
-        seconds = step.time_steps(rounds)
-        tables = [table, swapped_table(step, seconds, raw_rate)]
-    return tables, {"mib": mib, "disk": found, "swapped": seconds, "swapped_nbytes": step.nbytes}
-
-
 def measure_adamw(
     counts: list[int], millions: int, rounds: int
 ) -> tuple[list[Table], dict[str, Any]]:
@@ -146,21 +89,18 @@ def measure_training(rounds: int) -> tuple[list[Table], dict[str, Any]]:
 
 
 def main(
-    folder: Annotated[str, typer.Option(help="On the disk; default: for temporary files.")] = "",
     threads: Annotated[str, typer.Option(help="Numbers of AdamW's threads.")] = "1,2",
     millions: Annotated[int, typer.Option(help="Parameters of AdamW.")] = 16,
-    mib: Annotated[int, typer.Option(help="Size of the file.")] = 2048,
     rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 9,
     step_rounds: Annotated[int, typer.Option(help="The same of training steps.")] = 2,
-    parts: Annotated[str, typer.Option(help="Of steps,adamw,disk.")] = "steps,adamw,disk",
+    parts: Annotated[str, typer.Option(help="Of steps,adamw.")] = "steps,adamw",
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints how fast the host steps and swaps, and what a training step with it takes."""
+    """Prints how fast the host steps, and what a training step with it takes."""
     counts = [int(count) for count in threads.split(",")]
     measures: dict[str, Callable[[], tuple[list[Table], dict[str, Any]]]] = {
         "steps": lambda: measure_training(step_rounds),
         "adamw": lambda: measure_adamw(counts, millions, rounds),
-        "disk": lambda: measure_disk(folder, mib, rounds),
     }
     wanted = parts.split(",")
     if not set(wanted) <= set(measures):

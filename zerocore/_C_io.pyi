@@ -1,19 +1,9 @@
 """Types of files and of the memory of the host, all in ``zerocore._C``; not for run time."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-def read_pickle(
-    data: bytes,
-    find: Callable[[str, str], Any],
-    persistent: Callable[[Any], Any] | None,
-    maker: type,
-    opaque: type,
-) -> Any:
-    """See ``zerocore.checkpoint.safe_pickles.read_pickle``. Raises ValueError."""
 
 BLOCK_NBYTES: int
 """Bytes of a block of a file, each of which has a checksum."""

@@ -9,7 +9,6 @@ void register_plan(pybind11::module_& module);
 void register_runtime(pybind11::module_& module);
 void register_emulated(pybind11::module_& module);
 void register_io(pybind11::module_& module);
-void register_pickles(pybind11::module_& module);
 void register_engine_types(pybind11::module_& module);
 void register_engine(pybind11::module_& module);
 void register_shards(pybind11::module_& module);

@@ -32,7 +32,6 @@ PYBIND11_MODULE(_C, module) {
   });
   zerocore::register_plan(module);
   zerocore::register_io(module);
-  zerocore::register_pickles(module);
   zerocore::register_runtime(module);
   zerocore::register_emulated(module);
   zerocore::register_engine_types(module);

@@ -58,9 +58,6 @@ void ModelCalls::recover(bool may_be_parked, const char* what) {
     reset(); // as the rank that raised has done
   }
   thread_check_.enter_forward();
-  if (context_.disk != nullptr && !schedule_.in_rooted_pass()) {
-    context_.disk->forget_loads();
-  }
 }
 
 void ModelCalls::reset() {

@@ -237,7 +237,7 @@ void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool wri
       if (units_[id]->take_writes()) {
         write_check_.add(id);
       }
-      write_back_now(id, /*all=*/true);
+      units_[id]->write_back(/*all=*/true);
       units_[id]->versions().mark_written();
     }
     units_[id]->versions().take_writes(/*keeps=*/false); // now that they are, or are not
@@ -316,14 +316,13 @@ void UnitLifecycle::keep_writes(UnitId id) {
   }
   are_others_there ? write_check_.add_later(id) : write_check_.add(id);
   if (!unit.keeps_write() && (mesh.shards_parameters || !unit.main().empty())) {
-    write_back_now(id);
+    unit.write_back(/*all=*/false);
   }
 }
 
 void UnitLifecycle::finish_writes() {
   for (const auto& unit : units_) {
     if (unit->keeps_write()) {
-      wait_disk();
       unit->finish_write();
     }
   }
@@ -333,18 +332,6 @@ void UnitLifecycle::drop_writes() {
   for (const auto& unit : units_) {
     unit->drop_writes();
   }
-}
-
-// A unit that an update has brought from the disk is written by hand only when it is back there.
-void UnitLifecycle::wait_disk() const {
-  if (context_.disk != nullptr) {
-    offload_.wait_updates();
-  }
-}
-
-void UnitLifecycle::write_back_now(UnitId id, bool all) {
-  wait_disk();
-  units_[id]->write_back(all);
 }
 
 std::vector<UnitId> UnitLifecycle::in_forward_order(const std::vector<UnitId>& units) const {
@@ -390,9 +377,6 @@ void UnitLifecycle::end_update(const std::vector<UpdatedUnit>& units, bool casts
     Unit& unit = *units_.at(updated.unit);
     unit.versions().mark_updated(updated.params);
     if (casts && !offload_.take_sent(updated.unit)) {
-      if (context_.disk != nullptr) {
-        offload_.wait_updates();
-      }
       unit.main().return_weights(); // the optimizer has updated the host's weights itself
     }
     if (casts) {

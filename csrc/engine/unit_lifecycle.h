@@ -131,8 +131,6 @@ class UnitLifecycle {
   void wait_for(UnitId unit);
   bool gathers_later() const;
   void gather_late(std::optional<UnitId> last = std::nullopt);
-  void wait_disk() const;
-  void write_back_now(UnitId unit, bool all = false);
   std::vector<UnitId> in_forward_order(const std::vector<UnitId>& units) const;
 
   const Units& units_;

@@ -33,20 +33,13 @@ void DiskLayout::add(const Layout& layout, const UnitMesh& mesh) {
   units_.push_back(unit);
 }
 
-int64_t DiskLayout::load_nbytes() const {
-  int64_t nbytes = 0;
-  for (const DiskUnit& unit : units_) {
-    nbytes = std::max(nbytes, unit.part(StatePart::Parameters).size());
-  }
-  return nbytes;
-}
-
 int64_t DiskLayout::buffers_nbytes() const {
-  int64_t update = 0;
+  int64_t update = 0, load = 0;
   for (const DiskUnit& unit : units_) {
     update = std::max(update, unit.updated.size());
+    load = std::max(load, unit.part(StatePart::Parameters).size());
   }
-  return kNumUpdateBuffers * update + kNumLoadBuffers * load_nbytes();
+  return kNumUpdated * update + kNumLoaded * load;
 }
 
 } // namespace zerocore

@@ -1,4 +1,5 @@
-// Where the bytes of units lie in a file, and how much memory it takes to use them; integers only.
+// Where the bytes of units lie in a mapped file, and how much memory it takes to use them; integers
+// only. See Note [Memory of a file].
 //
 // The parts of a unit lie one after the other, each from a page on. An update reads and writes them
 // from the first weight that is trained on; a gather reads the parameters alone.
@@ -25,8 +26,9 @@ struct DiskUnit {
 
 class DiskLayout {
  public:
-  static constexpr int kNumUpdateBuffers = 3; // see Note [Swapping]
-  static constexpr int kNumLoadBuffers = 2; // one is copied from while the next is read
+  // Units in memory at a time. One is read and one written while one is updated.
+  static constexpr int kNumUpdated = 3;
+  static constexpr int kNumLoaded = 2; // one is copied while the next is read
 
   // Of no unit yet.
   explicit DiskLayout(const Tiers& tiers) : tiers_(tiers) {}
@@ -39,8 +41,6 @@ class DiskLayout {
   int64_t file_nbytes() const {
     return file_nbytes_;
   }
-  // Bytes of a unit's parameters at most, in pages.
-  int64_t load_nbytes() const;
   // Memory that updates and loads take, at most.
   int64_t buffers_nbytes() const;
 

@@ -1,8 +1,13 @@
-// The mapping of a file, and memory in its place.
+// The mapping of a file, and what the system is told of it.
 #include "runtime/file_memory.h"
 
+#include <fcntl.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
 #include <cerrno>
-#include <string>
+#include <cstdlib>
+#include <thread>
 
 #include "runtime/bucket.h"
 
@@ -10,56 +15,105 @@ namespace zerocore {
 
 namespace {
 
-[[noreturn]] void fail(const std::string& verb, const Range& range, const std::string& what) {
-  io::fail_with(errno, "cannot " + verb + " " + std::to_string(range.size()) + " bytes of " + what);
+#ifdef MADV_POPULATE_READ // Linux 5.14; the kernel may be older
+constexpr int kRead = MADV_POPULATE_READ, kReadToWrite = MADV_POPULATE_WRITE;
+#else
+constexpr int kRead = MADV_WILLNEED, kReadToWrite = MADV_WILLNEED;
+#endif
+
+// Makes the file and removes its name; `path` gets the name that it had.
+int make_file(std::string& path) {
+  path += ".XXXXXX";
+  const int file = ::mkostemp(path.data(), O_CLOEXEC);
+  if (file < 0) {
+    io::fail_with(errno, "cannot make the file '" + path + "'");
+  }
+  ::unlink(path.c_str());
+  return file;
+}
+
+// Some systems fill the disk before they say that it is full, so they are asked first.
+int reserve(int file, const std::string& folder, int64_t nbytes) {
+  struct statvfs space{};
+  const bool known = ::fstatvfs(file, &space) == 0;
+  const auto free_nbytes = static_cast<int64_t>(space.f_bavail * space.f_frsize);
+  if (known && free_nbytes < nbytes) {
+    io::fail_with(
+        ENOSPC,
+        "folder '" + folder + "' has " + std::to_string(free_nbytes) + " bytes free, " +
+            std::to_string(nbytes) + " are wanted");
+  }
+  const int code = nbytes > 0 ? ::posix_fallocate(file, 0, nbytes) : 0;
+  if (code != 0) {
+    io::fail_with(code, "cannot reserve " + std::to_string(nbytes) + " bytes in '" + folder + "'");
+  }
+  return file;
 }
 
 } // namespace
 
-FileMemory::FileMemory(int file, int64_t nbytes)
-    : file_(io::duplicate(file)), mapping_(static_cast<size_t>(nbytes), MAP_SHARED, file_) {
+FileMemory::FileMemory(const std::string& folder, const std::string& name, int64_t nbytes)
+    : path_(folder + "/" + name),
+      file_(make_file(path_)),
+      mapping_(static_cast<size_t>(nbytes), MAP_SHARED, reserve(file_, folder, nbytes)) {
   if (nbytes > 0 && data() == nullptr) {
-    fail("map", {0, nbytes}, "a file");
+    fail(errno, "map", std::to_string(nbytes) + " bytes");
   }
+}
+
+void FileMemory::fail(int code, const char* verb, const std::string& label) const {
+  io::fail_with(code, std::string("cannot ") + verb + " " + label + " of '" + path_ + "'");
 }
 
 c10::DataPtr FileMemory::at(int64_t offset) {
   return kept_memory(shared_from_this(), data() + offset);
 }
 
-void FileMemory::bring(const Range& range) {
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
-  char* place = data() + range.begin;
-  const auto size = static_cast<size_t>(range.size());
-  if (::mmap(place, size, PROT_READ | PROT_WRITE, kFlags, -1, 0) == MAP_FAILED) {
-    fail("take", range, "memory (is there a limit, ulimit -d?)");
-  }
-#ifdef __linux__ // advice; nothing depends on it
-  ::madvise(place, size, MADV_HUGEPAGE);
-  // A read that is under way must not end in pages that the child of a fork shares.
-  ::madvise(place, size, MADV_DONTFORK);
-#endif
+int FileMemory::advise(const Range& range, int advice) const {
+  return range.empty() ? 0
+                       : ::madvise(data() + range.begin, static_cast<size_t>(range.size()), advice);
 }
 
-void FileMemory::put_back(const Range& range) {
-  char* place = data() + range.begin;
-  const auto size = static_cast<size_t>(range.size());
-  constexpr int kFlags = MAP_SHARED | MAP_FIXED;
-  if (::mmap(place, size, PROT_READ | PROT_WRITE, kFlags, file_, range.begin) == MAP_FAILED) {
-    fail("map", range, "a file");
+// MADV_WILLNEED needs no thread, but begins with a few MiB alone and makes pages small.
+void FileMemory::read_ahead(const Range& range) const {
+  if (!range.empty()) {
+    std::thread([self = shared_from_this(), range] { self->advise(range, kRead); }).detach();
   }
 }
 
-void FileMemory::store(const Range& range) {
-  char* place = data() + range.begin;
-  const auto size = static_cast<size_t>(range.size());
-  if (size > 0 && ::msync(place, size, MS_SYNC) != 0) {
-    fail("write", range, "a file");
+void FileMemory::read(const Range& range, bool writes, const std::string& label) const {
+  if (advise(range, writes ? kReadToWrite : kRead) != 0 && errno != EINVAL) {
+    fail(errno == EFAULT ? EIO : errno, "read", label);
   }
-  ::madvise(place, size, MADV_DONTNEED);
+}
+
+void FileMemory::begin_write(const Range& range) const {
 #ifdef __linux__
-  ::posix_fadvise(file_, range.begin, range.size(), POSIX_FADV_DONTNEED);
+  if (!range.empty()) { // to the system, an empty one is everything
+    ::sync_file_range(file_, range.begin, range.size(), SYNC_FILE_RANGE_WRITE);
+  }
 #endif
+}
+
+void FileMemory::write(const Range& range, const std::string& label) const {
+  if (range.empty()) {
+    return;
+  }
+#ifdef __linux__
+  constexpr auto kFlags =
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  const int code = ::sync_file_range(file_, range.begin, range.size(), kFlags);
+#else
+  const int code = ::msync(data() + range.begin, static_cast<size_t>(range.size()), MS_SYNC);
+#endif
+  if (code != 0) {
+    fail(errno, "write", label);
+  }
+  drop(range);
+}
+
+void FileMemory::drop(const Range& range) const {
+  advise(range, MADV_DONTNEED);
 }
 
 } // namespace zerocore

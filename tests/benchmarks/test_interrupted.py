@@ -34,7 +34,7 @@ COMMANDS = (
         "meters.py --rounds 20000",
         "multi_rank.py",
         "muon.py --rounds 1 --steps 20",
-        "offload.py --parts adamw,disk --millions 1 --rounds 2 --mib 64",
+        "offload.py --parts adamw,steps --millions 1 --rounds 2",
         "optimizer.py --device cpu --millions 4 --ranks 1 --rounds 15",
         "overlap.py --quick --rounds 50",
         "parity.py --steps 2",

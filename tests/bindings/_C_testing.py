@@ -10,9 +10,8 @@ import pytest
 from tests.compiled import COMPILER, CSRC, ROOT, Extension, has_compiler
 
 _PARTS = {
-    *("csrc/io/block_threads.cpp", "csrc/io/crc32.cpp", "csrc/io/disk_file.cpp"),
+    "csrc/io/crc32.cpp",
     *("csrc/runtime/bucket.cpp", "csrc/runtime/bucket_pool.cpp", "csrc/runtime/host_memory.cpp"),
-    *("csrc/runtime/file_memory.cpp", "csrc/runtime/swapped_units.cpp"),
     *("csrc/runtime/hand_over.cpp", "csrc/runtime/stream.cpp"),
     "csrc/runtime/registered_memory.cpp",
     *("csrc/watch/control_link.cpp", "csrc/watch/issue_guard.cpp"),

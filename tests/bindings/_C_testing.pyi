@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from zerocore._C import CallEvent, Layout, PoolStats, Range, ShardOptions
 
@@ -140,26 +138,6 @@ class Reduction:
     def is_valid(self, unit: int, param: int) -> bool: ...
     def kept_nbytes(self, unit: int) -> int: ...
 
-class SwapStep:
-    """A transfer that begins ("read", "write") between a buffer and a file, or its "await"."""
-
-    kind: str
-    unit: int
-    buffer: int
-
-class SwapRing:
-    """Which units are in which buffers; methods return the steps."""
-
-    def __init__(self, unit_nbytes: Sequence[int], num_buffers: int, alignment: int) -> None: ...
-    file_nbytes: int
-    buffer_nbytes: int
-    num_buffers: int
-    def range(self, unit: int) -> Range: ...
-    def expect(self, order: Sequence[int]) -> list[SwapStep]: ...
-    def acquire(self, unit: int) -> tuple[int, list[SwapStep]]: ...
-    def release(self, unit: int, changed: bool) -> list[SwapStep]: ...
-    def finish(self) -> list[SwapStep]: ...
-
 class MessageKind:
     Pass: MessageKind
     AnyFlags: MessageKind
@@ -217,45 +195,3 @@ class RankReport:
     ) -> None: ...
 
 def is_deadlock(reports: list[RankReport]) -> bool: ...
-
-DISK_ALIGNMENT: int
-"""Offsets, sizes and addresses of requests to a disk file are multiples of it."""
-
-class DiskFile:
-    """A file without a name in a folder, of a fixed size, that memory is swapped to and from.
-
-    ``read`` and ``write`` return a ticket, to ``wait`` for once; the tensor is to live until then.
-    Raises OSError that names the file, the offset and the request's label; ValueError for requests
-    that are not aligned.
-    """
-
-    def __init__(self, folder: str, name: str, nbytes: int) -> None: ...
-    def read(self, offset: int, tensor: Tensor, label: str) -> int: ...
-    def write(self, offset: int, tensor: Tensor, label: str) -> int: ...
-    def wait(self, ticket: int) -> None: ...
-    nbytes: int
-    path: str
-    is_direct: bool
-    descriptor: int
-
-class SwappedUnits:
-    """Units in a file, of which some are in memory; zeros at first.
-
-    ``acquire`` gives the first elements of a unit as a 1-D tensor, good until ``release``. Raises
-    OSError when the disk fails, which names file and unit, and again in every call afterwards.
-    """
-
-    def __init__(
-        self,
-        folder: str,
-        name: str,
-        unit_names: Sequence[str],
-        unit_nbytes: Sequence[int],
-        num_buffers: int = 3,
-    ) -> None: ...
-    def expect(self, order: Sequence[int]) -> None: ...
-    def acquire(self, unit: int, numel: int, dtype: torch.dtype) -> Tensor: ...
-    def release(self, unit: int, changed: bool) -> None: ...
-    def finish(self) -> None: ...
-    file_nbytes: int
-    descriptor: int

@@ -9,6 +9,4 @@ PYBIND11_MODULE(_C_testing, module) {
   zerocore::register_reduction(module);
   zerocore::register_roll_call(module);
   zerocore::register_schedule(module);
-  zerocore::register_swap_ring(module);
-  zerocore::register_swapping(module);
 }

@@ -11,7 +11,5 @@ void register_kernels(pybind11::module_& module);
 void register_reduction(pybind11::module_& module);
 void register_roll_call(pybind11::module_& module);
 void register_schedule(pybind11::module_& module);
-void register_swap_ring(pybind11::module_& module);
-void register_swapping(pybind11::module_& module);
 
 } // namespace zerocore

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.checkpoint import mutants
 from tests.checkpoint.fuzz import run_mutants
 from zerocore.checkpoint.convert import open_weights
 from zerocore.checkpoint.dcp.contents import Contents
+from zerocore.checkpoint.dcp.safe_reader import locate
 from zerocore.checkpoint.safetensors.files import read_folder, read_header
 
 Model = tuple[nn.Module, zerocore.Checkpoints, Path]
@@ -101,6 +103,23 @@ def test_no_class_is_changed_or_called(made: Model) -> None:
         assert time.process_time() - began < 2
     assert not (folder / "evil").exists()
     assert not any(hasattr(kind, "evil") for kind in (index, saved.Metadata, size))
+
+
+def test_a_storage_of_nested_tuples_is_never_hashed(tmp_path: Path) -> None:
+    """A chunk of DCP whose pickle names a storage by tuples in tuples, or of 2**60 leaves."""
+    deep = b")" + b"\x85" * 200_000
+    wide = b")q\x00" + b"h\x00h\x00\x86q\x00" * 60
+    torch.save(torch.zeros(4), tmp_path / "good")
+    for nested in (deep, wide):
+        with (
+            zipfile.ZipFile(tmp_path / "good") as good,
+            zipfile.ZipFile(tmp_path / "forged", "w") as forged,
+        ):
+            for name in good.namelist():
+                pickled = b"\x80\x02N" + nested + b"\x86Q."
+                forged.writestr(name, pickled if name.endswith(".pkl") else good.read(name))
+        with open(tmp_path / "forged", "rb") as file:
+            assert locate(file.fileno(), 0, os.path.getsize(file.name)) is None
 
 
 def test_pieces_are_all_of_a_tensor(made: Model) -> None:

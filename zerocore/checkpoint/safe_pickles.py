@@ -1,21 +1,23 @@
-"""Reads pickles, and runs nothing of them: no class is handed out, and no attribute is set.
+"""Reads pickles without running anything of them: no class is handed out, no attribute is set.
 
-Python's unpickler gives names of a list the classes behind them, whose attributes a pickle can then
-set for the whole process; a few bytes make it take any memory, and a key of nested tuples takes it
-for ever. Here a name stands for a maker that checks what it is given.
+``pickle.Unpickler`` gives the classes themselves to a pickle, which can then set their attributes
+for the whole process; and it hashes any key, where nested tuples take forever or overflow the
+stack. So this reader takes the opcodes that checkpoints need, and a name stands for a
+:class:`Maker` that checks its arguments. It never recurses, and its memory is bounded by the bytes
+of the pickle: no opcode reserves memory for bytes that do not follow.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-
-from zerocore._C import read_pickle as _read_pickle
 
 
 class _Opaque:
@@ -38,9 +40,141 @@ def read_pickle(
     ``find`` gives the maker, or plain value, that a name stands for, ``persistent`` that of an
     id."""
     try:
-        return _read_pickle(data, find, persistent, Maker, _Opaque)
-    except (IndexError, KeyError, TypeError, OverflowError) as error:
+        return _Reader(data, find, persistent).load()
+    except _BROKEN as error:
         raise ValueError(f"it is no pickle of a checkpoint: {error!r}"[:200]) from error
+
+
+_BROKEN = (
+    IndexError, KeyError, TypeError, AttributeError, OverflowError, EOFError, struct.error,
+    pickle.UnpicklingError,
+)  # fmt: skip
+_PLAIN = frozenset({type(None), str, int, bool, float, bytes})
+
+
+class _Reader(pickle._Unpickler):
+    """The opcodes of checkpoints; those that touch objects check what they touch."""
+
+    stack: list[Any]
+    metastack: list[Any]
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(
+        self,
+        data: bytes,
+        find: Callable[[str, str], Any],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._find, self._persistent = find, persistent
+        self._empty: dict[int, tuple[Any, Callable[[Any, Any], None]]] = {}  # to be filled, by id
+
+    def load(self) -> Any:
+        value = super().load()
+        if self._empty or self.stack or self.metastack:
+            raise ValueError("it ends too early")
+        return value
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._find(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise ValueError("it names a storage")
+        return self._persistent(pid)
+
+    def _text(self) -> None:
+        (count,) = struct.unpack("<I", self.read(4))
+        self.append(str(self.read(count), "utf-8"))  # Python's reader takes half characters, too
+
+    def _short_text(self) -> None:
+        count = self.read(1)[0]
+        self.append(str(self.read(count), "utf-8"))
+
+    def _append(self) -> None:
+        value = self.stack.pop()
+        self._extend([value])
+
+    def _appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, values: list[Any]) -> None:
+        kind = type(self.stack[-1])
+        if kind is list:
+            self.stack[-1].extend(values)
+        elif kind is not _Opaque:
+            raise ValueError("it appends to what is no list")
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _set_items(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, pairs: list[Any]) -> None:
+        kind = type(self.stack[-1])
+        if kind not in (dict, _Opaque) or len(pairs) % 2 != 0:
+            raise ValueError("it sets items of what is no dict")
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if type(key) not in _PLAIN:
+                self._check_key(key)
+            if kind is dict:
+                self.stack[-1][key] = value
+
+    def _check_key(self, key: Any) -> None:
+        """Hashing a key must end soon, and with the same hash for good."""
+        is_nested = isinstance(key, tuple) and not _PLAIN.issuperset(map(type, key))
+        if is_nested or isinstance(key, Maker) or id(key) in self._empty:
+            raise ValueError("a key is neither plain nor flat")
+
+    def _reduce(self) -> None:
+        args, maker = self.stack.pop(), self.stack[-1]
+        if type(maker) is not Maker or maker.call is None or type(args) is not tuple:
+            raise ValueError("it calls what is no function of a checkpoint")
+        self.stack[-1] = maker.call(*args)
+
+    def _new_object(self) -> None:
+        self.stack.pop()  # its arguments: there are none
+        maker = self.stack[-1]
+        if type(maker) is not Maker or maker.kind is None:
+            raise ValueError("it makes an object that no checkpoint needs")
+        made: Any = object.__new__(maker.kind)
+        self.stack[-1] = made
+        if maker.build is not None:
+            self._empty[id(made)] = made, maker.build
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is _Opaque:
+            return
+        if id(target) not in self._empty:
+            raise ValueError("it sets attributes of what has none to set")
+        target, build = self._empty.pop(id(target))
+        build(target, state)
+
+    _KEPT = (
+        pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE,
+        pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1,
+        pickle.BINFLOAT, pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.EMPTY_TUPLE, pickle.TUPLE,
+        pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.EMPTY_DICT,
+        pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET,
+        pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID,
+    )  # fmt: skip
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _KEPT},
+        pickle.BINUNICODE[0]: _text,
+        pickle.SHORT_BINUNICODE[0]: _short_text,
+        pickle.APPEND[0]: _append,
+        pickle.APPENDS[0]: _appends,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _new_object,
+        pickle.BUILD[0]: _build,
+    }
 
 
 _ANY = Maker(call=lambda *args: _Opaque(), kind=_Opaque)

@@ -1,105 +1,54 @@
-"""Reads and writes of a disk file beside plain calls on the same file."""
+"""Plain direct reads and writes of a file."""
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-
-from bench.lib.systems import import_zerocore
-from zerocore._C import HostMemory
-
-import_zerocore()  # and with it the tests, which have the file's binding
-from tests.bindings._C_testing import DiskFile  # noqa: E402
 
 MIB = 1 << 20
 # MiB of a call, and how many are under way at a time.
 RAW_WAYS = ((16, 4), (4, 8), (1, 16))
-WHAT = ("write", "read", "read and write")
 
 
-@dataclass(frozen=True)
-class Request:
-    """Bytes of the file and of memory that are to be moved."""
-
-    writes: bool
-    begin: int
-    end: int
-
-
-def requests_of(what: str, nbytes: int) -> list[Request]:
-    """The whole file, or one half written while the other is read."""
-    half = nbytes // 2
-    if what == "read and write":
-        return [Request(True, 0, half), Request(False, half, nbytes)]
-    return [Request(what == "write", 0, nbytes)]
-
-
-class Disk:
-    """A file in `folder` and memory of its size."""
+class RawDisk:
+    """A file without a name in `folder`, and memory of its size."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.nbytes = nbytes
-        memory = HostMemory(nbytes)
-        memory.view(0, nbytes // 4, torch.int32).random_()
-        self._memory = memory.view(0, nbytes, torch.uint8)
-        self._bytes = memoryview(self._memory.numpy())
-        self._file = DiskFile(str(folder), "benchmark", nbytes)
-        self._move(requests_of("write", nbytes))  # space that was never written is slow
+        self._memory = memoryview(mmap.mmap(-1, nbytes))  # begins on a page
+        with tempfile.NamedTemporaryFile(dir=folder) as named:
+            self._file = os.open(named.name, os.O_RDWR | os.O_DIRECT)
+        self._move(True, *RAW_WAYS[0])  # space that was never written is slow
 
-    def measure(self, rounds: int) -> dict[str, dict[str, list[float]]]:
-        """Seconds by what is done and how, one figure a round; all take their turn."""
-        found: dict[str, dict[str, list[float]]] = {what: {} for what in WHAT}
-        for _ in range(rounds):
-            for what in WHAT:
-                for name, call in self._ways():
-                    start = time.perf_counter()
-                    call(requests_of(what, self.nbytes))
-                    found[what].setdefault(name, []).append(time.perf_counter() - start)
-        return found
+    def close(self) -> None:
+        """Ends the file."""
+        os.close(self._file)
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether past the page cache."""
-        return self._file.is_direct
+    def measure(self, rounds: int) -> dict[str, float]:
+        """Bytes per second of "read" and "write" at the fastest way, each the median of rounds."""
+        found: dict[str, list[float]] = {"read": [], "write": []}
+        for way in RAW_WAYS:
+            for what, seconds in found.items():
+                times = sorted(self._move(what == "write", *way) for _ in range(rounds))
+                seconds.append(times[rounds // 2])
+        return {what: self.nbytes / min(seconds) for what, seconds in found.items()}
 
-    def _ways(self) -> Iterator[tuple[str, Callable[[list[Request]], None]]]:
-        """A disk file's own, and plain calls on the same file."""
-        yield "DiskFile", self._move
-        for mib, calls in RAW_WAYS:
-            with ThreadPoolExecutor(calls) as pool:
-                yield f"raw: {mib} MiB x {calls}", self._raw_way(mib * MIB, pool)
+    def _move(self, writes: bool, mib: int, calls: int) -> float:
+        """Seconds of the whole file."""
+        move: Callable[..., int] = os.pwritev if writes else os.preadv
 
-    def _move(self, requests: list[Request]) -> None:
-        tickets = []
-        for request in requests:
-            begin = self._file.write if request.writes else self._file.read
-            memory = self._memory[request.begin : request.end]
-            tickets.append(begin(request.begin, memory, "the benchmark"))
-        for ticket in tickets:
-            self._file.wait(ticket)
+        def one(begin: int) -> None:
+            block = self._memory[begin : begin + mib * MIB]
+            count = move(self._file, [block], begin)
+            if count != len(block):
+                raise OSError(f"the disk took or gave {count} of {len(block)} bytes")
 
-    def _raw_way(self, size: int, pool: ThreadPoolExecutor) -> Callable[[list[Request]], None]:
-        def one(block: Request) -> None:
-            memory = self._bytes[block.begin : block.end]
-            if block.writes:
-                count = os.pwrite(self._file.descriptor, memory, block.begin)
-            else:
-                count = os.preadv(self._file.descriptor, [memory], block.begin)
-            if count != len(memory):
-                raise OSError(f"the disk took or gave {count} of {len(memory)} bytes")
-
-        def run(requests: list[Request]) -> None:
-            blocks = [
-                [Request(r.writes, b, min(b + size, r.end)) for b in range(r.begin, r.end, size)]
-                for r in requests
-            ]
-            in_turns = [block for group in zip(*blocks, strict=True) for block in group]
-            list(pool.map(one, in_turns))  # raises what one has raised
-
-        return run
+        start = time.perf_counter()
+        with ThreadPoolExecutor(calls) as pool:
+            list(pool.map(one, range(0, self.nbytes, mib * MIB)))  # raises what one has raised
+        return time.perf_counter() - start

@@ -84,9 +84,6 @@ HostBytes Offload::host_bytes() const {
 
 void Offload::mark_forked() {
   static_cast<void>(worker_.release());
-  if (context_.disk != nullptr) {
-    context_.disk->mark_forked();
-  }
 }
 
 // -- gradients ------------------------------------------------------------------------------
@@ -152,7 +149,7 @@ void Offload::update(HostUpdate given) {
       held->steps,
       held->model_weights};
   kernels::AdamWUpdate step(tensors, held->options, held->scalars);
-  announce(held->unit);
+  begin_disk_step();
   OffloadedUnit& state = states_[held->unit];
   state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
   const StreamEvent loaded = units_[held->unit]->gathers().loaded();
@@ -167,14 +164,9 @@ void Offload::update(HostUpdate given) {
   state.updated_at = last_update_;
 }
 
-// A unit on disk is going to be updated; the first one of a step begins it.
-void Offload::announce(UnitId id) {
-  DiskStates* disk = context_.disk;
-  if (disk == nullptr) {
-    return;
-  }
-  disk->announce(id);
-  if (!std::exchange(is_open_, true)) {
+// The first update of a step on disk begins it.
+void Offload::begin_disk_step() {
+  if (DiskStates* disk = context_.disk; disk != nullptr && !std::exchange(is_open_, true)) {
     worker_->submit([disk, order = std::exchange(order_, {})] { disk->begin_step(order); });
   }
 }
@@ -247,7 +239,7 @@ void Offload::check() {
   }
   auto error = worker_->take_error();
   if (error == nullptr && context_.tiers.parameters == Tier::Disk) {
-    error = context_.disk->loads().take_failure();
+    error = context_.disk->take_load_failure();
   }
   if (error != nullptr) {
     std::rethrow_exception(error);

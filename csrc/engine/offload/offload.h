@@ -125,7 +125,7 @@ class Offload {
   };
 
   void wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record = nullptr);
-  void announce(UnitId unit);
+  void begin_disk_step();
   void bring_states(UnitId unit) const;
   void give_back(UnitId unit);
   void wait_work();

@@ -1,7 +1,7 @@
 // The states of units on disk.
 #include "engine/unit/disk_states.h"
 
-#include <system_error>
+#include <algorithm>
 
 namespace zerocore {
 
@@ -10,81 +10,99 @@ void DiskStates::open(
     const std::string& name,
     const Units& units,
     const UnitContext& context) {
-  DiskLayout layout(context.tiers);
-  SwapOptions options{folder, name, {}, {}, 0, DiskLayout::kNumUpdateBuffers};
-  std::vector<Range> parameters;
+  layout_.emplace(context.tiers);
   for (const auto& unit : units) {
-    layout.add(unit->layout(), unit->context().mesh);
-    options.unit_names.push_back(unit->name());
-    options.ranges.push_back(layout.units().back().updated);
-    parameters.push_back(layout.units().back().part(StatePart::Parameters));
+    layout_->add(unit->layout(), unit->context().mesh);
+    labels_.push_back(name + " of unit '" + unit->name() + "'");
   }
-  options.file_nbytes = layout.file_nbytes();
-  swapped_ = std::make_unique<SwappedUnits>(options);
-  units_ = &units;
   brought_.resize(units.size());
-  coming_ = std::make_unique<std::atomic<bool>[]>(units.size());
-  const auto version_of = [this](UnitId unit) {
-    return coming_[unit] ? std::nullopt : std::optional((*units_)[unit]->version());
-  };
-  loads_ = std::make_unique<DiskLoads>(
-      *swapped_, std::move(parameters), layout.load_nbytes(), version_of);
-  layout_.emplace(std::move(layout));
+  file_ = std::make_shared<FileMemory>(folder, name, layout_->file_nbytes());
 }
 
 c10::DataPtr DiskStates::memory(UnitId unit, StatePart part) const {
-  TORCH_INTERNAL_ASSERT(units_ != nullptr, "the disk was not opened");
-  return swapped_->memory()->at(layout_->units()[unit].part(part).begin);
+  TORCH_INTERNAL_ASSERT(file_ != nullptr, "the disk was not opened");
+  return file_->at(layout_->units().at(unit).part(part).begin);
 }
 
-void DiskStates::store(UnitId unit) {
+void DiskStates::store(UnitId unit) const {
   const DiskUnit& place = layout_->units().at(unit);
-  try {
-    swapped_->memory()->store({place.parts.front().begin, place.parts.back().end});
-  } catch (const std::system_error& error) {
-    throw std::system_error(
-        error.code(), "'" + swapped_->file().path() + "', " + swapped_->label(unit));
-  }
+  file_->write({place.parts.front().begin, place.parts.back().end}, labels_[unit]);
 }
 
 void DiskStates::check() const {
-  if (swapped_ != nullptr) {
-    swapped_->check();
+  if (failure_ != nullptr) {
+    std::rethrow_exception(failure_);
+  }
+}
+
+template <typename Call>
+void DiskStates::run(const Call& call) {
+  check();
+  try {
+    call();
+  } catch (...) {
+    failure_ = std::current_exception();
+    throw;
   }
 }
 
 // -- updates --------------------------------------------------------------------------------
 
 void DiskStates::begin_step(std::vector<UnitId> order) {
-  swapped_->expect(std::move(order));
+  order_ = std::move(order);
 }
 
 void DiskStates::bring(UnitId unit) {
-  if (!brought_[unit]) {
-    swapped_->acquire(unit);
-    brought_[unit] = true;
+  if (brought_[unit]) {
+    return;
+  }
+  run([&] { file_->read(layout_->units()[unit].updated, /*writes=*/true, labels_[unit]); });
+  brought_[unit] = true;
+  auto next = std::ranges::find(order_, unit);
+  if (next != order_.end() && ++next != order_.end()) {
+    file_->read_ahead(layout_->units()[*next].updated);
   }
 }
 
 void DiskStates::give_back(UnitId unit) {
-  swapped_->check();
+  check();
   if (brought_[unit]) {
     brought_[unit] = false;
-    swapped_->release(unit, /*changed=*/true);
+    file_->begin_write(layout_->units()[unit].updated);
+    finish_write();
+    written_ = unit;
   }
-  if (!layout_->units()[unit].part(StatePart::Parameters).empty()) {
-    swapped_->settle(unit);
+}
+
+void DiskStates::finish_write() {
+  if (const UnitId unit = std::exchange(written_, -1); unit >= 0) {
+    run([&] { file_->write(layout_->units()[unit].updated, labels_[unit]); });
   }
-  coming_[unit] = false;
 }
 
 void DiskStates::end_step() {
   for (UnitId unit = 0; unit < static_cast<UnitId>(brought_.size()); ++unit) {
-    if (brought_[unit]) { // whoever had it updated has failed
-      give_back(unit);
-    }
+    give_back(unit); // one whose update has failed is still here
   }
-  swapped_->finish();
+  finish_write();
+}
+
+// -- gathers --------------------------------------------------------------------------------
+
+void DiskStates::load(UnitId unit) {
+  const UnitId before = std::exchange(loaded_, unit);
+  const UnitId next = before < unit ? unit + 1 : unit - 1;
+  if (before >= 0 && before != unit) {
+    file_->drop(parameters(before));
+  }
+  try {
+    file_->read(parameters(unit), /*writes=*/false, "the parameters, " + labels_[unit]);
+    if (next >= 0 && next < static_cast<UnitId>(labels_.size())) {
+      file_->read_ahead(parameters(next));
+    }
+  } catch (...) {
+    load_failure_ = std::current_exception();
+  }
 }
 
 } // namespace zerocore

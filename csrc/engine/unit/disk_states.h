@@ -1,19 +1,19 @@
-// The states of units on disk: the memory of their buckets and moments, brought in for updates and
-// read for gathers. See Note [Memory of a file] and Note [Swapping].
+// The states of units on disk: the memory of their buckets and moments, read ahead of updates and
+// gathers and written behind them. See Note [Memory of a file].
 #pragma once
 
 #include <c10/core/Allocator.h>
 
-#include <atomic>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "engine/unit/disk_loads.h"
 #include "engine/unit/unit.h"
 #include "plan/disk_layout.h"
-#include "runtime/swapped_units.h"
+#include "runtime/file_memory.h"
 
 namespace zerocore {
 
@@ -23,8 +23,8 @@ class DiskStates {
   DiskStates(const DiskStates&) = delete;
   DiskStates& operator=(const DiskStates&) = delete;
 
-  // Reserves the file. `name`: of this rank's states, in errors. The units outlive it. Throws
-  // std::system_error where there is no room.
+  // Reserves the file. `name`: of this rank's states, in errors. Throws std::system_error where
+  // there is no room.
   void open(
       const std::string& folder,
       const std::string& name,
@@ -33,53 +33,58 @@ class DiskStates {
   // Of a unit's part, zeros at first.
   c10::DataPtr memory(UnitId unit, StatePart part) const;
   // Writes what was filled by hand, and frees its memory.
-  void store(UnitId unit);
-  // Throws what went wrong with the file.
+  void store(UnitId unit) const;
+  // Throws what went wrong with an update, every time, for bytes are lost.
   void check() const;
 
-  // -- updates. Any thread says that one is coming, and one carries them out.
-  void announce(UnitId unit) {
-    coming_[unit] = true;
-  }
+  // -- updates, by one thread. Throw as check().
   // The units that will be updated, in order.
   void begin_step(std::vector<UnitId> order);
-  // The unit's bytes are in memory; what was brought stays until it is given back.
+  // Reads the unit, and begins with the next one.
   void bring(UnitId unit);
-  // The unit has changed and goes to the file, where gathers read it.
+  // The unit has changed: begins to write it, and frees the memory of the one before.
   void give_back(UnitId unit);
   // Everything is in the file.
   void end_step();
 
-  // -- gathers
-  DiskLoads& loads() {
-    return *loads_;
+  // -- gathers, by another thread
+  // Reads the unit's parameters, and begins with the next unit in the direction of the pass. Frees
+  // the memory of the unit before, which was copied. An error is kept: the ranks go on to the
+  // gather together.
+  void load(UnitId unit);
+  // Whether the parameters may be touched.
+  bool is_loaded() const {
+    return load_failure_ == nullptr;
   }
-  // Anybody may have changed parameters since the last load.
-  void forget_loads() {
-    if (loads_ != nullptr) {
-      loads_->forget();
-    }
+  // The error of a load since the last call, or null.
+  std::exception_ptr take_load_failure() {
+    return std::exchange(load_failure_, nullptr);
   }
 
   int64_t file_nbytes() const {
-    return units_ == nullptr ? 0 : layout_->file_nbytes();
+    return layout_ ? layout_->file_nbytes() : 0;
   }
   int64_t buffers_nbytes() const {
-    return units_ == nullptr ? 0 : layout_->buffers_nbytes();
-  }
-  // In the child of a fork: nothing is waited for.
-  void mark_forked() {
-    static_cast<void>(swapped_.release());
-    static_cast<void>(loads_.release());
+    return layout_ ? layout_->buffers_nbytes() : 0;
   }
 
  private:
-  const Units* units_ = nullptr;
+  template <typename Call>
+  void run(const Call& call); // and keeps its error
+  void finish_write();
+  const Range& parameters(UnitId unit) const {
+    return layout_->units().at(unit).part(StatePart::Parameters);
+  }
+
   std::optional<DiskLayout> layout_;
-  std::unique_ptr<SwappedUnits> swapped_;
-  std::unique_ptr<DiskLoads> loads_; // ends before the file does
+  std::vector<std::string> labels_; // of units, in errors
+  std::shared_ptr<FileMemory> file_;
+  std::vector<UnitId> order_;
   std::vector<bool> brought_; // by unit
-  std::unique_ptr<std::atomic<bool>[]> coming_; // by unit: an update that the file does not have
+  UnitId written_ = -1; // the unit whose write has begun
+  std::exception_ptr failure_;
+  UnitId loaded_ = -1; // the unit that was loaded last
+  std::exception_ptr load_failure_;
 };
 
 } // namespace zerocore

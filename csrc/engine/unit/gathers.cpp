@@ -59,7 +59,7 @@ void Gathers::run(const GatherStep& step) {
     case GatherStepKind::Order:
       return context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
     case GatherStepKind::Read:
-      return context_.disk->loads().load(unit_.id());
+      return context_.disk->load(unit_.id());
     case GatherStepKind::Load:
       return load(step);
     case GatherStepKind::Encode:
@@ -96,22 +96,20 @@ void Gathers::give_back(const GatherStep& step) {
   context_.pool->release(slot_of(step.from));
 }
 
-// This rank's part comes from the host, or from what was read of the disk, on the stream of the
-// gather.
+// This rank's part comes from the host, also if a file has its bytes, on the stream of the gather.
 void Gathers::load(const GatherStep& step) {
   const Bucket& bucket = bucket_of(step.to);
   const bool on_disk = context_.tiers.parameters == Tier::Disk;
-  const at::Tensor& shard = own_->full_bytes(step.region);
-  const at::Tensor from = on_disk ? context_.disk->loads().loaded(shard) : shard;
+  const at::Tensor& from = own_->full_bytes(step.region);
   const Streams& streams = *context_.streams;
   const auto record = context_.note(TraceOp::ToDevice, unit_.id(), step.nbytes);
   if (record != nullptr) {
     record->begin = streams.record_timed(StreamRole::AllGather);
   }
-  {
+  if (!on_disk || context_.disk->is_loaded()) {
     const auto guard = streams.use(StreamRole::AllGather);
-    // The next read of the disk overwrites where this one comes from.
-    bucket.own_bytes(step.region).copy_(from, /*non_blocking=*/!on_disk);
+    // The memory of a file is freed soon.
+    bucket.own_bytes(step.region).copy_(own_->full_bytes(step.region), /*non_blocking=*/!on_disk);
   }
   loaded_ = streams.record(StreamRole::AllGather);
   if (record != nullptr) {

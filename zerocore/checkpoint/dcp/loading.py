@@ -71,7 +71,8 @@ class TrainingLoad:
             raise
         training_state.load_model(self._model, self._wanted["model"])
         if self._optimizers:
-            training_state.load_optimizers(self._model, self._optimizers, self._wanted["optim"])
+            with named(self._folder, "has states that the optimizer refuses"):
+                training_state.load_optimizers(self._model, self._optimizers, self._wanted["optim"])
 
     def _together(self, action: Callable[[], T]) -> list[T]:
         return on_all_ranks(self._state.ranks.groups, action, self._state.device)

@@ -158,9 +158,7 @@ def locate(file: int, offset: int, length: int) -> Chunk | None:
     if max(begin + size, data + data_nbytes) > offset + length:
         return None
     try:
-        found = read_pickle(
-            os.pread(file, size, begin), _find, lambda pid: _DTYPE_OF_STORAGE.get(pid[1])
-        )
+        found = read_pickle(os.pread(file, size, begin), _find, _dtype_of)
     except ValueError:
         return None
     if not isinstance(found, Chunk):
@@ -225,6 +223,13 @@ def _find(module: str, name: str) -> Any:
 _DTYPE_OF_STORAGE = {
     name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()
 }
+
+
+def _dtype_of(pid: Any) -> torch.dtype | None:
+    """The dtype in a storage's persistent id; None if unknown."""
+    if type(pid) is not tuple or type(pid[1]) is not str:  # hashing others may never end
+        raise ValueError("a storage has no type")
+    return _DTYPE_OF_STORAGE.get(pid[1])
 
 
 def read_box(
