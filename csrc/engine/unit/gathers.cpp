@@ -109,7 +109,7 @@ void Gathers::load(const GatherStep& step) {
   if (!on_disk || context_.disk->is_loaded()) {
     const auto guard = streams.use(StreamRole::AllGather);
     // The memory of a file is freed soon.
-    bucket.own_bytes(step.region).copy_(own_->full_bytes(step.region), /*non_blocking=*/!on_disk);
+    bucket.own_bytes(step.region).copy_(from, /*non_blocking=*/!on_disk);
   }
   loaded_ = streams.record(StreamRole::AllGather);
   if (record != nullptr) {
