@@ -80,7 +80,7 @@ def constructs_in_full(make: Any) -> Any:
 
 
 def typed_in_full(kind: Any, args: Any) -> Any:
-    """What ``torch.FloatTensor`` and the like make of a shard; None for any other tensor."""
+    """The tensor that ``torch.FloatTensor`` and the like make of a shard; None for other tensors."""
     if isinstance(args[0], Placed) and _enabled():
         return rules.call(kind, args, {})
     return None

@@ -143,7 +143,7 @@ def _are_full(tensors: Sequence[Tensor], place: Place) -> bool:
     are_full = all(tensor.shape == place.global_shape for tensor in plain)
     if not any(tensor.dim() == len(place.global_shape) == 1 for tensor in plain):
         return are_full
-    told = torch.tensor(int(are_full), device=source_of(tensors).device)
+    told = torch.tensor(int(are_full), device=local_of(source_of(tensors)).device)
     return bool(across(place, told).all())
 
 
