@@ -150,26 +150,35 @@ PRODUCTS: dict[str, Function] = {
 }
 
 
+class Vector(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.value * x).square().sum()
+
+
 class Vectors(nn.Module):
-    """Of few elements, so that some ranks own all of one, one element, or none."""
+    """Cut behind each four elements, so that some ranks own all of one, one element, or none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.all = nn.ParameterList(torch.randn(size) for size in (3, 1, 2, 5, 1, 7))
+        self.all = nn.ModuleList(Vector(size) for size in (3, 1, 5, 9, 13, 7))
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum((vector * x).square().sum() for vector in self.all)  # type: ignore[return-value]
+        return sum(vector(x) for vector in self.all)  # type: ignore[return-value]
 
 
 def multiply(stage: int) -> list[str]:
-    """What became of each product; all ranks come to each of them."""
+    """The outcome of each product; all ranks come to each of them."""
     torch.manual_seed(0)
     plain = Vectors()
-    model = zerocore.shard(copy.deepcopy(plain), stage=stage)
+    model = zerocore.shard(copy.deepcopy(plain), stage=stage, units=[Vector])
     for each in (plain, model):
         each(torch.tensor(0.5)).backward()
     outcomes = []
-    for param, whole in zip(model.all, plain.all, strict=True):
+    for param, whole in zip(model.parameters(), plain.parameters(), strict=True):
         for name, function in PRODUCTS.items():
             for shard in (param.detach(), param.grad):
                 full = shard.full_tensor()

@@ -110,12 +110,20 @@ def test_a_trainer_does_what_it_does_over_ddp(tmp_path: Path) -> None:
     run_ranks(train_alike, 2, str(tmp_path), launch="torchrun", timeout=120)
 
 
+def gan_loss(gan: Any, number: int, batch: Tensor) -> Tensor:
+    """The generator's, or the critic's."""
+    fake = gan.generator(batch)
+    if number == 0:
+        return nn.functional.softplus(-gan.critic(fake)).mean()
+    wrong = nn.functional.softplus(gan.critic(fake.detach()))
+    return (wrong + nn.functional.softplus(-gan.critic(batch))).mean()
+
+
 def build_gan() -> Any:
+    """A GAN that trains its critic twice and its generator once for a batch."""
     import lightning
 
     class Gan(lightning.LightningModule):
-        """Trains its critic twice and its generator once for a batch, in `training_step`."""
-
         automatic_optimization = False
 
         def __init__(self) -> None:
@@ -131,18 +139,11 @@ def build_gan() -> Any:
                 torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.5),
             ]
 
-        def loss_of(self, number: int, batch: Tensor) -> Tensor:
-            fake = self.generator(batch)
-            if number == 0:
-                return nn.functional.softplus(-self.critic(fake)).mean()
-            wrong = nn.functional.softplus(self.critic(fake.detach()))
-            return (wrong + nn.functional.softplus(-self.critic(batch))).mean()
-
         def training_step(self, batch: Tensor, index: int) -> None:
             optimizers: Any = self.optimizers()
             for number in (1, 1, 0):
                 self.toggle_optimizer(optimizers[number])
-                loss = self.loss_of(number, batch[0])
+                loss = gan_loss(self, number, batch[0])
                 self.manual_backward(loss)
                 self.clip_gradients(optimizers[number], gradient_clip_val=0.5)
                 optimizers[number].step()
@@ -150,7 +151,7 @@ def build_gan() -> Any:
                 self.untoggle_optimizer(optimizers[number])
                 self.losses.append(loss.item())
             with torch.no_grad():
-                self.losses.append(self.loss_of(0, batch[0]).item())
+                self.losses.append(gan_loss(self, 0, batch[0]).item())
 
     return Gan()
 
@@ -162,7 +163,7 @@ def plain_gan() -> tuple[list[list[float]], dict[str, Tensor]]:
     pairs = list(zip(micro_batches()[::2], micro_batches()[1::2], strict=True))
     for pair in pairs[:STEPS]:
         for number in (1, 1, 0):
-            both = [gan.loss_of(number, batch) for batch in pair]
+            both = [gan_loss(gan, number, batch) for batch in pair]
             (sum(both) / 2).backward()
             own = (gan.generator, gan.critic)[number]
             nn.utils.clip_grad_norm_(own.parameters(), 0.5)
@@ -171,7 +172,7 @@ def plain_gan() -> tuple[list[list[float]], dict[str, Tensor]]:
             for rank, loss in enumerate(both):
                 losses[rank].append(loss.item())
         for rank, batch in enumerate(pair):
-            losses[rank].append(gan.loss_of(0, batch).item())
+            losses[rank].append(gan_loss(gan, 0, batch).item())
     return losses, gan.state_dict()
 
 

@@ -54,8 +54,8 @@ def _param_of(shard: Any) -> Any:
 
 
 def _told(value: Any, place: Place) -> Any:
-    """What the ranks compare of an argument: numbers, and full tensors. Shards and local elements
-    differ between ranks, and a number on a device is not waited for."""
+    """The part of an argument that the ranks compare: numbers, and full tensors. Shards and local
+    elements differ between ranks, and no number on a device is waited for."""
     if isinstance(value, list | tuple):
         return [_told(item, place) for item in value]
     if not isinstance(value, Tensor) or isinstance(value, Placed):

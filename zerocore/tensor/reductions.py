@@ -143,8 +143,7 @@ def _are_full(tensors: Sequence[Tensor], place: Place) -> bool:
     are_full = all(tensor.shape == place.global_shape for tensor in plain)
     if not any(tensor.dim() == len(place.global_shape) == 1 for tensor in plain):
         return are_full
-    sharded = next(tensor for tensor in tensors if isinstance(tensor, Placed))
-    told = torch.tensor(int(are_full), device=sharded.device)
+    told = torch.tensor(int(are_full), device=local_of(source_of(tensors)).device)
     return bool(across(place, told).all())
 
 

@@ -78,8 +78,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
         result = _on_shards(func, args, kwargs, changed, found)
-        if writes:
-            note_writes(name, changed, [*args[1:], *kwargs.values()])
+        note_writes(name, changed if writes else (), [*args[1:], *kwargs.values()])
         return keep_owner(result, found[0]) if name in functions.CLONES else result
 
 
