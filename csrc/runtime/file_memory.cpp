@@ -7,7 +7,6 @@
 
 #include <cerrno>
 #include <cstdlib>
-#include <thread>
 
 #include "runtime/bucket.h"
 
@@ -72,13 +71,6 @@ c10::DataPtr FileMemory::at(int64_t offset) {
 int FileMemory::advise(const Range& range, int advice) const {
   return range.empty() ? 0
                        : ::madvise(data() + range.begin, static_cast<size_t>(range.size()), advice);
-}
-
-// MADV_WILLNEED needs no thread, but begins with a few MiB alone and makes pages small.
-void FileMemory::read_ahead(const Range& range) const {
-  if (!range.empty()) {
-    std::thread([self = shared_from_this(), range] { self->advise(range, kRead); }).detach();
-  }
 }
 
 void FileMemory::read(const Range& range, bool writes, const std::string& label) const {

@@ -37,15 +37,13 @@ class FileMemory : public std::enable_shared_from_this<FileMemory> {
   // As memory of tensors, which keeps the mapping.
   c10::DataPtr at(int64_t offset);
 
-  // Begins to read the range.
-  void read_ahead(const Range& range) const;
   // Reads the range, to be read or written. Throws where touching it would raise SIGBUS.
   void read(const Range& range, bool writes, const std::string& label) const;
   // Begins to write what has changed.
   void begin_write(const Range& range) const;
   // Writes what has changed, and takes no memory of the process for the range afterwards.
   void write(const Range& range, const std::string& label) const;
-  // Takes no memory of the process for the range. What has changed is still to be written.
+  // Takes no memory of the process for the range. Changed bytes are still to be written.
   void drop(const Range& range) const;
 
  private:

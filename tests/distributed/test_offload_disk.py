@@ -174,7 +174,7 @@ def mapped_nbytes() -> int:
 
 
 def check_memory() -> None:
-    """Planned bytes are those of the file, whose space is taken; memory is given back."""
+    """Planned bytes are those of the file, whose space is taken."""
     for stage, offload in ((0, DISK), (2, DISK_BOTH), *((3, each) for each in disks_of(3))):
         for precision in (None, BF16):
             model, optimizer = blocks(stage, offload, mixed_precision=precision)
@@ -187,7 +187,6 @@ def check_memory() -> None:
             status = os.fstat(disk_files()[0])
             assert status.st_size == measured.disk > 0, what
             assert status.st_blocks * 512 >= measured.disk, what  # a full disk is no SIGBUS later
-            assert mapped_nbytes() <= measured.host_buffers, what
             assert measured.host_buffers > 0, what
             assert zerocore.report(model).memory.disk == measured.disk, what
             assert "on disk" in str(zerocore.report(model)), what
@@ -196,6 +195,22 @@ def check_memory() -> None:
             del model, optimizer
             gc.collect()
             assert disk_files() == [], what
+
+
+def check_given_back() -> None:
+    """Between steps little of the file is in the process's memory."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    model = zerocore.shard(model, stage=3, offload=ALL_ON_DISK)
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1, 512)).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+    assert mapped_nbytes() < zerocore.memory_usage(model, optimizer).disk / 3
+
+
+def test_memory_is_given_back() -> None:
+    run_ranks(check_given_back, 1)
 
 
 def test_planned_bytes_are_those_taken() -> None:

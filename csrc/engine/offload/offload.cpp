@@ -85,6 +85,9 @@ HostBytes Offload::host_bytes() const {
 
 void Offload::mark_forked() {
   static_cast<void>(worker_.release());
+  if (context_.disk != nullptr) {
+    context_.disk->mark_forked();
+  }
 }
 
 // -- gradients ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 #include "engine/unit/disk_states.h"
 
 #include <algorithm>
+#include <exception>
 
 namespace zerocore {
 
@@ -60,7 +61,7 @@ void DiskStates::bring(UnitId unit) {
   brought_[unit] = true;
   auto next = std::ranges::find(order_, unit);
   if (next != order_.end() && ++next != order_.end()) {
-    file_->read_ahead(layout_->units()[*next].updated);
+    read_ahead(updates_ahead_, layout_->units()[*next].updated);
   }
 }
 
@@ -98,11 +99,25 @@ void DiskStates::load(UnitId unit) {
   try {
     file_->read(parameters(unit), /*writes=*/false, "the parameters, " + labels_[unit]);
     if (next >= 0 && next < static_cast<UnitId>(labels_.size())) {
-      file_->read_ahead(parameters(next));
+      read_ahead(loads_ahead_, parameters(next));
     }
   } catch (...) {
     load_failure_ = std::current_exception();
   }
+}
+
+void DiskStates::read_ahead(std::jthread& thread, const Range& range) {
+  thread = std::jthread([this, range] {
+    try {
+      file_->read(range, /*writes=*/false, "");
+    } catch (const std::exception&) { // comes again when the unit is read
+    }
+  });
+}
+
+void DiskStates::mark_forked() {
+  static_cast<void>(new std::jthread(std::move(updates_ahead_)));
+  static_cast<void>(new std::jthread(std::move(loads_ahead_)));
 }
 
 } // namespace zerocore

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -61,6 +62,9 @@ class DiskStates {
     return std::exchange(load_failure_, nullptr);
   }
 
+  // In the child of a fork, where no thread reads ahead: nothing is waited for.
+  void mark_forked();
+
   int64_t file_nbytes() const {
     return layout_ ? layout_->file_nbytes() : 0;
   }
@@ -72,6 +76,7 @@ class DiskStates {
   template <typename Call>
   void run(const Call& call); // and keeps its error
   void finish_write();
+  void read_ahead(std::jthread& thread, const Range& range);
   const Range& parameters(UnitId unit) const {
     return layout_->units().at(unit).part(StatePart::Parameters);
   }
@@ -85,6 +90,8 @@ class DiskStates {
   std::exception_ptr failure_;
   UnitId loaded_ = -1; // the unit that was loaded last
   std::exception_ptr load_failure_;
+  // MADV_WILLNEED needs no thread, but reads a few MiB at most, and into small pages.
+  std::jthread updates_ahead_, loads_ahead_; // last: they read the file
 };
 
 } // namespace zerocore
