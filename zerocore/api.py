@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.common.options import UNSET, options_of
@@ -57,8 +58,7 @@ def shard(
 
     Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, of the full
     shape); the objects stay, also in optimizers and lists. During forward and backward they are the
-    full parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is
-    given.
+    full parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is given.
 
     Args:
         model: any module; on the meta device it is initialised unit by unit.

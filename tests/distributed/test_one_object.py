@@ -415,9 +415,7 @@ def built_inside(stage: int) -> None:
     sharded(model, stage)
     with zerocore.unsharded(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with pytest.raises(
-            RuntimeError, match=r"optimizer\.step\(\) inside of zerocore\.unsharded"
-        ):
+        with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) inside of zerocore\.unsharded"):
             optimizer.step()
     train(model, optimizer)
     train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), plain=True)

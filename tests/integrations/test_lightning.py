@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zerocore
 from tests.distributed.harness import run_ranks
 from tests.integrations.lightning_training import MICRO_BATCHES, make_trainer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 from weakref import ref
 
 import torch
@@ -50,7 +49,7 @@ from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.cuts import Cut
 from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard, full_class
-from zerocore.tensor.place import PartOf, Place, spread
+from zerocore.tensor.place import PartOf, Place, pair, spread
 from zerocore.tensor.wrapped import show_made
 
 
@@ -247,8 +246,7 @@ def _shard_param(
     choice: ParamChoice,
     wholes: Mapping[str, PartOf],
 ) -> Param:
-    engine, fqn = state.engine, choice.fqns[0]
-    param: Any = choice.param
+    engine, param, fqn = state.engine, choice.param, choice.fqns[0]
     trained = param.requires_grad
     made = engine.make_full(unit.index, position)
     full: nn.Parameter = as_parameter(made, full_class(param), trained)

@@ -67,7 +67,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
         """The tensor of modules while the unit is gathered: the full parameter or a view of it, a
         DTensor or a tensor of its class."""
         if self.make_view is None:
-            return self.full
+            return self.full  # type: ignore[no-any-return]
         with torch.enable_grad():  # a backward that computes a call once more records, too
             view = self.make_view(self.full)
         view.__dict__.update(attributes_of(self))
@@ -235,7 +235,7 @@ def with_slots(cls: Any, slots: tuple[str, ...]) -> Any:
     """A class like ``cls`` whose objects have such memory."""
     if not slots:
         return cls
-    base = type(cls)("Slots", (torch.Tensor,), {"__slots__": slots})
+    base = type(torch.Tensor)("Slots", (torch.Tensor,), {"__slots__": slots})
     made = type(cls)(cls.__name__, (cls, base), {"__module__": cls.__module__})
     if issubclass(made, ShardedParameter):
         note_kind(made)
@@ -293,7 +293,7 @@ class FullParameter(nn.Parameter):
     """
 
     @property
-    def grad(self) -> Any:
+    def grad(self) -> Any:  # type: ignore[override]
         """As of the shard. Within a backward this rank's own is not there yet.
 
         Raises:
@@ -310,9 +310,8 @@ class FullParameter(nn.Parameter):
         if shard is None:
             _grad.__set__(self, value)
         elif value is not None and torch._C._current_graph_task_id() != -1:
-            name = getattr(shard, "fqn", "")
             raise RuntimeError(
-                f".grad of parameter '{name}' is set within a backward, at whose end the "
+                f".grad of parameter '{getattr(shard, 'fqn', '')}' is set within a backward, at whose end the "
                 "gradients of all ranks are added to it. Change this rank's own gradient in "
                 "p.register_hook(...), or set .grad after the backward"
             )
@@ -326,7 +325,7 @@ class FullParameter(nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         shard = self._seen_shard()
         if shard is None:
-            return super().register_post_accumulate_grad_hook(hook)
+            return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return shard.register_post_accumulate_grad_hook(hook)
 
     def _seen_shard(self) -> Any:

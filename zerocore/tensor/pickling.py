@@ -58,7 +58,7 @@ def whole_of(shard: Any) -> Tensor:
         if place.part is None and place.group is None:
             return _tied(shard, param, local_of(shard))
         _check_held(shard, param)
-        full: Any = param.full  # type: ignore[union-attr]
+        full: Any = param.full
         return _tied(shard, param, place.flat(full.detach()))
 
 
