@@ -1,4 +1,4 @@
-// Shows full parameters and shards: in the parameters' own objects, and in modules' dicts.
+// Writes parameters into the dicts of the modules that own them.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/exchange.h"
 #include "engine/engine.h"
 
 namespace zerocore {
@@ -18,22 +17,20 @@ struct ParamOwner {
 };
 
 struct RegisteredParam {
-  pybind11::object object; // the user's, see Note [One object]; null if no program sees it
-  pybind11::object hidden;
-  bool is_full = false; // the user's is the full one
-  // Of a parameter that is no plain tensor. Modules see a view of the full one, which stays hidden.
-  std::vector<ParamOwner> owners = {};
-  pybind11::object make_view = {};
+  pybind11::object full;
+  pybind11::object shard;
+  std::vector<ParamOwner> owners;
+  pybind11::object make_view = {}; // of the full one, which modules see in its place
   pybind11::object view = {};
   bool is_fresh = false; // no call has seen the view
 };
 
-class Registrar {
+class DictRegistrar {
  public:
-  explicit Registrar(size_t num_units) : units_(num_units) {}
-  Registrar(const Registrar&) = delete;
-  Registrar& operator=(const Registrar&) = delete;
-  ~Registrar() {
+  explicit DictRegistrar(size_t num_units) : units_(num_units) {}
+  DictRegistrar(const DictRegistrar&) = delete;
+  DictRegistrar& operator=(const DictRegistrar&) = delete;
+  ~DictRegistrar() {
     const pybind11::gil_scoped_acquire gil;
     units_.clear();
   }
@@ -46,26 +43,22 @@ class Registrar {
   void show(UnitId unit, bool full) {
     const pybind11::gil_scoped_acquire gil;
     for (RegisteredParam& param : units_[unit]) {
-      if (param.is_full == full || !param.object) {
-        continue;
-      }
-      if (!param.make_view) {
-        exchange(param.object.ptr(), param.hidden.ptr());
-      } else if (full) {
+      if (full && param.make_view && !param.view) {
         param.view = param.make_view();
         param.is_fresh = true;
-        replace(param, param.object, param.view);
+      }
+      const pybind11::object& unsharded = param.view ? param.view : param.full;
+      if (full) {
+        replace(param, param.shard, unsharded);
       } else {
-        replace(param, param.view, param.object);
+        replace(param, unsharded, param.shard);
         param.view = {};
       }
-      param.is_full = full;
     }
   }
 
   // Modules see `make()`, a view of the full parameter, wherever they would see that.
-  void set_view(UnitId unit, int index, std::vector<ParamOwner> owners, pybind11::object make) {
-    units_.at(unit).at(index).owners = std::move(owners);
+  void set_view(UnitId unit, int index, pybind11::object make) {
     units_.at(unit).at(index).make_view = std::move(make);
   }
 

@@ -36,16 +36,8 @@ from zerocore.model.units import backward_reads, call_order, units_by_module
 from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates
-from zerocore.tensor.earlier import give_rows_to_all
-from zerocore.tensor.rows import (
-    RowShard,
-    as_dtensor,
-    at_origin,
-    forget_rows,
-    full_rows,
-    local_part,
-    note_rows,
-)
+from zerocore.tensor.parameter import as_parameter, make_alike
+from zerocore.tensor.rows import RowShard, as_dtensor, at_origin, forget_rows, local_part, note_rows
 
 _COMMUNICATION = Communication(accumulate="full")
 _CONFIG = ShardConfig(communication=_COMMUNICATION, by_rows=True)
@@ -81,8 +73,8 @@ class Root(Tree):
             for module in group.modules:
                 note_unit_call(module, None)
         for param in self.params():
-            forget_rows(param.param, param.hidden)
-            param.hidden = param.shown = param.local = param.extension = None
+            forget_rows(param.shard)
+            param.full = param.shown = param.local = param.extension = None
 
     def _make(self) -> None:
         meshes = list(dict.fromkeys([self.group.mesh, *(group.mesh for _, group in self.groups)]))
@@ -122,7 +114,6 @@ class Root(Tree):
                 self._set_unit_call(state, group)
         self.state = state
         start(self.module, state, False)
-        give_rows_to_all()
         for group in groups:
             apply_settings(group)
         if self.is_manual:
@@ -358,28 +349,31 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
 def _bind_param(state: ShardState, group: Group, position: int) -> Param:
     engine, unit, param = state.engine, group.unit, group.params[position]
     shard, rows = param.shard, param.rows
-    full = full_rows(engine.make_full(unit, position), shard, param.kind)
+    made = engine.make_full(unit, position)
+    full: nn.Parameter = as_parameter(made, nn.Parameter, shard.requires_grad)
+    make_alike(full, param.kind, param.attributes)
     local = engine.make_shard(unit, position)
-    param.hidden = full
+    param.full = full
     if param.extension is None:
         local = counted(rows.outward(at_origin(local)))
         param.local = local
         with torch.no_grad():
             param.local.copy_(local_part(shard))
-        shard._local_tensor = param.local
+        shard._local_tensor = param.local  # type: ignore[attr-defined]
     else:
         param.local = local_part(shard)
     grad = None
     if shard.is_floating_point():
         grad = as_dtensor(rows.outward(engine.make_grad(unit, position)), shard)
-    engine.bind(unit, position, full, shard, grad, local)
+    owners = [ParamOwner(owner._parameters, key) for owner, key in param.owners]
+    for owner, key in param.owners:
+        owner._parameters[key] = shard
+    engine.bind(unit, position, full, shard, grad, owners, local)
     if param.is_viewed:
-        owners = [ParamOwner(owner._parameters, key) for owner, key in param.owners]
-        engine.set_view(unit, position, owners, param.make_view)
+        engine.set_view(unit, position, param.make_view)
     spec = engine.spec(unit, position)
     written = engine.make_model_shard(unit, position)
     model_weight = None if written is None else rows.outward(written)
     on_host = engine.is_updated_on_host(unit, position)
-    known = RowShard(spec.fqn, ref(state), unit, position, model_weight, on_host)
-    note_rows(shard, full, known)
-    return Param([spec.fqn], param.owners, shard, full, spec, types_of(param, group))
+    note_rows(shard, RowShard(spec.fqn, ref(state), unit, position, model_weight, on_host))
+    return Param([spec.fqn], param.owners, full, shard, spec, types_of(param, group))

@@ -122,27 +122,6 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
         module.register_load_state_dict_pre_hook(_check)
 
 
-def watch_saves(model: nn.Module, state: ShardState) -> None:
-    """From now on state dicts are those of shards, also within calls."""
-    under_way = 0
-
-    def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        nonlocal under_way
-        under_way = under_way + 1 if under_way or state.engine.in_call else 0
-        if under_way == 1:
-            state.engine.set_hiding(True)
-
-    def end(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-        nonlocal under_way
-        under_way = max(0, under_way - 1)
-        if under_way == 0:
-            state.engine.set_hiding(False)
-
-    for module in model.modules():
-        module.register_state_dict_pre_hook(begin)
-        module.register_state_dict_post_hook(end)
-
-
 recording = ContextVar("recording", default=False)  # a load that only notes what it would copy
 
 

@@ -57,8 +57,6 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             return func(*args, **kwargs)
         if getattr(func, "__module__", None) == "torch.nn.init":
             return initialise(func, args, kwargs)
-        if name == "expand_as" and args[0] is args[1] and is_recorded(args):
-            return args[0].full.expand_as(args[0].full)  # for its node; gathered where it is read
         if name in _TEMPLATES:
             return _view_like(name, *args, **kwargs)
         found = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
