@@ -134,9 +134,9 @@ def watch_saves(model: nn.Module, state: ShardState) -> None:
 
     def end(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         nonlocal under_way
-        under_way = max(0, under_way - 1)
-        if under_way == 0:
+        if under_way == 1:
             state.engine.set_hiding(False)
+        under_way = max(0, under_way - 1)
 
     for module in model.modules():
         module.register_state_dict_pre_hook(begin)
