@@ -122,7 +122,7 @@ def peaks_note(peaks: dict[str, tuple[float, float]]) -> str:
     planned = ", ".join(f"{dtype}: {a:.3f} MiB and {b:.3f}" for dtype, (a, b) in peaks.items())
     return (
         f"Peak of {SHARD.label} by the plan, and of the pool in the run: {planned}. "
-        f"{FULLY_SHARD.label} holds a unit twice while it copies rows."
+        f"{FULLY_SHARD.label} copies rows to their places, so it holds a unit twice."
     )
 
 

@@ -74,6 +74,12 @@ void bind_recording(py::module_& module) {
   module.def("end_recording", &end_recording);
 }
 
+// What zerocore takes of the device.
+void bind_tables(py::module_& module) {
+  module.def("device_timer", [] { return py::capsule(static_cast<const void*>(&link_timer())); });
+  module.def("loops", [] { return py::capsule(static_cast<const void*>(&operator_loops())); });
+}
+
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -97,10 +103,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return py::make_tuple(found.num_allocations, found.num_windows, found.nbytes);
   });
   module.def("refuse_registration", &refuse_registration, py::arg("why"));
-  module.def("device_timer", [] { return py::capsule(static_cast<const void*>(&link_timer())); });
   module.def("booked", &booked_durations);
-  module.def("loops", [] { return py::capsule(static_cast<const void*>(&operator_loops())); });
   bind_recording(module);
+  bind_tables(module);
   module.def("set_capturing", [](int stream) { capturing_stream() = stream; });
   module.def("host_waits", &host_waits);
   module.def("forbid_host_waits", &forbid_host_waits);

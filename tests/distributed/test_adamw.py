@@ -248,7 +248,7 @@ def mix_at_all_stages() -> None:
             torch.testing.assert_close(losses, expected, rtol=1e-2, atol=1e-3)
             for a, b in zip(model.parameters(), other.parameters(), strict=True):
                 torch.testing.assert_close(a.detach(), b.detach(), rtol=0.0, atol=5e-3)
-                assert torch.equal(a.model_weight, a.detach().to(mixed.param_dtype))
+                assert torch.equal(a.model_weight, a.local().to(mixed.param_dtype))
 
 
 def test_mixed_precision() -> None:

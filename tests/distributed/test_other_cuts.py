@@ -184,7 +184,7 @@ def evaluate_a_method(stage: int) -> None:
         made[0].zero_()
         assert made.full_tensor()[0].tolist() == [0, 0]
     else:
-        with pytest.raises(TypeError, match="copy of a sharded parameter"):
+        with pytest.raises(TypeError, match="copy of the sharded parameter"):
             made[0].zero_()
 
 

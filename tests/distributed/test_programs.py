@@ -36,7 +36,7 @@ def systems_of(number: int, row: dict[str, str], rest: bool) -> tuple[str, ...]:
     first, other = divmod(number, 8)
     by_day = GATE
     if kinds == {"exact"}:
-        by_day = GATE[first % len(GATE) :][:1] if other == 4 else ()
+        by_day = GATE[first % len(GATE) :][:1] if other == 7 else ()
     elif kinds == {"refused"}:
         by_day = GATE[number % len(GATE) :][:1]
     return tuple(system for system in OURS if (system in by_day) != rest)

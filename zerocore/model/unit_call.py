@@ -108,10 +108,9 @@ class UnitCall:
             output = run(*args, **kwargs)
             if self.cast_outputs is not None:
                 output = cast_floats(output, self.cast_outputs)
-            reads = self._reads()
             while entered > 0:
                 entered -= 1
-                engine.exit(units[entered], output, False, reads)
+                engine.exit(units[entered], output, False, self._reads())
         except BaseException as error:
             explained = self.explain(error, self.state, units)
             give_up(engine, units[:entered])
