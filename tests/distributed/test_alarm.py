@@ -410,7 +410,11 @@ step(model)
     ("ending", "told", "codes"),
     [
         ("raised", "rank 1 ended the program after KeyError: 'bad batch'", (1, 1)),
-        ("died", r"the store of the process group at [^ ]+ \(rank 0's, .*\) did not answer", (4, 1)),
+        (
+            "died",
+            r"the store of the process group at [^ ]+ \(rank 0's, .*\) did not answer",
+            (4, 1),
+        ),
         ("shorter", "rank 1 has ended its program or its process group, without an error", (1, 0)),
         ("left", "rank 0 has ended its program|rank 0's, .* did not answer", (3, 1)),
     ],
