@@ -63,7 +63,7 @@ class Ledger {
   void end_wait();
   // It was waited for.
   void finish(int64_t number);
-  // What this thread does with the model, a literal; null for nothing.
+  // This thread's call into the model, a literal; null for none.
   void set_call(const char* call) {
     call_.store(call, std::memory_order_relaxed);
   }

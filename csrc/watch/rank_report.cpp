@@ -343,7 +343,7 @@ std::string name_agreed(const Reports& reports, const Subject& subject) {
   return "";
 }
 
-// What to do about ranks that all answered.
+// Advice where all ranks have answered.
 std::string advice_on(
     const Reports& reports,
     const std::optional<Subject>& subject,

@@ -1,4 +1,4 @@
-// What ranks write for each other when some wait for too long, and what follows from all of it.
+// Reports that ranks write for each other when some wait for too long, and conclusions from them.
 #pragma once
 
 #include <cstdint>

@@ -40,13 +40,13 @@ std::string RollCall::key(const char* what) const {
   return what + std::to_string(number_);
 }
 
-std::optional<std::string> RollCall::step(bool wants, const Report& own, const Describe& describe) {
-  const auto now = Clock::now();
+// False where no rank calls.
+bool RollCall::answer(bool wants, const Report& own, Clock::time_point now) {
   if (!told_) {
     const std::string call = key("call");
     const std::string rank = std::to_string(rank_);
     if (!wants && !store_->check({call})) {
-      return std::nullopt;
+      return false;
     }
     is_own_ = store_->compareSet(call, "", rank) == rank;
     is_overdue_ = false;
@@ -60,7 +60,12 @@ std::optional<std::string> RollCall::step(bool wants, const Report& own, const D
     is_overdue_ = report.state == RankState::Overdue;
     store_->add(key("answers"), is_first ? 1 : 0);
   }
-  if (now < next_look_) {
+  return true;
+}
+
+std::optional<std::string> RollCall::step(bool wants, const Report& own, const Describe& describe) {
+  const auto now = Clock::now();
+  if (!answer(wants, own, now) || now < next_look_) {
     return std::nullopt;
   }
   next_look_ = now + pause_;

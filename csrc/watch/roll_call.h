@@ -62,6 +62,7 @@ class RollCall {
   using Clock = std::chrono::steady_clock;
 
   std::string key(const char* what) const;
+  bool answer(bool wants, const Report& own, Clock::time_point now);
   bool is_complete();
   std::vector<RankReport> collect();
   void append(const std::string& list, const std::string& text);

@@ -37,7 +37,7 @@ class Watchdog {
   void wake_watcher();
   // Names what this process waits in for other ranks; empty if it waits in nothing.
   std::string waits_in_other_than(const GroupWatch& watch);
-  // What the main thread does, such as "full_state_dict"; empty outside of such a function.
+  // The function that the main thread is in, such as "full_state_dict"; empty outside of such a one.
   void set_operation(std::string name);
   std::string operation();
   // How long the thread that talks to stores has been in the same round, which takes moments.

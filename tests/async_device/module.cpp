@@ -74,7 +74,7 @@ void bind_recording(py::module_& module) {
   module.def("end_recording", &end_recording);
 }
 
-// What zerocore takes of the device.
+// Tables of functions that zerocore takes of the device.
 void bind_tables(py::module_& module) {
   module.def("device_timer", [] { return py::capsule(static_cast<const void*>(&link_timer())); });
   module.def("loops", [] { return py::capsule(static_cast<const void*>(&operator_loops())); });

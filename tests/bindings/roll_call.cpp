@@ -74,7 +74,7 @@ RankReport report_of(int64_t waiting, const std::string& unit) {
   return report;
 }
 
-// What a rank sees that waits in that model's collective; of a rank that waits in none, -1.
+// The report of a rank that waits in a collective of that model; -1 for one that waits in none.
 RankReport state_of(int64_t model, int64_t waiting, int64_t next, RankState state) {
   RankReport report;
   report.state = state;

@@ -257,7 +257,7 @@ class Critic(Model):
 
 @dataclass(frozen=True)
 class Certain:
-    """What rank 0 does alone, and what all ranks are told long before the limit."""
+    """An act of rank 0 alone, and the sentence that all ranks get long before the limit."""
 
     act: Callable[[Model, Model], object]
     told: str

@@ -201,4 +201,4 @@ def test_an_optimizer_that_casts_spares_the_cast(stage: int) -> None:
     optimizer.step()
     for parameter in model.parameters():
         if parameter.model_weight is not None:
-            assert torch.equal(parameter.model_weight, parameter.detach().bfloat16())
+            assert torch.equal(parameter.model_weight, parameter.local().bfloat16())

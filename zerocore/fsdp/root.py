@@ -80,9 +80,7 @@ class Root(Tree):
         meshes = list(dict.fromkeys([self.group.mesh, *(group.mesh for _, group in self.groups)]))
         ranks, name, stall = self._agree(meshes)
         device = device_of(self.group.mesh)
-        if all(group.overlaps_reductions for _, group in self.groups):
-            ranks = [with_reductions(each, device) for each in ranks]
-        ranks = [make_near(each, device) for each in ranks]
+        ranks = self._with_groups(ranks, device)
         groups = self.with_params()
         for number, group in enumerate(groups):
             group.unit = number
@@ -126,6 +124,12 @@ class Root(Tree):
         if not self.group.reshard_after_forward:
             return config
         return replace(config, communication=replace(_COMMUNICATION, retain_last=False))
+
+    def _with_groups(self, ranks: list[Ranks], device: torch.device) -> list[Ranks]:
+        """The ranks with the groups of reductions that overlap, and of near ranks."""
+        if all(group.overlaps_reductions for _, group in self.groups):
+            ranks = [with_reductions(each, device) for each in ranks]
+        return [make_near(each, device) for each in ranks]
 
     def _agree(self, meshes: list[DeviceMesh]) -> tuple[list[Ranks], str, float | None]:
         """The ranks of each mesh, a name that no other model has, and the limit of silence."""
