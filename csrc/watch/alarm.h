@@ -1,57 +1,125 @@
-// The alarm as one model sees it, see Note [Alarm].
+// The alarm of one model: ranks that disagree get one error that names what each of them is in.
+//
+// Note [Alarm]
+// A collective that the host waits in for too long, or that fails, is noticed by the watchdog, here
+// and without asking anybody. A second thread, which may block in the store, then calls the roll:
+// the watchdogs of the other ranks find that within a second, and all ranks have one sentence. If
+// the store does not answer in time the sentence is of what this rank knows. The watchdog closes
+// the connections of all groups that it knows: what waits in one of their collectives ends with an
+// error, nothing writes to their buffers any more, and the process can exit. It also prints the
+// sentence, as the thread that waits may not get to. From then on every use of the model throws it.
+// Long before, it warns: the same without an end.
 #pragma once
 
-#include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "watch/group_watch.h"
 #include "watch/ledger.h"
+#include "watch/roll_call.h"
 
 namespace zerocore {
 
+struct AlarmOptions {
+  std::string name; // of the model, the same on all its ranks and no other model's
+  size_t rank = 0; // among all ranks of the model
+  size_t size = 1;
+  std::optional<double>
+      stall_seconds; // how long a collective may take; by default as its group says
+};
+
 class Alarm {
  public:
-  // `model` names its class, `params` its parameters.
-  Alarm(
-      std::shared_ptr<GroupWatch> watch,
-      std::optional<double> stall_seconds,
-      std::string model,
-      std::vector<std::string> params)
-      : watch_(std::move(watch)), ledger_(std::move(model), std::move(params)) {
-    watch_->add(ledger_, stall_seconds);
-  }
-  Alarm(const Alarm&) = delete; // the watch has the ledger's address
-  ~Alarm() {
-    retire();
-  }
-  // The model's units end: their names are not read any more.
-  void retire() {
-    watch_->remove(ledger_);
-  }
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+  // The first of `groups` carries control messages; its store and its default for the limit count.
+  Alarm(AlarmOptions options, const std::vector<Group>& groups, std::vector<std::string> params);
 
   Ledger& ledger() {
     return ledger_;
   }
+  // The alarm closes its connections, too.
+  void add_group(const Group& group);
+  bool has_group(const std::string& name) const;
+
+  // -- the threads that use the model
   bool is_raised() const {
-    return watch_->is_raised();
+    return raised_;
   }
-  // These three as of GroupWatch.
+  // Throws c10::DistBackendError if the alarm was raised.
   void check() const {
-    watch_->check();
+    if (raised_.load(std::memory_order_acquire)) {
+      throw_message();
+    }
   }
-  [[noreturn]] void fail(const std::string& what) {
-    watch_->fail(what);
-  }
-  void note_failure(const std::string& what) {
-    watch_->note_failure(what);
-  }
+  // A collective failed, or ranks were seen to disagree: raises the alarm and throws it.
+  [[noreturn]] void fail(const std::string& what);
+  // Raises the alarm and goes on: the caller has an error that says more.
+  void note_failure(const std::string& what);
+  // A thread waits for other ranks in a collective that is not in the ledger; a token for leave().
+  int64_t enter(std::string what);
+  void leave(int64_t token);
+
+  // -- the watchdog, which must not block
+  void tick();
+  // -- the thread that talks to stores
+  void talk();
+  // The program ends: `how` is for the others. Waits a moment for them if it holds their store.
+  void note_end(const std::string& how);
+
+  // -- any thread
+  // Names what the process waits in for this model; empty if it waits in nothing.
+  std::string waits_in() const;
+  std::chrono::milliseconds interval() const;
 
  private:
-  const std::shared_ptr<GroupWatch> watch_;
+  using Clock = std::chrono::steady_clock;
+  struct Wait {
+    int64_t token = 0;
+    std::string what;
+    Clock::time_point since;
+  };
+
+  [[noreturn]] void throw_message() const;
+  // Waits of collectives without a number: the first that is still waited in; empty if there is
+  // none.
+  std::string waits_without_number() const;
+  Silence silence();
+  bool begin(Call call);
+  RankReport report() const;
+  std::string describe_alone() const;
+  std::string advice() const;
+  void raise(std::string message);
+  void close_groups();
+
+  const AlarmOptions options_;
+  const std::vector<std::string> params_;
+  double limit_ = 0; // seconds
+  bool limit_is_timeout_ = true; // the group's, at which its collectives fail
   Ledger ledger_;
+  RollCall roll_call_; // of the thread that talks
+
+  std::atomic<bool> raised_ = false;
+  mutable std::mutex mutex_; // of all that follows
+  std::condition_variable changed_;
+  std::vector<std::string> group_names_;
+  // The watchdog must not be the last owner: a group's end joins threads.
+  std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends_;
+  std::vector<Wait> waits_;
+  int64_t num_waits_ = 0;
+  int64_t warned_ = -1; // of that silence
+  bool failed_ = false; // some collective did
+  std::string cause_; // what failed here, if that was first
+  Call call_ = Call::None; // under way
+  Clock::time_point called_;
+  std::optional<std::string> answer_; // to it
+  std::string message_; // written once, before raised_
 };
 
 } // namespace zerocore

@@ -21,8 +21,7 @@ using Milliseconds = std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
 constexpr Seconds kFirstQuestion(5); // of silence, or a quarter of the limit
-constexpr Seconds kPatience(6); // of the watchdog with a call of the roll
-constexpr Seconds kStore(4); // and with a request to the store
+constexpr Seconds kPatience(7); // of the watchdog with the store
 constexpr Seconds kWatchdog(12); // of a thread that has failed with the watchdog
 constexpr size_t kKeptNames = 16;
 constexpr double kDefaultSeconds = 1800; // of a group that has no timeout
@@ -205,7 +204,6 @@ void GroupWatch::tick() {
   if (raised_) {
     return;
   }
-  const bool is_cut_off = !roll_call_.can_ask() || Watchdog::of_process().talks_for() > kStore;
   std::unique_lock lock(mutex_);
   const Silence silence = this->silence();
   if (silence.length == Clock::duration::zero() || silence.number != silent_in_) {
@@ -222,7 +220,7 @@ void GroupWatch::tick() {
     asks_ = true;
   }
   const bool is_alone = sentence_.empty() && overdue_since_ &&
-      (is_cut_off || Clock::now() - *overdue_since_ > kPatience);
+      (!roll_call_.can_ask() || Clock::now() - *overdue_since_ > kPatience);
   std::string sentence = sentence_;
   lock.unlock();
   if (is_alone) {
@@ -332,8 +330,9 @@ std::string GroupWatch::advice() const {
 // The sentence for all ranks; empty if they wait on.
 std::string GroupWatch::conclude(const std::vector<RankReport>& reports) const {
   const bool is_overdue = report().state == RankState::Overdue ||
-      std::ranges::any_of(reports,
-                          [](const RankReport& each) { return each.state == RankState::Overdue; });
+      std::ranges::any_of(reports, [](const RankReport& each) {
+                            return each.state == RankState::Overdue;
+                          });
   return is_overdue || is_deadlock(reports) ? describe(reports, params(), advice()) : "";
 }
 

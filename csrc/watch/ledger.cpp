@@ -39,23 +39,18 @@ void Ledger::set_trainable(size_t first, const std::vector<bool>& flags) {
   }
 }
 
-LedgerState Ledger::state() const {
+LedgerState Ledger::state(size_t count) const {
+  const std::lock_guard lock(mutex_);
   LedgerState state;
-  state.model = model_;
   state.waiting = waiting_.load(std::memory_order_relaxed);
-  const char* call = call_.load(std::memory_order_relaxed);
-  state.call = call == nullptr ? "" : call;
-  state.next = next_.load(std::memory_order_acquire);
-  for (int64_t number = std::max<int64_t>(0, state.next - kTold); number < state.next; ++number) {
+  state.trainable = trainable_;
+  const int64_t next = next_.load(std::memory_order_acquire);
+  const auto kept = static_cast<int64_t>(std::min(count, kKept));
+  for (int64_t number = std::max(oldest_, next - kept); number < next; ++number) {
     const Slot& slot = slots_[number % kKept];
     state.entries.push_back(
         {number, slot.op.load(), *slot.unit.load(), slot.nbytes.load(), slot.done.load()});
   }
-  if (waiting_.load() != state.waiting) {
-    state.waiting = -1; // it goes on
-  }
-  const std::lock_guard lock(mutex_);
-  state.trainable = trainable_;
   return state;
 }
 
@@ -69,9 +64,10 @@ Silence Ledger::silence() {
   return waiting < 0 ? Silence() : Silence{now - seen_since_, waiting};
 }
 
-const LedgerEntry* LedgerState::find(int64_t number) const {
-  const auto found = std::ranges::find(entries, number, &LedgerEntry::number);
-  return found == entries.end() ? nullptr : &*found;
+void Ledger::forget() {
+  const std::lock_guard lock(mutex_);
+  oldest_ = next_.load(std::memory_order_relaxed);
+  end_wait();
 }
 
 } // namespace zerocore

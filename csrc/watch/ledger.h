@@ -1,4 +1,4 @@
-// Remembers a model's last collectives on this rank, for the comparison with other ranks.
+// Remembers this rank's last collectives, for the comparison with other ranks when one hangs.
 #pragma once
 
 #include <array>
@@ -27,18 +27,12 @@ struct LedgerEntry {
 
 // A copy of a ledger's content at one moment, oldest entry first.
 struct LedgerState {
-  int64_t id = 0; // of the model, the same on all ranks
-  std::string model; // its class
-  std::string call; // that the host waits in, such as "a forward"; empty if unknown
   std::vector<LedgerEntry> entries;
-  int64_t next = 0; // number of the next collective
   int64_t waiting = -1; // number of the collective that the host waits in
   std::string trainable; // '1' or '0' for each parameter of the model
-
-  const LedgerEntry* find(int64_t number) const;
 };
 
-// How long the host has been seen to wait in one place.
+// How long the host has been seen to wait in one collective.
 struct Silence {
   std::chrono::steady_clock::duration length{};
   int64_t number = -1; // of the collective
@@ -50,12 +44,8 @@ struct Silence {
 // every rank issues them in one order, so equal numbers are the same collective.
 class Ledger {
  public:
-  // `params`: names of the model's parameters.
-  Ledger(std::string model, std::vector<std::string> params)
-      : params(std::move(params)), model_(std::move(model)) {}
-
   // A collective is about to be issued; its number. `op` is a literal, `unit` outlives the ledger's
-  // registration with the watchdog.
+  // use of it, which ends with forget().
   int64_t begin(const char* op, const std::string& unit, int64_t nbytes);
   // The host waits in it from here on.
   void begin_wait(int64_t number);
@@ -63,22 +53,18 @@ class Ledger {
   void end_wait();
   // It was waited for.
   void finish(int64_t number);
-  // This thread's call into the model, a literal; null for none.
-  void set_call(const char* call) {
-    call_.store(call, std::memory_order_relaxed);
-  }
 
   // Whether the parameters from `first` on require grad on this rank.
   void set_trainable(size_t first, const std::vector<bool>& flags);
-  LedgerState state() const;
+  // The last `count` entries at most.
+  LedgerState state(size_t count) const;
   // For the watchdog: it counts from the first call that finds the host there.
   Silence silence();
-
-  const std::vector<std::string> params;
+  // The units' names go away.
+  void forget();
 
  private:
   static constexpr size_t kKept = 256;
-  static constexpr int64_t kTold = 32; // entries of a state
   struct Slot {
     std::atomic<const char*> op = nullptr;
     std::atomic<const std::string*> unit = nullptr;
@@ -86,13 +72,12 @@ class Ledger {
     std::atomic<bool> done = false;
   };
 
-  const std::string model_;
   std::array<Slot, kKept> slots_;
   std::atomic<int64_t> next_ = 0;
   std::atomic<int64_t> waiting_ = -1;
-  std::atomic<const char*> call_ = nullptr;
-  mutable std::mutex mutex_;
-  std::string trainable_; // under the mutex
+  mutable std::mutex mutex_; // of what follows, and while names of units are read
+  int64_t oldest_ = 0;
+  std::string trainable_;
   // Of the watchdog alone.
   int64_t seen_ = -1; // waited in
   std::chrono::steady_clock::time_point seen_since_;

@@ -2,10 +2,8 @@
 #include "watch/rank_report.h"
 
 #include <algorithm>
-#include <concepts>
 #include <cstdio>
-#include <optional>
-#include <type_traits>
+#include <sstream>
 #include <utility>
 
 namespace zerocore {
@@ -42,7 +40,7 @@ std::string name_ranks(const Ranks& ranks) {
 // The statement with its verb for several ranks.
 std::string plural(const std::string& what) {
   for (const auto& [one, many] :
-       {std::pair("waits ", "wait "), {"is ", "are "}, {"has ", "have "}, {"was ", "were "}}) {
+       {std::pair("waits ", "wait "), {"is ", "are "}, {"has ", "have "}}) {
     if (what.rfind(one, 0) == 0) {
       return many + what.substr(std::string(one).size());
     }
@@ -72,239 +70,94 @@ std::string name_entry(const LedgerEntry& entry) {
   return entry.op + " of '" + entry.unit + "' (" + number + ")";
 }
 
-const LedgerState* find_model(const RankReport& report, int64_t model) {
-  const auto found = std::ranges::find(report.models, model, &LedgerState::id);
-  return found == report.models.end() ? nullptr : &*found;
+const LedgerEntry* find(const RankReport& report, int64_t number) {
+  const auto& entries = report.ledger.entries;
+  const auto found = std::ranges::find(entries, number, &LedgerEntry::number);
+  return found == entries.end() ? nullptr : &*found;
 }
 
-// -- reports as text: each value behind its length --------------------------------------------
-
-template <typename T>
-concept Scalar = std::integral<T> || std::is_enum_v<T>;
-
-void write(std::string& text, const std::string& value) {
-  text += std::to_string(value.size()) + " " + value;
+int64_t next_number(const RankReport& report) {
+  return report.ledger.entries.empty() ? 0 : report.ledger.entries.back().number + 1;
 }
 
-void read(const std::string& text, size_t& position, std::string& value) {
-  const size_t space = text.find(' ', position);
-  const size_t size = std::stoul(text.substr(position, space - position));
-  value = text.substr(space + 1, size);
-  position = space + 1 + size;
-}
-
-template <Scalar Number>
-void write(std::string& text, Number value) {
-  write(text, std::to_string(static_cast<int64_t>(value)));
-}
-
-template <Scalar Number>
-void read(const std::string& text, size_t& position, Number& value) {
-  std::string digits;
-  read(text, position, digits);
-  value = static_cast<Number>(std::stoll(digits));
-}
-
-template <typename Visitor>
-void visit(LedgerEntry& entry, const Visitor& visitor);
-template <typename Visitor>
-void visit(LedgerState& state, const Visitor& visitor);
-template <typename Visitor>
-void visit(NamedWait& wait, const Visitor& visitor);
-
-template <typename Visitor, typename Item>
-void visit(std::vector<Item>& items, const Visitor& visitor) {
-  size_t size = items.size();
-  visitor(size);
-  items.resize(size);
-  for (Item& item : items) {
-    visit(item, visitor);
-  }
-}
-
-template <typename Visitor>
-void visit(LedgerEntry& entry, const Visitor& visitor) {
-  visitor(entry.number);
-  visitor(entry.op);
-  visitor(entry.unit);
-  visitor(entry.nbytes);
-  visitor(entry.done);
-}
-
-template <typename Visitor>
-void visit(LedgerState& state, const Visitor& visitor) {
-  visitor(state.id);
-  visitor(state.model);
-  visitor(state.call);
-  visit(state.entries, visitor);
-  visitor(state.next);
-  visitor(state.waiting);
-  visitor(state.trainable);
-}
-
-template <typename Visitor>
-void visit(NamedWait& wait, const Visitor& visitor) {
-  visitor(wait.what);
-  visitor(wait.count);
-  visitor(wait.decides);
-}
-
-template <typename Visitor>
-void visit(RankReport& report, const Visitor& visitor) {
-  visitor(report.state);
-  visitor(report.error);
-  visitor(report.operation);
-  visit(report.models, visitor);
-  visit(report.waits, visitor);
-  visit(report.begun, visitor);
-}
-
-// -- who waits for ever ----------------------------------------------------------------------
-
-// Whether another rank, which may be past it, has begun the collective that one waits in.
-bool has_begun(const RankReport& other, const LedgerState& waiting) {
-  const LedgerState* state = find_model(other, waiting.id);
-  if (state == nullptr || state->next <= waiting.waiting) {
-    return false;
-  }
-  const LedgerEntry* own = waiting.find(waiting.waiting);
-  const LedgerEntry* entry = state->find(waiting.waiting);
-  return own == nullptr || entry == nullptr || entry->is_same(*own);
-}
-
-bool has_begun(const RankReport& other, const NamedWait& wait) {
-  return std::ranges::any_of(other.begun, [&](const NamedWait& begun) {
-    return begun.what == wait.what && begun.count >= wait.count;
-  });
-}
-
-// Whether one of the rank's waits can end; `moves`: which ranks may begin more than they have.
-bool can_go_on(const Reports& reports, size_t rank, const std::vector<bool>& moves) {
-  const auto ends = [&](const auto& begun_by) {
-    for (size_t other = 0; other < reports.size(); ++other) {
-      if (other != rank && !moves[other] && !begun_by(reports[other])) {
-        return false;
-      }
-    }
-    return true;
-  };
-  const RankReport& report = reports[rank];
-  bool waits = false;
-  for (const LedgerState& state : report.models) {
-    if (state.waiting >= 0) {
-      waits = true;
-      if (ends([&](const RankReport& other) { return has_begun(other, state); })) {
-        return true;
-      }
-    }
-  }
-  for (const NamedWait& wait : report.waits) {
-    if (wait.decides) {
-      waits = true;
-      if (ends([&](const RankReport& other) { return has_begun(other, wait); })) {
-        return true;
-      }
-    }
-  }
-  return !waits;
-}
-
-// -- the sentence ----------------------------------------------------------------------------
-
-struct Subject { // a collective that the sentence is about
-  int64_t model = 0;
-  int64_t number = -1;
-  bool differs = false; // between ranks
-};
-
-// The model's first collective that is not the same on all ranks that have come to it, or -1.
-int64_t first_difference(const Reports& reports, int64_t model) {
-  const LedgerState* longest = nullptr;
-  for (const RankReport& report : reports) {
-    const LedgerState* state = find_model(report, model);
-    if (state != nullptr && (longest == nullptr || state->next > longest->next)) {
-      longest = state;
-    }
-  }
+// The first collective that is not the same on all ranks that have come to it, or -1.
+int64_t first_difference(const Reports& reports) {
   int64_t first = -1;
+  const RankReport* longest = nullptr;
   for (const RankReport& report : reports) {
-    if (const LedgerState* state = find_model(report, model)) {
-      for (const LedgerEntry& entry : state->entries) {
-        const LedgerEntry* other = longest->find(entry.number);
-        if (other != nullptr && !entry.is_same(*other)) {
-          first = first < 0 ? entry.number : std::min(first, entry.number);
-          break;
-        }
+    if (report.answered && (!longest || next_number(report) > next_number(*longest))) {
+      longest = &report;
+    }
+  }
+  for (const RankReport& report : reports) {
+    for (const LedgerEntry& entry : report.ledger.entries) {
+      const LedgerEntry* other = find(*longest, entry.number);
+      if (report.answered && other && !entry.is_same(*other)) {
+        first = first < 0 ? entry.number : std::min(first, entry.number);
+        break;
       }
     }
   }
   return first;
 }
 
-// The first collective that differs, or else the oldest that ranks wait in.
-std::optional<Subject> find_subject(const Reports& reports, const ParamNames& params) {
-  std::optional<Subject> oldest;
-  for (const auto& [model, _] : params) {
-    if (const int64_t number = first_difference(reports, model); number >= 0) {
-      return Subject{model, number, true};
+// The collective that ranks wait in: the oldest, or the newest that was issued if none waits.
+int64_t stuck_in(const Reports& reports) {
+  int64_t oldest = -1;
+  int64_t newest = 0;
+  for (const RankReport& report : reports) {
+    const int64_t waiting = report.ledger.waiting;
+    if (report.answered && waiting >= 0 && (oldest < 0 || waiting < oldest)) {
+      oldest = waiting;
     }
-    for (const RankReport& report : reports) {
-      const LedgerState* state = find_model(report, model);
-      if (state != nullptr && state->waiting >= 0 &&
-          (!oldest || (oldest->model == model && state->waiting < oldest->number))) {
-        oldest = Subject{model, state->waiting, false};
-      }
-    }
+    newest = std::max(newest, next_number(report) - 1);
   }
-  return oldest;
+  return oldest < 0 ? newest : oldest;
 }
 
-std::string name_wait(const RankReport& report, const LedgerState& state) {
-  const LedgerEntry* entry = state.find(state.waiting);
-  const std::string in = report.operation.empty() ? state.call : report.operation;
-  return "waits in " + (entry == nullptr ? "a collective" : name_entry(*entry)) +
-      (in.empty() ? "" : ", in " + in);
+bool waits_in(const Reports& reports, int64_t number) {
+  return std::any_of(reports.begin(), reports.end(), [&](const RankReport& report) {
+    return report.answered && report.ledger.waiting == number;
+  });
 }
 
-std::string position(const RankReport& report, const std::optional<Subject>& subject) {
-  const LedgerState* own = subject ? find_model(report, subject->model) : nullptr;
-  if (own != nullptr && own->waiting == subject->number) {
-    return name_wait(report, *own);
+std::string position(const RankReport& report, int64_t number) {
+  const LedgerEntry* entry = find(report, number);
+  if (entry != nullptr && report.ledger.waiting == number) {
+    return "waits in " + name_entry(*entry);
   }
-  for (const LedgerState& state : report.models) {
-    if (state.waiting >= 0 && &state != own) {
-      return name_wait(report, state) + " of the model " + state.model;
-    }
+  if (!report.elsewhere.empty()) {
+    return "waits in " + report.elsewhere;
   }
-  if (!report.waits.empty()) {
-    return "waits in " + report.waits.front().what;
-  }
-  const LedgerEntry* entry = own == nullptr ? nullptr : own->find(subject->number);
   if (entry != nullptr) {
     return (entry->done ? "is through " : "has issued ") + name_entry(*entry);
   }
-  return "has not come to it (in " +
-      (report.operation.empty() ? "no collective of this model" : report.operation) + ")";
+  return "has not come to it (in no collective of this model)";
 }
 
-std::string name_trainable(const Reports& reports, const ParamNames& params) {
+// Whether a rank that answers waits in nothing that is known, while others wait for it.
+bool any_outside(const Reports& reports, int64_t number) {
+  return waits_in(reports, number) &&
+      std::ranges::any_of(reports, [number](const RankReport& report) {
+           return report.answered && report.elsewhere.empty() && find(report, number) == nullptr;
+         });
+}
+
+std::string name_trainable(const Reports& reports, const std::vector<std::string>& params) {
   constexpr size_t kNamed = 3;
   std::string text;
   size_t count = 0;
-  for (const auto& [model, names] : params) {
-    for (size_t i = 0; i < names.size(); ++i) {
-      Ranks on;
-      Ranks off;
-      for (size_t rank = 0; rank < reports.size(); ++rank) {
-        const LedgerState* state = find_model(reports[rank], model);
-        if (state != nullptr && i < state->trainable.size()) {
-          (state->trainable[i] == '1' ? on : off).push_back(rank);
-        }
+  for (size_t i = 0; i < params.size(); ++i) {
+    Ranks on;
+    Ranks off;
+    for (size_t rank = 0; rank < reports.size(); ++rank) {
+      if (reports[rank].answered && i < reports[rank].ledger.trainable.size()) {
+        (reports[rank].ledger.trainable[i] == '1' ? on : off).push_back(rank);
       }
-      if (!on.empty() && !off.empty() && ++count <= kNamed) {
-        text += "Parameter '" + names[i] + "' requires grad on " + name_ranks(on) + " and not on " +
-            name_ranks(off) + ". ";
-      }
+    }
+    if (!on.empty() && !off.empty() && ++count <= kNamed) {
+      text += "Parameter '" + params[i] + "' requires grad on " + name_ranks(on) + " and not on " +
+          name_ranks(off) + ". ";
     }
   }
   if (count > kNamed) {
@@ -317,121 +170,87 @@ std::string name_silent(const Reports& reports) {
   Statements statements;
   for (size_t rank = 0; rank < reports.size(); ++rank) {
     const RankReport& report = reports[rank];
-    if (report.state == RankState::Ended) {
-      add(statements,
-          report.error.empty() ? "has ended its program or its process group, without an error"
-                               : "ended the program after " + report.error,
-          rank);
-    } else if (report.state == RankState::Silent) {
-      add(statements,
-          "did not answer within 4 s (killed or stopped, out of reach, or on a machine that is too "
-          "busy)",
-          rank);
+    if (report.ended) {
+      add(statements, "ended the program" + *report.ended, rank);
+    } else if (!report.answered) {
+      add(statements, "did not answer within 3 s: killed, stopped or out of reach", rank);
     }
   }
   return statements.empty() ? "" : "Of the others " + join(statements) + ". ";
 }
 
-std::string name_agreed(const Reports& reports, const Subject& subject) {
+std::string name_agreed(const Reports& reports, int64_t number) {
   for (const RankReport& report : reports) {
-    const LedgerState* state = find_model(report, subject.model);
-    if (const LedgerEntry* entry = state ? state->find(subject.number - 1) : nullptr) {
-      return ". They agreed up to " + std::to_string(subject.number - 1) + ", " +
-          name_entry(*entry);
+    if (const LedgerEntry* entry = find(report, number - 1)) {
+      return ". They agreed up to " + std::to_string(number - 1) + ", " + name_entry(*entry);
     }
   }
   return "";
 }
 
-// Advice where all ranks have answered.
-std::string advice_on(
-    const Reports& reports,
-    const std::optional<Subject>& subject,
-    const std::string& advice) {
-  const auto has_begun_subject = [&](const RankReport& report) {
-    const LedgerState* state = find_model(report, subject->model);
-    return state != nullptr && state->next > subject->number;
-  };
-  if (subject && subject->differs) {
-    return "All ranks must call the same units in the same order: look for branches that depend on "
-           "the data or the rank. ";
-  }
-  if (is_deadlock(reports)) {
-    return "They wait for each other. All ranks must make the same calls of each model (also to "
-           "evaluate), saves and loads, in the same order: look for `if rank == 0`. ";
-  }
-  if (subject && !std::ranges::all_of(reports, has_begun_subject)) {
-    return "A collective of the program between a forward and its backward, such as the sum of a "
-           "loss for the log, comes too early while ranks call other units: call it behind the "
-           "backward. " +
-        advice;
-  }
-  return advice;
-}
-
 } // namespace
 
 std::string RankReport::encode() const {
-  std::string text;
-  RankReport copy = *this;
-  visit(copy, [&](auto& value) { write(text, value); });
-  return text;
+  std::ostringstream out;
+  out << ledger.waiting << '\n' << ledger.trainable << '\n' << elsewhere << '\n';
+  for (const LedgerEntry& entry : ledger.entries) {
+    out << entry.number << ' ' << entry.nbytes << ' ' << entry.done << ' ' << entry.op << ' '
+        << entry.unit << '\n';
+  }
+  return out.str();
 }
 
-RankReport RankReport::decode(const std::string& text, size_t& position) {
+RankReport RankReport::decode(const std::string& text) {
   RankReport report;
-  visit(report, [&](auto& value) { read(text, position, value); });
+  report.answered = true;
+  std::istringstream in(text);
+  std::string line;
+  std::getline(in, line);
+  report.ledger.waiting = std::stoll(line);
+  std::getline(in, report.ledger.trainable);
+  std::getline(in, report.elsewhere);
+  while (std::getline(in, line)) {
+    std::istringstream fields(line);
+    LedgerEntry entry;
+    fields >> entry.number >> entry.nbytes >> entry.done >> entry.op;
+    std::getline(fields >> std::ws, entry.unit);
+    report.ledger.entries.push_back(std::move(entry));
+  }
   return report;
-}
-
-bool is_deadlock(const Reports& reports) {
-  std::vector<bool> moves(reports.size());
-  bool changed = true;
-  while (changed) {
-    changed = false;
-    for (size_t rank = 0; rank < reports.size(); ++rank) {
-      const RankReport& report = reports[rank];
-      const bool ended = report.state == RankState::Ended;
-      if (!moves[rank] && !ended && (!report.answered() || can_go_on(reports, rank, moves))) {
-        moves[rank] = changed = true;
-      }
-    }
-  }
-  for (size_t rank = 0; rank < reports.size(); ++rank) {
-    if (!moves[rank] && reports[rank].answered()) {
-      return true;
-    }
-  }
-  return false;
 }
 
 std::string describe(
     const Reports& reports,
-    const ParamNames& params,
+    const std::vector<std::string>& params,
     const std::string& advice,
     const std::string& unreachable) {
   const std::string silent = unreachable.empty()
       ? name_silent(reports)
       : "The other ranks could not be asked: " + unreachable + " did not answer. ";
-  const std::optional<Subject> subject = find_subject(reports, params);
+  const int64_t difference = first_difference(reports);
+  const int64_t number = difference >= 0 ? difference : stuck_in(reports);
   Statements statements;
-  std::string model;
   for (size_t rank = 0; rank < reports.size(); ++rank) {
-    if (reports[rank].answered()) {
-      add(statements, position(reports[rank], subject), rank);
+    if (reports[rank].answered) {
+      add(statements, position(reports[rank], number), rank);
     }
-    const LedgerState* state = subject ? find_model(reports[rank], subject->model) : nullptr;
-    model = state == nullptr ? model : state->model;
   }
-  std::string text;
-  if (subject) {
-    text = "collective " + std::to_string(subject->number) + " of the model " + model + ": ";
-  }
-  text += join(statements) + (subject ? name_agreed(reports, *subject) : "") + ". " + silent +
+  const bool is_in = difference >= 0 || waits_in(reports, number);
+  std::string text = is_in ? "collective " + std::to_string(number) + ": " : "";
+  text += join(statements) + (is_in ? name_agreed(reports, number) : "") + ". " + silent +
       name_trainable(reports, params);
-  return text +
-      (silent.empty() ? advice_on(reports, subject, advice)
-                      : "Look for the first error in the output of the other ranks. ");
+  if (!silent.empty()) {
+    text += "Look for the first error in the output of the other ranks. ";
+  } else if (difference < 0 && any_outside(reports, number)) {
+    text +=
+        "A collective of the program between a forward and its backward, such as the sum of a loss "
+        "for the log, comes too early while ranks call other units: call it behind the backward. ";
+  } else if (difference >= 0) {
+    text +=
+        "All ranks must call the same units in the same order: look for branches that depend on "
+        "the data or the rank. ";
+  }
+  return text + advice;
 }
 
 } // namespace zerocore

@@ -3,7 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include <algorithm>
+#include <map>
+#include <sstream>
 #include <thread>
 
 #include "watch/store_connection.h"
@@ -12,14 +13,44 @@ namespace zerocore {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-constexpr Milliseconds kAnswer(4000); // what the others have to tell where they are
-constexpr Milliseconds kSentence(4500); // what the one that reads has; before GroupWatch gives up
-constexpr Milliseconds kFirstPause(50), kLongestPause(400); // between two looks
-constexpr Milliseconds kReaders(1000); // what others have to read an alarm at this rank's end
+constexpr Milliseconds kAnswer(3000); // what the others have to tell where they are
+constexpr Milliseconds kSentence(3500); // what the one that reads has; before Alarm gives up
+constexpr Milliseconds kPoll(50);
+constexpr Milliseconds kOthers(1000); // what the rank that holds the store gives them at its end
+constexpr const char* kHolder = "holder";
+
+void wait_until(Clock::time_point deadline, const std::function<bool()>& is_so) {
+  while (!is_so() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(kPoll);
+  }
+}
+
+// A line of the rank, to a list that all of them append to.
+void append(c10d::Store& store, const std::string& list, size_t rank, const std::string& text) {
+  const std::string line = std::to_string(rank) + " " + text + "\n";
+  if (store.hasExtendedApi()) {
+    store.append(list, {line.begin(), line.end()});
+    return;
+  }
+  for (;;) { // in a file
+    const std::string before = store.check({list}) ? store.get_to_str(list) : "";
+    if (store.compareSet(list, before, before + line) == before + line) {
+      return;
+    }
+  }
+}
 
 } // namespace
+
+void RollCall::note_holder(const c10::intrusive_ptr<c10d::Store>& store, int rank) {
+  if (serves(store)) {
+    store->set(kHolder, std::to_string(rank));
+    store->check({kHolder}); // the answer comes behind it
+  }
+}
 
 RollCall::RollCall(
     const c10::intrusive_ptr<c10d::Store>& store,
@@ -28,11 +59,13 @@ RollCall::RollCall(
     size_t size)
     : rank_(rank), size_(size) {
   StoreConnection beside = connect_beside(store);
-  can_ask_ = beside.store != nullptr;
-  holder_ = "the store of the process group" +
-      (beside.address.empty() ? "" : " at " + beside.address + " (rank 0's, or the launcher's)");
-  if (can_ask_) {
-    store_ = c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, std::move(beside.store));
+  if (beside.store == nullptr) {
+    return;
+  }
+  store_ = c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, std::move(beside.store));
+  address_ = std::move(beside.address);
+  if (!address_.empty() && store->check({kHolder})) {
+    holder_ = std::stoll(store->get_to_str(kHolder));
   }
 }
 
@@ -40,99 +73,122 @@ std::string RollCall::key(const char* what) const {
   return what + std::to_string(number_);
 }
 
-// False where no rank calls.
-bool RollCall::answer(bool wants, const Report& own, Clock::time_point now) {
-  if (!told_) {
-    const std::string call = key("call");
-    const std::string rank = std::to_string(rank_);
-    if (!wants && !store_->check({call})) {
-      return false;
-    }
-    is_own_ = store_->compareSet(call, "", rank) == rank;
-    is_overdue_ = false;
-    told_ = next_look_ = now;
-    pause_ = kFirstPause;
+std::string RollCall::holder() const {
+  const std::string at = address_.empty() ? "" : " at " + address_;
+  if (holder_ < 0) {
+    return "the store of the process group" + at;
   }
-  const RankReport report = own();
-  const bool is_first = *told_ == now;
-  if (is_first || (report.state == RankState::Overdue && !is_overdue_)) {
-    append(key("list"), report.encode());
-    is_overdue_ = report.state == RankState::Overdue;
-    store_->add(key("answers"), is_first ? 1 : 0);
-  }
-  return true;
+  return "rank " + std::to_string(holder_) + ", which holds the store" + at + ",";
 }
 
-std::optional<std::string> RollCall::step(bool wants, const Report& own, const Describe& describe) {
-  const auto now = Clock::now();
-  if (!answer(wants, own, now) || now < next_look_) {
-    return std::nullopt;
+Call RollCall::next(Call wanted) {
+  if (store_ == nullptr) {
+    return Call::None;
   }
-  next_look_ = now + pause_;
-  pause_ = std::min(2 * pause_, kLongestPause);
+  std::string made;
+  const std::string own = (wanted == Call::Alarm ? "alarm " : "warning ") + std::to_string(rank_);
+  if (wanted != Call::None) {
+    made = store_->compareSet(key("call"), "", own);
+  } else if (store_->check({key("call")})) {
+    made = store_->get_to_str(key("call"));
+  } else {
+    return Call::None;
+  }
+  is_alarm_ = made.rfind("alarm", 0) == 0;
+  is_own_ = made == own;
+  return is_alarm_ ? Call::Alarm : Call::Warning;
+}
+
+void RollCall::tell(const RankReport& own) {
+  told_ = Clock::now();
+  const std::string text = own.encode();
+  const std::string digest = std::to_string(std::hash<std::string>()(text));
+  const std::string report = key("report") + "/" + digest;
+  if (!store_->check({report})) {
+    store_->set(report, text);
+  }
+  append(*store_, key("list"), rank_, digest);
+  store_->add(key("answers"), 1);
+}
+
+std::string RollCall::hear(const Describe& describe) {
+  std::string told;
   const std::string sentence = key("sentence");
-  const bool is_late = now > *told_ + (is_own_ ? kAnswer : kSentence);
-  if (!store_->check({sentence})) {
-    if (is_own_ ? !is_late && !is_complete() : !is_late || store_->add(key("readers"), 1) != 1) {
-      return std::nullopt;
-    }
-    store_->set(sentence, describe(collect()));
+  if (!is_own_ && !is_alarm_) {
+    // nothing: the rank that warns says it
+  } else if (is_own_ || (!wait_for_sentence() && store_->add(key("leaders"), 1) == 1)) {
+    told = describe(collect());
+    store_->set(sentence, told);
+  } else {
+    told = store_->get_to_str(sentence); // waits
   }
-  std::string told = store_->get_to_str(sentence);
-  if (!told.empty()) {
-    store_->add("told", 1);
+  if (is_alarm_) {
+    store_->add("readers", 1);
+  } else {
+    ++number_;
   }
-  told_.reset();
-  ++number_;
   return told;
 }
 
-// A rank may have answered and then ended, so the number of both is no proof.
-bool RollCall::is_complete() {
-  const int64_t num_answers = store_->add(key("answers"), 0);
-  return num_answers + store_->add("ended", 0) >= static_cast<int64_t>(size_) &&
-      std::ranges::none_of(
-             collect(), [](const RankReport& report) { return report.state == RankState::Silent; });
-}
-
-// A report behind its rank; the last one of a rank counts.
-void RollCall::append(const std::string& list, const std::string& text) {
-  const std::string line = std::to_string(rank_) + " " + text;
-  if (store_->hasExtendedApi()) {
-    store_->append(list, {line.begin(), line.end()});
-    return;
+// One request, unlike looking again and again.
+bool RollCall::wait_for_sentence() {
+  try {
+    store_->wait({key("sentence")}, kSentence);
+    return true;
+  } catch (const std::exception&) {
+    return store_->check({key("sentence")}); // throws if the store has failed
   }
-  std::string before; // in a file
-  do {
-    before = store_->check({list}) ? store_->get_to_str(list) : "";
-  } while (store_->compareSet(list, before, before + line) != before + line);
 }
 
+// Of a list that ranks append to.
+std::vector<std::pair<size_t, std::string>> RollCall::lines(const std::string& list) {
+  std::vector<std::pair<size_t, std::string>> result;
+  if (store_->check({list})) {
+    std::istringstream in(store_->get_to_str(list));
+    std::string text;
+    for (size_t rank = 0; in >> rank && std::getline(in.ignore(), text);) {
+      result.emplace_back(rank, text);
+    }
+  }
+  return result;
+}
+
+// Counts before it reads the lists.
 std::vector<RankReport> RollCall::collect() {
   std::vector<RankReport> reports(size_);
-  for (const std::string& list : {key("list"), std::string("ends")}) {
-    const std::string text = store_->check({list}) ? store_->get_to_str(list) : "";
-    for (size_t position = 0; position < text.size();) {
-      const size_t space = text.find(' ', position);
-      const size_t rank = std::stoul(text.substr(position, space - position));
-      position = space + 1;
-      reports.at(rank) = RankReport::decode(text, position);
+  const auto is_complete = [&] {
+    const int64_t count = store_->add(key("answers"), 0) + store_->add("ended", 0);
+    return count >= static_cast<int64_t>(size_);
+  };
+  wait_until(told_ + kAnswer, is_complete);
+  for (const auto& [rank, how] : lines("ends")) {
+    reports.at(rank).ended = how;
+  }
+  std::map<std::string, RankReport> known; // by digest
+  for (const auto& [rank, digest] : lines(key("list"))) {
+    if (!known.contains(digest)) {
+      known[digest] = RankReport::decode(store_->get_to_str(key("report") + "/" + digest));
     }
+    reports.at(rank) = known[digest];
   }
   return reports;
 }
 
-void RollCall::note_end(const std::string& report, bool behind_alarm) {
-  if (!behind_alarm) {
-    append("ends", report);
-    store_->add("ended", 1);
+void RollCall::note_end(const std::string& how) {
+  if (store_ == nullptr) {
     return;
   }
-  const auto deadline = Clock::now() + kReaders;
-  --number_; // of the alarm
-  while (store_->add("told", 0) < store_->add(key("answers"), 0) && Clock::now() < deadline) {
-    std::this_thread::sleep_for(kFirstPause);
+  if (!is_alarm_) {
+    append(*store_, "ends", rank_, how);
+    store_->add("ended", 1);
   }
+  if (holder_ == static_cast<int64_t>(rank_)) { // its store ends with it
+    wait_until(Clock::now() + kOthers, [&] {
+      return is_alarm_ ? store_->add("readers", 0) >= store_->add(key("answers"), 0)
+                       : store_->add("ended", 0) >= static_cast<int64_t>(size_);
+    });
+  }
+  give_up();
 }
 
 } // namespace zerocore

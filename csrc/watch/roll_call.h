@@ -3,80 +3,77 @@
 //
 // Note [Roll call]
 // A rank that misses others makes a call: an entry in the store that all ranks look for in turn.
-// Each appends its report to one list. The rank whose entry it is reads the list and writes what
-// follows, for which the others look. If it does not come, the first rank that misses it reads in
-// its place. So a call takes 3 requests a rank and one for each look, and the reader's three.
+// Each appends a line to one list: its rank, and the digest of its report, which it writes if no
+// other rank had the same. The rank whose entry it is reads the list and the few reports, and
+// writes the sentence that follows, for which the others wait. If it does not come, the first rank
+// that misses it reads in its place. So a call takes at most 8 requests a rank, and as many of the
+// one that reads as there are different reports, and one for each moment that it waits.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "watch/rank_report.h"
 
 namespace zerocore {
 
-// Of one rank. Every function may take as long as the store does, which may be for ever; used by
-// one thread.
+enum class Call : uint8_t { None, Warning, Alarm }; // in order: the later one outranks the others
+
+// Of one model on one rank. Every function may take as long as the store does, which may be for
+// ever; used by one thread.
 class RollCall {
  public:
-  using Report = std::function<RankReport()>;
-  // The alarm's sentence; empty if ranks are to wait on.
   using Describe = std::function<std::string(const std::vector<RankReport>&)>;
 
-  // `name`: the same on all ranks, and no other roll call's.
+  // Behind this on all ranks, their roll calls know if one of them holds the store; a launcher may.
+  static void note_holder(const c10::intrusive_ptr<c10d::Store>& store, int rank);
+  // `name`: of the model, the same on all its ranks and no other model's.
   RollCall(
       const c10::intrusive_ptr<c10d::Store>& store,
       const std::string& name,
       size_t rank,
       size_t size);
 
-  // Makes a call if this rank wants one, or answers that of another; returns what came of it, once.
-  std::optional<std::string> step(bool wants, const Report& own, const Describe& describe);
-  // The program or its group ends. Behind an alarm the others get a moment to read: the store may
-  // end with this process.
-  void note_end(const std::string& report, bool behind_alarm);
+  // The call that is to be answered next: another rank's, or else one of this kind.
+  Call next(Call wanted);
+  // Answers it.
+  void tell(const RankReport& own);
+  // Behind tell(): returns what all are told; empty if this rank need not know.
+  std::string hear(const Describe& describe);
+  // The program ends: `how` is for the others. The rank that holds the store waits a moment for
+  // them, or for those that read an alarm.
+  void note_end(const std::string& how);
 
-  bool is_under_way() const {
-    return told_.has_value();
-  }
-  // From any thread.
   bool can_ask() const {
-    return can_ask_;
+    return store_ != nullptr;
   }
-  // The store has failed.
+  // The store has failed, or the program ends: no more of it.
   void give_up() {
-    can_ask_ = false;
+    store_ = nullptr;
   }
-  const std::string& holder() const {
-    return holder_;
-  }
+  // Names the rank or address that the store depends on; for any thread, without the store.
+  std::string holder() const;
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   std::string key(const char* what) const;
-  bool answer(bool wants, const Report& own, Clock::time_point now);
-  bool is_complete();
   std::vector<RankReport> collect();
-  void append(const std::string& list, const std::string& text);
+  std::vector<std::pair<size_t, std::string>> lines(const std::string& list);
+  bool wait_for_sentence();
 
   const size_t rank_, size_;
   c10::intrusive_ptr<c10d::Store> store_; // null: ranks cannot be compared
-  std::string holder_; // names the store
-  std::atomic<bool> can_ask_;
-  int64_t number_ = 0; // of the next call, or that which is under way
-  std::optional<Clock::time_point> told_; // when this rank did
+  int64_t number_ = 0; // of the next call
+  bool is_alarm_ = false; // the one that next() found
   bool is_own_ = false;
-  bool is_overdue_ = false; // as this rank has told
-  Clock::time_point next_look_;
-  std::chrono::milliseconds pause_{};
+  std::chrono::steady_clock::time_point told_; // when this rank did
+  std::string address_; // of the store
+  int64_t holder_ = -1; // the rank, if it is one of them
 };
 
 } // namespace zerocore

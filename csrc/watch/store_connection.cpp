@@ -1,12 +1,15 @@
 // The store of a process group, as a thread beside the program uses it.
 #include "watch/store_connection.h"
 
+#include <arpa/inet.h>
+#include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
+#include <filesystem>
 #include <mutex>
 #include <vector>
 
@@ -42,6 +45,22 @@ Store shared_clone(const Store& base) {
   return clone;
 }
 
+bool listens_at(int fd, uint16_t port) {
+  int listens = 0;
+  socklen_t size = sizeof(listens);
+  if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) {
+    return false;
+  }
+  sockaddr_storage address{};
+  size = sizeof(address);
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) { // NOLINT
+    return false;
+  }
+  // Both families of the network have the port in the same place.
+  return (address.ss_family == AF_INET || address.ss_family == AF_INET6) &&
+      ntohs(reinterpret_cast<const sockaddr_in*>(&address)->sin_port) == port; // NOLINT
+}
+
 } // namespace
 
 StoreConnection connect_beside(const Store& store) {
@@ -52,6 +71,19 @@ StoreConnection connect_beside(const Store& store) {
   const bool is_local = dynamic_cast<c10d::FileStore*>(base.get()) != nullptr ||
       dynamic_cast<c10d::HashStore*>(base.get()) != nullptr;
   return {is_local ? base : nullptr, ""};
+}
+
+bool serves(const Store& store) {
+  const Store base = without_prefix(store);
+  const auto* tcp = dynamic_cast<c10d::TCPStore*>(base.get());
+  if (tcp == nullptr) {
+    return false;
+  }
+  std::error_code error;
+  const std::filesystem::directory_iterator open_files("/proc/self/fd", error);
+  return std::any_of(begin(open_files), end(open_files), [&](const auto& file) {
+    return listens_at(std::stoi(file.path().filename()), tcp->getPort());
+  });
 }
 
 } // namespace zerocore

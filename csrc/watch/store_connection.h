@@ -21,4 +21,8 @@ struct StoreConnection {
 // store if it is of a kind that may call Python, for which the thread that waits may hold the lock.
 StoreConnection connect_beside(const c10::intrusive_ptr<c10d::Store>& store);
 
+// Whether this process is the server of a TCPStore, without which no rank can use it. False where
+// the system does not tell.
+bool serves(const c10::intrusive_ptr<c10d::Store>& store);
+
 } // namespace zerocore

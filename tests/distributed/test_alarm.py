@@ -128,8 +128,8 @@ ANY_PLACE = (
     r"rank 1 waits in (all_gather|all_reduce|reduce_scatter) of '(a|b|c|the calls of a pass)'"
 )
 CASES = [
-    Case(end, r"rank 1 did not answer within 4 s \(killed or stopped, ", also_odd=False),
-    Case(stop, r"rank 1 did not answer within 4 s \(killed or stopped, ", also_odd=False),
+    Case(end, r"rank 1 did not answer within 5 s \(killed or stopped, ", also_odd=False),
+    Case(stop, r"rank 1 did not answer within 5 s \(killed or stopped, ", also_odd=False),
     Case(sleep, rf"rank 1 has not come to it \(in no collective of this model\).*{STALL_SECONDS}"),
     Case(call_another_unit, r"rank 1 waits in all_(gather|reduce) of 'side' \(288 bytes\)"),
     Case(call_once_more, ANY_PLACE, stages=(0, 1, 2, 3)),

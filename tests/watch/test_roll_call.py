@@ -65,7 +65,7 @@ def test_ranks_that_ended_or_are_silent_are_named() -> None:
     tell_all(ranks, silent=(2, 3, 4))
     told = hear(ranks[-1])
     assert "rank 2 ended the program after KeyError: 3; rank 3 has ended its program or" in told
-    assert "without an error; rank 4 did not answer within 4 s" in told
+    assert "without an error; rank 4 did not answer within 5 s" in told
 
 
 def waits(model: int, number: int) -> RankReport:
