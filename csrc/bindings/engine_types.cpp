@@ -77,7 +77,6 @@ void register_engine_options(py::module_& module) {
               bool,
               bool,
               std::string,
-              std::string,
               std::optional<double>,
               int>(),
           py::kw_only(),
@@ -87,7 +86,6 @@ void register_engine_options(py::module_& module) {
           py::arg("log_hand_overs") = false,
           py::arg("static_graph") = false,
           py::arg("registered") = false,
-          py::arg("model_name") = "",
           py::arg("alarm_name") = "",
           py::arg("stall_seconds") = 0.0,
           py::arg("host_threads") = 1);

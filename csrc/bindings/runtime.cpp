@@ -17,6 +17,7 @@
 #include "runtime/host_threads.h"
 #include "runtime/registered_memory.h"
 #include "runtime/stream.h"
+#include "watch/alarm.h"
 #include "watch/watchdog.h"
 
 namespace py = pybind11;
@@ -31,24 +32,24 @@ class Waiting {
   Waiting(std::string what, std::string group) : what_(std::move(what)), group_(std::move(group)) {}
 
   void enter() {
-    watch_ = Watchdog::of_process().find(group_);
-    token_ = watch_ == nullptr ? 0 : watch_->enter(what_, group_);
+    alarm_ = Watchdog::of_process().alarm_of(group_);
+    token_ = alarm_ == nullptr ? 0 : alarm_->enter(what_);
   }
   void leave(const py::object& error) {
-    if (watch_ == nullptr) {
+    if (alarm_ == nullptr) {
       return;
     }
     if (PyObject_IsInstance(error.ptr(), PyExc_RuntimeError) == 1) { // what c10d raises
       const std::string text = what_ + " failed: " + std::string(py::str(error));
       const py::gil_scoped_release released;
-      watch_->fail(text);
+      alarm_->fail(text);
     }
-    watch_->leave(token_);
+    alarm_->leave(token_);
   }
 
  private:
   const std::string what_, group_;
-  Watchdog::Watch watch_;
+  std::shared_ptr<Alarm> alarm_;
   int64_t token_ = 0;
 };
 
@@ -76,13 +77,8 @@ void register_watchdog(py::module_& module) {
   using Released = py::call_guard<py::gil_scoped_release>;
   module.def(
       "note_end",
-      [](const std::string& error) { Watchdog::of_process().note_end(error); },
-      py::arg("error"),
-      Released());
-  module.def(
-      "set_operation",
-      [](std::string name) { Watchdog::of_process().set_operation(std::move(name)); },
-      py::arg("name"),
+      [](const std::string& how) { Watchdog::of_process().note_end(how); },
+      py::arg("how"),
       Released());
   module.def("connect_control", &connect_peers, py::arg("group"), Released());
   module.def(

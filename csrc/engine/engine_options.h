@@ -27,9 +27,8 @@ struct EngineOptions {
   bool log_hand_overs = false; // on the CPU: as if there were streams
   bool static_graph = false; // see Note [Static graphs]
   bool registered = false; // see Note [Registered memory]
-  std::string model_name; // its class
-  std::string alarm_name; // the same on all ranks, and no other model's
-  std::optional<double> stall_seconds = 0; // see GroupWatch::add; 0 for no alarm
+  std::string alarm_name; // see AlarmOptions; empty for no alarm
+  std::optional<double> stall_seconds = 0; // see AlarmOptions; 0 for no alarm
   int host_threads = 1; // that share a unit's update on the host
 };
 

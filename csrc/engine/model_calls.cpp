@@ -74,9 +74,6 @@ void ModelCalls::reset() {
 }
 
 void ModelCalls::begin_pass() {
-  if (calls_.empty() && !in_backward()) {
-    note_call_for_alarm(c10::GradMode::is_enabled() ? "a forward" : "a forward without gradients");
-  }
   recover(/*may_be_parked=*/false, "a sharded model was called");
   if (schedule_.in_rooted_pass() || in_backward()) {
     push_call({true}); // nested: the outer pass goes on
@@ -325,13 +322,6 @@ void ModelCalls::end_calls(size_t num) {
   std::erase_if(steps_, [num](size_t depth) { return depth > num; });
   if (calls_.empty()) {
     thread_check_.leave_forward();
-    note_call_for_alarm(in_backward() ? "a backward" : nullptr);
-  }
-}
-
-void ModelCalls::note_call_for_alarm(const char* call) const {
-  if (context_.alarm != nullptr) {
-    context_.alarm->ledger().set_call(call);
   }
 }
 

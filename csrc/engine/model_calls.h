@@ -117,7 +117,6 @@ class ModelCalls {
   Call pop_call();
   void end_calls(size_t num);
   void drop_calls();
-  void note_call_for_alarm(const char* call) const;
   void abandon(size_t call, size_t depth);
 
   const Units& units_;

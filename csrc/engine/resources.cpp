@@ -34,20 +34,29 @@ std::vector<std::string> names_of(const std::vector<UnitSpec>& units) {
 }
 
 // Looks after the collectives of the model's groups. None if `stall_seconds` is 0 or there is no
-// control group, as without real peers.
-std::unique_ptr<Alarm> make_alarm(const EngineOptions& engine, const std::vector<UnitSpec>& units) {
-  if (!engine.control || engine.stall_seconds == 0) {
+// `alarm_name`, as without real peers.
+std::shared_ptr<Alarm> make_alarm(const EngineOptions& engine, const std::vector<UnitSpec>& units) {
+  if (engine.alarm_name.empty() || engine.stall_seconds == 0) {
     return nullptr;
   }
-  const auto watch = Watchdog::of_process().watch_of(find_group(engine.control), engine.alarm_name);
+  AlarmOptions options{engine.alarm_name, 0, 1, engine.stall_seconds};
+  if (const auto all = find_group(engine.control)) {
+    options.rank = all->getRank();
+    options.size = all->getSize();
+  }
+  std::vector<Alarm::Group> groups = {find_group(engine.control)};
   for (const GroupNames& mesh : engine.meshes) {
     for (const auto& name : {mesh.shard, mesh.replicas, mesh.reductions, mesh.near}) {
-      if (const auto group = find_group(name)) {
-        watch->add_group(group);
-      }
+      groups.push_back(find_group(name));
     }
   }
-  return std::make_unique<Alarm>(watch, engine.stall_seconds, engine.model_name, names_of(units));
+  std::erase(groups, nullptr);
+  if (groups.empty()) {
+    return nullptr;
+  }
+  auto alarm = std::make_shared<Alarm>(options, groups, names_of(units));
+  Watchdog::of_process().add(alarm);
+  return alarm;
 }
 
 std::vector<UnitPlan> plans_of(const std::vector<UnitSpec>& units) {

@@ -58,7 +58,7 @@ class Resources {
   std::optional<RegisteredMemory> registered_;
   BucketPool pool_;
   Trace trace_;
-  std::unique_ptr<Alarm> alarm_;
+  std::shared_ptr<Alarm> alarm_;
   std::vector<MeshGroups> groups_;
   std::unique_ptr<ControlChannel> control_;
   std::unique_ptr<HostStates> host_; // null if no state is on the host

@@ -104,9 +104,6 @@ class UnitLifecycle {
   }
   void set_in_backward_pass(bool in_backward_pass) {
     in_backward_pass_ = in_backward_pass;
-    if (context_.alarm != nullptr) {
-      context_.alarm->ledger().set_call(in_backward_pass ? "a backward" : nullptr);
-    }
   }
 
   // Around an optimizer's step inside of a call, on all ranks. First what calls under way have

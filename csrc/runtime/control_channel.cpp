@@ -11,6 +11,7 @@
 
 #include "runtime/collectives.h"
 #include "watch/alarm.h"
+#include "watch/roll_call.h"
 
 namespace zerocore {
 
@@ -246,6 +247,7 @@ std::vector<bool> ControlChannel::hear(Flags& flags) {
 
 void connect_peers(const std::string& control) {
   const auto group = c10d::resolve_process_group(control);
+  RollCall::note_holder(group->getStore(), group->getRank());
   const auto link = link_of(group);
   link->wait(link->begin({}));
 }

@@ -8,7 +8,6 @@
 
 #include <utility>
 
-#include "common/error_text.h"
 #include "common/math.h"
 #include "runtime/bucket.h"
 
@@ -74,6 +73,7 @@ c10::DataPtr RegisteredMemory::allocate(int64_t nbytes) const {
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const std::exception& error) {
+    const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
     TORCH_CHECK(
         false,
         "registered=True: ",
@@ -81,7 +81,7 @@ c10::DataPtr RegisteredMemory::allocate(int64_t nbytes) const {
         " did not allocate and register ",
         nbytes,
         " bytes: ",
-        message_of(error),
+        torch_error != nullptr ? torch_error->what_without_backtrace() : error.what(),
         ". Without the option memory comes from the device's allocator");
   }
 }

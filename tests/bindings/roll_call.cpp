@@ -65,25 +65,9 @@ class CountingStore : public c10d::HashStore {
 
 RankReport report_of(int64_t waiting, const std::string& unit) {
   RankReport report;
-  report.state = RankState::Overdue;
-  LedgerState& model = report.models.emplace_back();
-  model.model = "Model";
-  model.entries = {{waiting, "all_gather", unit, 8, false}};
-  model.next = waiting + 1;
-  model.waiting = waiting;
-  return report;
-}
-
-// The report of a rank that waits in a collective of that model; -1 for one that waits in none.
-RankReport state_of(int64_t model, int64_t waiting, int64_t next, RankState state) {
-  RankReport report;
-  report.state = state;
-  for (int64_t id = 0; id < 2; ++id) {
-    LedgerState& own = report.models.emplace_back();
-    own.id = id;
-    own.next = id == model ? next : 0;
-    own.waiting = id == model ? waiting : -1;
-  }
+  report.answered = true;
+  report.ledger.entries = {{waiting, "all_gather", unit, 8, false}};
+  report.ledger.waiting = waiting;
   return report;
 }
 
@@ -103,37 +87,24 @@ void register_roll_call(py::module_& module) {
           py::arg("rank"),
           py::arg("size"))
       .def(
-          "step",
-          [](RollCall& self, bool wants, int64_t waiting, const std::string& unit) {
-            return self.step(
-                wants,
-                [&] { return report_of(waiting, unit); },
-                [](const auto& reports) { return describe(reports, {{0, {}}}, ""); });
+          "next",
+          [](RollCall& self, bool raises) {
+            return self.next(raises ? Call::Alarm : Call::None) == Call::Alarm;
           },
-          py::arg("wants"),
+          py::arg("raises"))
+      .def(
+          "tell",
+          [](RollCall& self, int64_t waiting, const std::string& unit) {
+            self.tell(report_of(waiting, unit));
+          },
           py::arg("waiting"),
           py::arg("unit"))
       .def(
-          "note_end",
-          [](RollCall& self, const std::string& error) {
-            RankReport report;
-            report.state = RankState::Ended;
-            report.error = error;
-            self.note_end(report.encode(), /*behind_alarm=*/false);
-          },
-          py::arg("error"));
-  py::enum_<RankState>(module, "RankState")
-      .value("Silent", RankState::Silent)
-      .value("Lives", RankState::Lives)
-      .value("Ended", RankState::Ended);
-  py::class_<RankReport>(module, "RankReport")
-      .def(
-          py::init(&state_of),
-          py::arg("model"),
-          py::arg("waiting"),
-          py::arg("next"),
-          py::arg("state") = RankState::Lives);
-  module.def("is_deadlock", &is_deadlock, py::arg("reports"));
+          "hear",
+          [](RollCall& self) {
+            return self.hear([](const auto& reports) { return describe(reports, {}, ""); });
+          })
+      .def("note_end", &RollCall::note_end, py::arg("how"));
 }
 
 } // namespace zerocore

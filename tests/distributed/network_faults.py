@@ -273,10 +273,10 @@ def mistakes(fault: Fault, ends: list[End]) -> list[str]:
 
 def is_true(fault: Fault, rank: int, said: str) -> bool:
     """Whether the ranks that did not answer are named, and no others."""
-    found = re.findall(r"ranks? ([\d, ]+?) did not answer", said)
+    found = re.findall(
+        r"ranks? ([\d, ]+?),? (?:which holds the store at [^ ]+ )?did not answer", said
+    )
     silent = {int(number) for numbers in found for number in numbers.split(",")}
-    if "(rank 0's, or the launcher's) did not answer" in said:
-        silent.add(0)
     if fault.kind == "cut" and rank == fault.victim:
         return silent == ({1, 2} if rank == 0 else {0})  # without the store it can ask nobody
     return silent == {fault.victim}

@@ -24,7 +24,7 @@ from tests.distributed.scripts import run_program
 from zerocore.common.alarm import STALL_SECONDS, stall_seconds
 
 LIMIT = 2.0
-PATIENCE = 8.0  # for the comparison, on top of the limit
+PATIENCE = 5.0  # for the comparison, on top of the limit
 ODD = 1  # the rank that does something else
 
 
@@ -128,9 +128,9 @@ ANY_PLACE = (
     r"rank 1 waits in (all_gather|all_reduce|reduce_scatter) of '(a|b|c|the calls of a pass)'"
 )
 CASES = [
-    Case(end, r"rank 1 did not answer within 5 s \(killed or stopped, ", also_odd=False),
-    Case(stop, r"rank 1 did not answer within 5 s \(killed or stopped, ", also_odd=False),
-    Case(sleep, rf"rank 1 has not come to it \(in no collective of this model\).*{STALL_SECONDS}"),
+    Case(end, "rank 1 did not answer within 3 s: killed, stopped or out of reach", also_odd=False),
+    Case(stop, "rank 1 did not answer within 3 s: killed, stopped or out of reach", also_odd=False),
+    Case(sleep, r"rank 1 has not come to it \(in no collective of this model\)"),
     Case(call_another_unit, r"rank 1 waits in all_(gather|reduce) of 'side' \(288 bytes\)"),
     Case(call_once_more, ANY_PLACE, stages=(0, 1, 2, 3)),
     Case(run_the_backward_twice, ANY_PLACE, stages=(0, 1, 2, 3)),
@@ -184,7 +184,7 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
     found = []
     if seconds > LIMIT + PATIENCE + slept:
         found.append(f"rank {outcome.rank} waited for {seconds:.1f} s")
-    for pattern in (case.told, r"^collective \d+ of the model Model: ", "They agreed up to"):
+    for pattern in (case.told, r"^collective \d+: ", "They agreed up to", STALL_SECONDS):
         if not re.search(pattern, first):
             found.append(f"rank {outcome.rank} was not told {pattern!r}: {first}")
     if again.split(" (Here")[0] != first.split(" (Here")[0]:
@@ -246,107 +246,35 @@ def save_alone(folder: Path, limit: float) -> str:
 def test_a_save_on_one_rank_only(tmp_path: Path, limit: float, timeout: float, advice: str) -> None:
     for outcome in run_to_end(save_alone, 2, tmp_path, limit, group_timeout=timeout):
         assert outcome.error is None, outcome.error
-        waits = "rank 0 waits in Checkpoints.save of 'step-00000001'" in outcome.value
-        assert waits or f"raise {advice}, which is {LIMIT:g}" in outcome.value, outcome.value
-        assert re.search(r"rank 1 (waits in all_\w+ of '[\w ]+' \(|has)", outcome.value)
-
-
-class Critic(Model):
-    pass
-
-
-@dataclass(frozen=True)
-class Certain:
-    """An act of rank 0 alone, and the sentence that all ranks get long before the limit."""
-
-    act: Callable[[Model, Model], object]
-    told: str
-    stages: tuple[int, ...] = (0, 1, 2, 3)
-    num_models: tuple[int, ...] = (1, 2)
-
-
-def evaluate(actor: Model, critic: Model) -> None:
-    critic.eval()
-    with torch.no_grad():
-        critic(torch.randn(2, 8), side=True)
-    critic.train()
-
-
-def train_alone(actor: Model, critic: Model) -> None:
-    critic(torch.randn(2, 8)).sum().backward()
-
-
-def save_alone_in_full(actor: Model, critic: Model) -> None:
-    zerocore.full_state_dict(critic)
-
-
-def wait_alone(actor: Model, critic: Model) -> None:
-    dist.barrier()
-
-
-CERTAIN = [
-    # At stages 0 to 2 a forward without gradients gathers nothing by itself.
-    Certain(evaluate, "rank 0 waits in all_.*, in a (forward|backward)|of the model Critic", (3,)),
-    # Of one model it is one step more, which the others may come to.
-    Certain(train_alone, "rank 0 waits in all_", num_models=(2,)),
-    Certain(save_alone_in_full, ", in full_state_dict", (3,)),
-    Certain(wait_alone, "rank 0 waits in torch.distributed.barrier"),
-]
-
-
-def wait_for_ever(case: Certain, stage: int, num_models: int) -> tuple[str, float] | None:
-    """The error and its seconds, where nothing but the ranks' reports tells that they wait."""
-    os.environ.pop(STALL_SECONDS, None)
-    torch.manual_seed(0)
-    actor = zerocore.shard(Model(), stage=stage, units=["Linear"])
-    critic = zerocore.shard(Critic(), stage=stage, units=["Linear"]) if num_models == 2 else actor
-    for _ in range(2):
-        step(critic)
-        step(actor)
-    begun = time.monotonic()
-    try:
-        if dist.get_rank() == 0:
-            case.act(actor, critic)
-        for _ in range(3):
-            step(actor)
-    except dist.DistBackendError as error:
-        return str(error), time.monotonic() - begun
-    return None
-
-
-@pytest.mark.parametrize("num_models", [1, 2])
-def test_ranks_end_as_soon_as_it_is_certain(stage: int, num_models: int) -> None:
-    for case in CERTAIN:
-        if stage not in case.stages or num_models not in case.num_models:
-            continue
-        for outcome in run_to_end(wait_for_ever, 2, case, stage, num_models, group_timeout=900.0):
-            assert outcome.error is None, outcome.error
-            assert outcome.value is not None
-            told, seconds = outcome.value
-            assert re.search(case.told, told), told
-            assert "raise the timeout" not in told
-            assert "did not answer" not in told
-            assert seconds < 20
+        assert f"raise {advice}, which is {LIMIT:g}" in outcome.value
+        assert "rank 0 waits in save of 'step-00000001'" in outcome.value
+        assert re.search(r"rank 1 (waits in all_gather of '\w+' \(|has)", outcome.value)
 
 
 def be_slow(log: Path) -> None:
-    """Training goes on when a rank comes that was slow."""
-    os.environ[STALL_SECONDS] = str(8 * LIMIT)
+    """Training goes on when a rank comes that was slow, but not for too long."""
+    os.environ[STALL_SECONDS] = str(6 * LIMIT)
     model = sharded(3)
     step(model)
     before, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 2)
-    if dist.get_rank() == ODD:
-        time.sleep(5 * LIMIT)
+    start = time.monotonic()
+    while dist.get_rank() == ODD and time.monotonic() < start + 5 * LIMIT and not log.read_text():
+        time.sleep(0.1)
     step(model)
     os.dup2(before, 2)
 
 
-def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
-    """The ranks ask it twice, and say nothing."""
+def test_a_slow_rank_is_named_before_the_limit(tmp_path: Path) -> None:
+    """By one rank that has waited for half of the limit."""
     log = tmp_path / "log"
     run_ranks(be_slow, 2, log, fresh=True)
-    assert log.read_text() == ""
+    told = log.read_text()
+    assert told.count("\n") == 1
+    assert re.match(
+        r"zerocore on rank 0: warning: collective \d+: rank 0 waits in all_gather", told
+    )
+    assert "rank 1 has not come to it" in told
 
 
 def fail_on_one_rank(stage: int) -> None:
@@ -400,8 +328,6 @@ if ending == "raised" and rank == 1:
     raise KeyError("bad batch")
 if ending == "left" and rank == 0:  # which holds the store
     sys.exit(3)
-if ending == "shorter" and rank == 1:
-    sys.exit(0)
 step(model)
 """
 
@@ -410,19 +336,14 @@ step(model)
     ("ending", "told", "codes"),
     [
         ("raised", "rank 1 ended the program after KeyError: 'bad batch'", (1, 1)),
-        (
-            "died",
-            r"the store of the process group at [^ ]+ \(rank 0's, .*\) did not answer",
-            (4, 1),
-        ),
-        ("shorter", "rank 1 has ended its program or its process group, without an error", (1, 0)),
-        ("left", "rank 0 has ended its program|rank 0's, .* did not answer", (3, 1)),
+        ("died", r"rank 0, which holds the store at [^ ]+, did not answer", (4, 1)),
+        ("left", "rank 0(, which holds the store .*,)? (ended the program|did not answer)", (3, 1)),
     ],
 )
 def test_end_of_the_program(ending: str, told: str, codes: tuple[int, int]) -> None:
     outcomes = run_program(PROGRAM, 2, ending)
     assert tuple(code for code, _ in outcomes) == codes, outcomes
-    survivor = outcomes[0 if ending in ("raised", "shorter") else 1][1]
+    survivor = outcomes[0 if ending == "raised" else 1][1]
     assert re.search(told, survivor), survivor
     assert "terminate called" not in "".join(output for _, output in outcomes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,8 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerocore._C import Waiting, note_end, set_operation, watch_group
-from zerocore.common.groups import check_exists
+from zerocore._C import Waiting, note_end, watch_group
 from zerocore.common.patching import around
 
 STALL_SECONDS = "ZEROCORE_STALL_SECONDS"
@@ -45,17 +43,11 @@ def operation(name: str) -> Iterator[None]:
 
     An operation inside of another one is a part of that.
     """
-    outer = _operation.get()
-    before = _operation.set(outer or name)
-    shows = not outer and threading.current_thread() is threading.main_thread()
-    if shows:
-        set_operation(name)
+    before = _operation.set(_operation.get() or name)
     try:
         yield
     finally:
         _operation.reset(before)
-        if shows:
-            set_operation("")
 
 
 def waiting(group: dist.ProcessGroup, what: str) -> Waiting:
@@ -63,14 +55,13 @@ def waiting(group: dist.ProcessGroup, what: str) -> Waiting:
 
     ``what`` names it where no :func:`operation` does. An error of the collective raises the alarm.
     """
-    check_exists(group)
     return Waiting(_operation.get() or what, group.group_name)
 
 
 def watch(control: dist.ProcessGroup | None) -> None:
     """The alarm of a model has been made: what it also looks after.
 
-    The others are told how this program ended if they wait for it. A rank that waits in a
+    The others are told if this program ends while they wait for it. A rank that waits in a
     collective of the program's own, in the default group, is woken up by the alarm; one in
     ``dist.barrier`` also raises it.
     """
@@ -99,4 +90,5 @@ def _watch_end() -> None:
 
 def _tell() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    note_end("" if error is None else f"{type(error).__name__}: {error}".split("\n")[0][:200])
+    text = "" if error is None else f" after {type(error).__name__}: {error}".split("\n")[0][:200]
+    note_end(text)

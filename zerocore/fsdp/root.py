@@ -96,7 +96,6 @@ class Root(Tree):
                 if group.params
             ],
             order=call_order(self.group.modules, units_by_module(g.modules for g in groups)),
-            model=type(self.module).__name__.removeprefix("FSDP"),
             name=name,
             stall_seconds=stall,
         )

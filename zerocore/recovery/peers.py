@@ -269,7 +269,7 @@ class PeerCheckpoints(Checkpoints):
         groups = self._writer.groups
         return PeerSave(final, saved, own, groups, self._keep, self._known, self._nodes)
 
-    @operation("PeerCheckpoints.load")
+    @operation("load of a checkpoint")
     def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
         """Loads the newest checkpoint of which every file is on some node, or that of ``step``.
 

@@ -70,7 +70,6 @@ def build(request: ShardRequest) -> ShardState:
         request.device,
         units=_unit_specs(planned, config, extensions),
         order=call_order([model], units_of),
-        model=type(model).__name__,
         name=request.name,
         stall_seconds=request.stall_seconds,
     )
@@ -116,7 +115,6 @@ def make_engine(
     *,
     units: list[UnitSpec],
     order: list[CallEvent],
-    model: str,
     name: str,
     stall_seconds: float | None,
 ) -> Engine:
@@ -142,8 +140,7 @@ def make_engine(
         control=_name_of(control),
         static_graph=config.communication.static_graph,
         registered=config.communication.registered,
-        model_name=model,
-        alarm_name=name,
+        alarm_name="" if control is None else name,
         stall_seconds=stall_seconds,
         host_threads=update_threads(device) if threads is None else threads,
     )

@@ -3,7 +3,6 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include "common/error_text.h"
 #include "engine/graph/autograd.h"
 
 namespace zerocore {
@@ -34,8 +33,7 @@ Offload::~Offload() {
     }
     synchronize();
   } catch (const std::exception& error) {
-    TORCH_WARN(
-        "zerocore: an update on the host failed while the model was freed: ", message_of(error));
+    TORCH_WARN("zerocore: an update on the host failed while the model was freed: ", error.what());
   }
 }
 
