@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from zerocore._C import CallEvent, Layout, PoolStats, Range, ShardOptions
 
