@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
 from zerocore.fsdp.mesh import DataMesh, device_of
-from zerocore.fsdp.rows import Rows, shard_rows
+from zerocore.fsdp.rows import LOCAL_TYPE, Rows, shard_rows
 from zerocore.model.extensions import Extension
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState
@@ -80,7 +80,8 @@ class RowParam:
     @property
     def is_viewed(self) -> bool:
         """Whether modules see another tensor than the engine's."""
-        return self.extension is not None or not self.rows.is_plain
+        is_plain = self.rows.is_plain and LOCAL_TYPE not in self.attributes
+        return self.extension is not None or not is_plain
 
     def make_view(self) -> torch.Tensor:
         """Makes ``shown`` anew, with what was set on the parameter."""
@@ -247,6 +248,7 @@ class Group:
             origin = param.__dict__.setdefault(_ORIGIN, object())
             extent = extent_of(local_part(param))
             vars(shard).update(attributes)
+            vars(shard).pop(LOCAL_TYPE, None)  # of what modules see
             shard.__dict__[IS_ROWS] = True
             for owner, key in places:
                 owner._parameters[key] = shard

@@ -103,9 +103,9 @@ def _refusal(fqn: str) -> ValueError:
     )
 
 
-def watch_loads(model: nn.Module, state: ShardState) -> None:
-    """From now on what is loaded into sharded parameters is checked. All ranks must load, and
-    refuse what does not fit on one of them together."""
+def watch_state_dicts(model: nn.Module, state: ShardState) -> None:
+    """From now on what is loaded into sharded parameters is checked, and what is saved are shards,
+    also within calls. All ranks must load, and refuse what does not fit on one of them together."""
 
     @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -120,10 +120,10 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
     model.register_load_state_dict_pre_hook(check)
     for module in {owner for param in state.params() for owner, _ in param.owners}:
         module.register_load_state_dict_pre_hook(_check)
+    _watch_saves(model, state)
 
 
-def watch_saves(model: nn.Module, state: ShardState) -> None:
-    """From now on state dicts are those of shards, also within calls."""
+def _watch_saves(model: nn.Module, state: ShardState) -> None:
     under_way = 0
 
     def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -147,7 +147,7 @@ recording = ContextVar("recording", default=False)  # a load that only notes wha
 
 
 def is_our_hook(hook: Any) -> bool:
-    """Whether a hook of loading is one of :func:`watch_loads`."""
+    """Whether a hook of loading is one of :func:`watch_state_dicts`."""
     return getattr(hook, "hook", hook).__module__ == __name__
 
 

@@ -58,7 +58,7 @@ class Param:
 
     @property
     def full(self) -> Any:
-        """What layers compute with."""
+        """The full parameter, which layers compute with."""
         return self.object if self.is_full else self.hidden
 
     def make_like(self) -> Tensor:

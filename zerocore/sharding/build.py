@@ -26,7 +26,7 @@ from zerocore.common.host import check_obtainable, local_ranks, shortage, update
 from zerocore.common.links import emulated_host_link
 from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_rules import earlier_optimizers, take_over
-from zerocore.hooks.registration import watch_loads, watch_registrations, watch_saves
+from zerocore.hooks.registration import watch_registrations, watch_state_dicts
 from zerocore.model.as_ddp import behave_as_ddp
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig, shard_options
@@ -69,9 +69,7 @@ def build(request: ShardRequest) -> ShardState:
         name=request.name,
         stall_seconds=request.stall_seconds,
     )
-    if (factor := config.communication.gradient_divide_factor) is not None:
-        for index in range(len(planned)):
-            engine.settings(index).gradient_scale = 1.0 / factor
+    _scale_gradients(engine, config, len(planned))
     _take_host_memory(engine, config, meshes[0], request.device)
     state = ShardState(
         engine, config, all_ranks, tuple(meshes), request.device, request.tensor_ranks
@@ -85,8 +83,7 @@ def build(request: ShardRequest) -> ShardState:
     materialize_buffers(model, request.device, request.init_fn)
     _fuse_linears(state)
     _set_unit_calls(model, units_of, state)
-    watch_loads(model, state)
-    watch_saves(model, state)
+    watch_state_dicts(model, state)
     start(model, state, config.sync_params or state.world_size == 1)
     loads_late = config.leaves("parameters") and request.device.type != "cpu"
     if engine.lands_gradients or loads_late:
@@ -94,6 +91,12 @@ def build(request: ShardRequest) -> ShardState:
     watch_registrations(model, state)
     take_over(earlier, all_ranks)
     return state
+
+
+def _scale_gradients(engine: Engine, config: ShardConfig, num_units: int) -> None:
+    if (factor := config.communication.gradient_divide_factor) is not None:
+        for index in range(num_units):
+            engine.settings(index).gradient_scale = 1.0 / factor
 
 
 def _make_groups(request: ShardRequest) -> list[Ranks]:
@@ -242,40 +245,44 @@ def _shard_param(
 ) -> Param:
     engine, fqn = state.engine, choice.fqns[0]
     param: Any = choice.param
-    trained = param.requires_grad
     made = engine.make_full(unit.index, position)
-    full: nn.Parameter = as_parameter(made, full_class(param), trained)
+    full: nn.Parameter = as_parameter(made, full_class(param), param.requires_grad)
     place = _place_of(state, unit, position, choice, full, wholes.get(fqn))
-    on_host = engine.is_updated_on_host(unit.index, position)
     shard = engine.make_shard(unit.index, position)
-    device = shard.device
     grad = None
     if param.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place, ref(state))
-        device = grad.device
-    facts = {
+    facts = _facts(state, unit, position, choice, place)
+    facts["grad_device"] = shard.device if grad is None else grad.device
+    become_shard(param, shard, full, facts)
+    engine.bind(unit.index, position, full, param, grad)
+    if grad is not None and place.group is not None:
+        param.bind_sums()
+    if param.make_view is not None:
+        owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
+        engine.set_view(unit.index, position, owners, param.shown)
+    keep_in_place(param, fqn)
+    spec = engine.spec(unit.index, position)
+    return Param(choice.fqns, choice.owners, param, full, spec, types_of(choice, state.config))
+
+
+def _facts(
+    state: ShardState, unit: Unit, position: int, choice: ParamChoice, place: Place
+) -> dict[str, Any]:
+    """Attributes of a :class:`ShardedParameter`, by name."""
+    on_host = state.engine.is_updated_on_host(unit.index, position)
+    return {
         "place": place,
         "state_ref": ref(state),
         "unit": unit.index,
         "position": position,
         "spec": choice.spec,
         "make_view": _view_of(choice, place),
-        "model_weight": engine.make_model_shard(unit.index, position),
+        "model_weight": state.engine.make_model_shard(unit.index, position),
         "on_host": on_host,
         "on_disk": on_host and state.config.place_of("states") == "disk",
-        "grad_device": device,
         "aliases": [],
     }
-    become_shard(param, shard, full, facts)
-    engine.bind(unit.index, position, full, param, grad)
-    if grad is not None and place.group is not None:
-        param.bind_sums()
-    if facts["make_view"] is not None:
-        owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
-        engine.set_view(unit.index, position, owners, param.shown)
-    keep_in_place(param, fqn)
-    spec = engine.spec(unit.index, position)
-    return Param(choice.fqns, choice.owners, param, full, spec, types_of(choice, state.config))
 
 
 def _place_of(

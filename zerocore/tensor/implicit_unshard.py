@@ -96,7 +96,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-# What an error calls a shard, the full value in its place, and the version of that.
+# How errors call a shard, its full value, and the version of that.
 _Full = tuple[tuple[str, str], Tensor, int]
 
 

@@ -196,7 +196,7 @@ def as_parameter(tensor: Tensor, kind: type[nn.Parameter], requires_grad: bool) 
 
 def become_shard(param: Any, data: Tensor, full: Tensor, facts: dict[str, Any]) -> None:
     """``param`` is a :class:`ShardedParameter` over ``data`` from now on, and ``full`` its hidden
-    object. What was set on it stays, and its hooks.
+    object. Its attributes stay, and its hooks.
 
     Raises:
         TypeError: memory of the class of ``param`` has other parts than that of tensors.
@@ -259,7 +259,7 @@ def full_class(param: nn.Parameter) -> Any:
 
 
 def attributes_of(param: Tensor) -> dict[str, Any]:
-    """What programs have set on a parameter."""
+    """The attributes that programs have set on a parameter."""
     return {key: value for key, value in vars(param).items() if key not in _FACTS}
 
 

@@ -334,7 +334,7 @@ class PlacedParameter(Placed):
 
     @property
     def full(self) -> Any:
-        """What layers compute with."""
+        """The full parameter, which layers compute with."""
         return other_of(self)
 
     def shown(self) -> Tensor:

@@ -55,7 +55,7 @@ def forget_rows(*params: Tensor | None) -> None:
 
 
 class _FullRows(FullParameter):
-    """What modules compute with in the place of a DTensor."""
+    """A DTensor's full parameter, while modules compute with it."""
 
     def _seen_shard(self) -> Any:
         known = _rows.get(self)
