@@ -65,6 +65,7 @@ class Root(Tree):
             # The messages of ranks are none of the program's, nor part of a torch.func transform.
             with _disable_current_modes(), temporarily_clear_interpreter_stack():
                 self._make()
+                give_rows_to_all()
         assert self.state is not None
         return self.state
 
@@ -121,7 +122,6 @@ class Root(Tree):
                 self._set_unit_call(state, group)
         self.state = state
         start(self.module, state, False)
-        give_rows_to_all()
         for group in groups:
             apply_settings(group)
         if self.is_manual:

@@ -56,8 +56,6 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             return func(*args, **kwargs)
         if getattr(func, "__module__", None) == "torch.nn.init":
             return initialise(func, args, kwargs)
-        if name == "expand_as" and args[0] is args[1] and is_recorded(args):
-            return args[0].full.expand_as(args[0].full)  # for its node; gathered where it is read
         if name in _TEMPLATES:
             return _view_like(name, *args, **kwargs)
         found = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
@@ -195,6 +193,8 @@ def _set_items(changed: Any, index: Any, value: Any) -> Any:
 
 def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
     """The shape of a shard is that of its full tensor, which the function itself would not see."""
+    if tensor is other and name == "expand_as" and is_recorded(tensor):
+        return tensor.full.expand_as(tensor.full)  # type: ignore[attr-defined]  # for its node
     view = getattr(Tensor, name.removesuffix("_as"))
     args = (tensor, outline_of(other).shape)
     return call(view, args, {}) if isinstance(tensor, Placed) else view(*args)
