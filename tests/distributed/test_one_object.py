@@ -381,22 +381,30 @@ class Inner(nn.Module):
         self.net, self.scale = inner, nn.Parameter(torch.ones(6))
         self.saved: list[Any] = []
 
-    def forward(self, x: Tensor, optimizer: Any, mean: bool) -> None:
-        (self.net(x) * self.scale).square().mean().backward()
-        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-        optimizer.step()
+    def forward(self, x: Tensor, optimizer: Any, closes: bool) -> None:
+        def closure() -> Tensor:
+            loss: Tensor = (self.net(x) * self.scale).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+            return loss
+
+        if closes:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
         self.zero_grad()
         assert self.scale.grad is None
         self.saved.append(self.state_dict())
 
 
-def trains_inside(stage: int) -> None:
+def trains_inside(stage: int, closes: bool) -> None:
     model, plain = Inner(seeded()), Inner(seeded())
     zerocore.shard(model, stage=stage, units=[nn.Linear])
     for each in (model, plain):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
         for step in range(3):
-            each(batch(step, 0), optimizer, each is model)
+            each(batch(step, 0), optimizer, closes)
     assert_same_weights(model, plain)
     for one, other in zip(model.saved, plain.saved, strict=True):
         for key, value in one.items():
@@ -405,8 +413,9 @@ def trains_inside(stage: int) -> None:
     torch.testing.assert_close(last, dict(plain.saved[-1]), rtol=1e-4, atol=1e-6)
 
 
-def test_training_and_saving_inside_of_a_call(stage: int) -> None:
-    run_ranks(trains_inside, 2, stage)
+@pytest.mark.parametrize("closes", [False, True])
+def test_training_and_saving_inside_of_a_call(stage: int, closes: bool) -> None:
+    run_ranks(trains_inside, 2, stage, closes)
 
 
 def built_inside(stage: int) -> None:
