@@ -2,10 +2,9 @@
 #include "watch/rank_report.h"
 
 #include <algorithm>
-#include <concepts>
 #include <cstdio>
 #include <optional>
-#include <type_traits>
+#include <sstream>
 #include <utility>
 
 namespace zerocore {
@@ -75,88 +74,6 @@ std::string name_entry(const LedgerEntry& entry) {
 const LedgerState* find_model(const RankReport& report, int64_t model) {
   const auto found = std::ranges::find(report.models, model, &LedgerState::id);
   return found == report.models.end() ? nullptr : &*found;
-}
-
-// -- reports as text: each value behind its length --------------------------------------------
-
-template <typename T>
-concept Scalar = std::integral<T> || std::is_enum_v<T>;
-
-void write(std::string& text, const std::string& value) {
-  text += std::to_string(value.size()) + " " + value;
-}
-
-void read(const std::string& text, size_t& position, std::string& value) {
-  const size_t space = text.find(' ', position);
-  const size_t size = std::stoul(text.substr(position, space - position));
-  value = text.substr(space + 1, size);
-  position = space + 1 + size;
-}
-
-template <Scalar Number>
-void write(std::string& text, Number value) {
-  write(text, std::to_string(static_cast<int64_t>(value)));
-}
-
-template <Scalar Number>
-void read(const std::string& text, size_t& position, Number& value) {
-  std::string digits;
-  read(text, position, digits);
-  value = static_cast<Number>(std::stoll(digits));
-}
-
-template <typename Visitor>
-void visit(LedgerEntry& entry, const Visitor& visitor);
-template <typename Visitor>
-void visit(LedgerState& state, const Visitor& visitor);
-template <typename Visitor>
-void visit(NamedWait& wait, const Visitor& visitor);
-
-template <typename Visitor, typename Item>
-void visit(std::vector<Item>& items, const Visitor& visitor) {
-  size_t size = items.size();
-  visitor(size);
-  items.resize(size);
-  for (Item& item : items) {
-    visit(item, visitor);
-  }
-}
-
-template <typename Visitor>
-void visit(LedgerEntry& entry, const Visitor& visitor) {
-  visitor(entry.number);
-  visitor(entry.op);
-  visitor(entry.unit);
-  visitor(entry.nbytes);
-  visitor(entry.done);
-}
-
-template <typename Visitor>
-void visit(LedgerState& state, const Visitor& visitor) {
-  visitor(state.id);
-  visitor(state.model);
-  visitor(state.call);
-  visit(state.entries, visitor);
-  visitor(state.next);
-  visitor(state.waiting);
-  visitor(state.trainable);
-}
-
-template <typename Visitor>
-void visit(NamedWait& wait, const Visitor& visitor) {
-  visitor(wait.what);
-  visitor(wait.count);
-  visitor(wait.decides);
-}
-
-template <typename Visitor>
-void visit(RankReport& report, const Visitor& visitor) {
-  visitor(report.state);
-  visitor(report.error);
-  visitor(report.operation);
-  visit(report.models, visitor);
-  visit(report.waits, visitor);
-  visit(report.begun, visitor);
 }
 
 // -- who waits for ever ----------------------------------------------------------------------
@@ -372,15 +289,60 @@ std::string advice_on(
 } // namespace
 
 std::string RankReport::encode() const {
-  std::string text;
-  RankReport copy = *this;
-  visit(copy, [&](auto& value) { write(text, value); });
-  return text;
+  std::ostringstream out;
+  out << static_cast<int>(state) << ' ' << models.size() << ' ' << waits.size() << ' '
+      << begun.size() << '\n'
+      << error << '\n'
+      << operation << '\n';
+  for (const LedgerState& each : models) {
+    out << each.id << ' ' << each.next << ' ' << each.waiting << ' ' << each.entries.size() << ' '
+        << each.model << '\n'
+        << each.call << '\n'
+        << each.trainable << '\n';
+    for (const LedgerEntry& entry : each.entries) {
+      out << entry.number << ' ' << entry.nbytes << ' ' << entry.done << ' ' << entry.op << ' '
+          << entry.unit << '\n';
+    }
+  }
+  for (const auto* list : {&waits, &begun}) {
+    for (const NamedWait& wait : *list) {
+      out << wait.count << ' ' << wait.decides << ' ' << wait.what << '\n';
+    }
+  }
+  return out.str();
 }
 
-RankReport RankReport::decode(const std::string& text, size_t& position) {
+RankReport RankReport::decode(std::istream& in) {
   RankReport report;
-  visit(report, [&](auto& value) { read(text, position, value); });
+  int state = 0;
+  size_t num_models = 0;
+  size_t num_waits = 0;
+  size_t num_begun = 0;
+  in >> state >> num_models >> num_waits >> num_begun;
+  report.state = static_cast<RankState>(state);
+  report.models.resize(num_models);
+  report.waits.resize(num_waits);
+  report.begun.resize(num_begun);
+  std::getline(in.ignore(), report.error);
+  std::getline(in, report.operation);
+  for (LedgerState& each : report.models) {
+    size_t num_entries = 0;
+    in >> each.id >> each.next >> each.waiting >> num_entries;
+    std::getline(in.ignore(), each.model);
+    std::getline(in, each.call);
+    std::getline(in, each.trainable);
+    each.entries.resize(num_entries);
+    for (LedgerEntry& entry : each.entries) {
+      in >> entry.number >> entry.nbytes >> entry.done >> entry.op;
+      std::getline(in.ignore(), entry.unit);
+    }
+  }
+  for (auto* list : {&report.waits, &report.begun}) {
+    for (NamedWait& wait : *list) {
+      in >> wait.count >> wait.decides;
+      std::getline(in.ignore(), wait.what);
+    }
+  }
   return report;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iosfwd>
 #include <map>
 #include <string>
 #include <vector>
@@ -31,8 +32,9 @@ struct RankReport {
   bool answered() const {
     return state == RankState::Lives || state == RankState::Overdue;
   }
-  std::string encode() const; // to be followed by others
-  static RankReport decode(const std::string& text, size_t& position); // which moves behind it
+  // Lines, which may be followed by others.
+  std::string encode() const;
+  static RankReport decode(std::istream& in);
 };
 
 using ParamNames = std::map<int64_t, std::vector<std::string>>; // by id of the model

@@ -1,12 +1,14 @@
 // See Note [Roll call].
 #include "watch/roll_call.h"
 
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
+#include <sstream>
 #include <thread>
-
-#include "watch/store_connection.h"
 
 namespace zerocore {
 
@@ -26,14 +28,21 @@ RollCall::RollCall(
     const std::string& name,
     size_t rank,
     size_t size)
-    : rank_(rank), size_(size) {
-  StoreConnection beside = connect_beside(store);
-  can_ask_ = beside.store != nullptr;
-  holder_ = "the store of the process group" +
-      (beside.address.empty() ? "" : " at " + beside.address + " (rank 0's, or the launcher's)");
-  if (can_ask_) {
-    store_ = c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, std::move(beside.store));
+    : rank_(rank), size_(size), holder_("the store of the process group") {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  auto base = prefixed == nullptr ? store : prefixed->getUnderlyingNonPrefixStore();
+  if (const auto* tcp = dynamic_cast<const c10d::TCPStore*>(base.get())) {
+    // Not by what a store says of itself: for that torch asks the name server.
+    holder_ += " at " + tcp->getHost() + ":" + std::to_string(tcp->getPort()) +
+        " (rank 0's, or the launcher's)";
+    base = base->clone(); // other threads may block in the group's own connection
+  } else if (
+      dynamic_cast<const c10d::FileStore*>(base.get()) == nullptr &&
+      dynamic_cast<const c10d::HashStore*>(base.get()) == nullptr) {
+    return; // it may call Python, for which the thread that waits may hold the lock
   }
+  store_ = c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, std::move(base));
+  can_ask_ = true;
 }
 
 std::string RollCall::key(const char* what) const {
@@ -107,11 +116,9 @@ std::vector<RankReport> RollCall::collect() {
   std::vector<RankReport> reports(size_);
   for (const std::string& list : {key("list"), std::string("ends")}) {
     const std::string text = store_->check({list}) ? store_->get_to_str(list) : "";
-    for (size_t position = 0; position < text.size();) {
-      const size_t space = text.find(' ', position);
-      const size_t rank = std::stoul(text.substr(position, space - position));
-      position = space + 1;
-      reports.at(rank) = RankReport::decode(text, position);
+    std::istringstream in(text);
+    for (size_t rank = 0; in >> rank;) {
+      reports.at(rank) = RankReport::decode(in);
     }
   }
   return reports;

@@ -69,7 +69,7 @@ class RollCall {
   const size_t rank_, size_;
   c10::intrusive_ptr<c10d::Store> store_; // null: ranks cannot be compared
   std::string holder_; // names the store
-  std::atomic<bool> can_ask_;
+  std::atomic<bool> can_ask_ = false;
   int64_t number_ = 0; // of the next call, or that which is under way
   std::optional<Clock::time_point> told_; // when this rank did
   bool is_own_ = false;

@@ -351,7 +351,7 @@ def train_in_one_autocast_region(stage: int) -> None:
     model = zerocore.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        pytest.raises(RuntimeError, match="autocast region, whose cache.*cache_enabled=False"),
+        pytest.raises(RuntimeError, match=r"autocast region, whose cache.*cache_enabled=False"),
         torch.autocast("cpu", torch.bfloat16),
     ):
         for _ in range(2):

@@ -35,7 +35,8 @@ Offload::~Offload() {
     }
     synchronize();
   } catch (const std::exception& error) {
-    TORCH_WARN("zerocore: an update on the host failed while the model was freed: ", message_of(error));
+    TORCH_WARN(
+        "zerocore: an update on the host failed while the model was freed: ", message_of(error));
   }
 }
 
