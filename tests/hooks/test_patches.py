@@ -90,6 +90,22 @@ assert type(seen[1]) is zerocore.LocalShard, seen  # the step does not, but give
 assert len(seen) == 2, seen
 """
 
+DEVICES = """
+import torch, zerocore
+
+torch.distributed.init_process_group("gloo")
+zerocore.shard(torch.nn.Linear(4, 4))
+made = {
+    torch.tensor: [1.0], torch.as_tensor: [1.0], torch.asarray: [1.0], torch.zeros: 2,
+    torch.empty: 2, torch.rand: 2, torch.full: ((2,), 1.0), torch.arange: 3, torch.linspace: (0, 1, 3),
+}
+made = {make: args if isinstance(args, tuple) else (args,) for make, args in made.items()}
+with torch.device("meta"):
+    assert [make.__name__ for make, args in made.items() if not make(*args).is_meta] == []
+torch.set_default_device("meta")
+assert [make.__name__ for make, args in made.items() if not make(*args).is_meta] == []
+"""
+
 
 @pytest.mark.parametrize(
     "script",
@@ -107,4 +123,9 @@ def test_patches(script: str) -> None:
 
 def test_an_optimizer_made_before_the_first_model_is_sharded() -> None:
     ((code, output),) = run_program(EARLIER_OPTIMIZER, 1)
+    assert code == 0, output
+
+
+def test_tensors_are_made_on_the_device_of_the_context() -> None:
+    ((code, output),) = run_program(DEVICES, 1)
     assert code == 0, output

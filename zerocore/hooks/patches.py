@@ -14,6 +14,7 @@ from torch.nn import init
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 from torch.utils import _foreach_utils
+from torch.utils._device import _device_constructors
 
 from zerocore._C import ask_before_typed, replace_in_modules
 from zerocore.common import alarm
@@ -100,6 +101,9 @@ PATCHES = (
 def install(others: tuple[Patch, ...]) -> None:
     """Applies the patches, with ``others`` of packages that see this one, and registers the hooks
     that torch has; once in a process."""
+    # Torch keeps what `torch.device(...)` as a context and the default device apply to. The functions
+    # that are replaced call the old ones, which must be in there.
+    _device_constructors()
     functions: list[tuple[Any, Any]] = []  # the old one and the new
     for patch in (*PATCHES, *others):
         owner = resolve_name(patch.owner)
