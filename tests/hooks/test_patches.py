@@ -97,7 +97,8 @@ torch.distributed.init_process_group("gloo")
 zerocore.shard(torch.nn.Linear(4, 4))
 made = {
     torch.tensor: [1.0], torch.as_tensor: [1.0], torch.asarray: [1.0], torch.zeros: 2,
-    torch.empty: 2, torch.rand: 2, torch.full: ((2,), 1.0), torch.arange: 3, torch.linspace: (0, 1, 3),
+    torch.empty: 2, torch.rand: 2, torch.full: ((2,), 1.0), torch.arange: 3,
+    torch.linspace: (0, 1, 3),
 }
 made = {make: args if isinstance(args, tuple) else (args,) for make, args in made.items()}
 with torch.device("meta"):

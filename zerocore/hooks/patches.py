@@ -101,8 +101,8 @@ PATCHES = (
 def install(others: tuple[Patch, ...]) -> None:
     """Applies the patches, with ``others`` of packages that see this one, and registers the hooks
     that torch has; once in a process."""
-    # Torch keeps what `torch.device(...)` as a context and the default device apply to. The functions
-    # that are replaced call the old ones, which must be in there.
+    # Torch keeps the functions to which `torch.device(...)` as a context and the default device
+    # apply. Those that are replaced call the old ones, so these must be among them.
     _device_constructors()
     functions: list[tuple[Any, Any]] = []  # the old one and the new
     for patch in (*PATCHES, *others):
