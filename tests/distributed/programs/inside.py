@@ -9,7 +9,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.distributed.programs.models import SIZE, Block, Net, mean_square, sgd, train, update
+from tests.distributed.programs.models import (
+    SIZE,
+    Block,
+    Net,
+    Words,
+    mean_square,
+    sgd,
+    train,
+    train_words,
+    update,
+)
 from tests.distributed.programs.registry import program
 from tests.distributed.programs.run import Run
 
@@ -206,3 +216,35 @@ def loss_logged(run: Run) -> None:
         dist.all_reduce(logged)
         run.record(logged)
         update(run, model, optimizer, loss)
+
+
+class Weighted(Net):
+    """Weights what comes in by a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.tensor([0.5] * SIZE), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.table)
+
+
+@program("a model that is made on the meta device and filled, after another one was sharded")
+def made_on_meta_after(run: Run) -> None:
+    train(run, run.shard(Net(), [Block]))
+    with torch.device("meta"):
+        second = Weighted()
+    run.record(float(second.table.is_meta))
+    second.to_empty(device="cpu")
+    for number, tensor in enumerate((*second.parameters(), *second.buffers())):
+        values = torch.arange(tensor.numel()).view(tensor.shape)
+        tensor.detach().copy_(torch.cos(values + number) / 2)
+    train(run, run.shard(second, [Block]))
+
+
+@program("an embedding with a hook on rank 0 alone, by which the backward reads its weight")
+def hooked_embedding(run: Run) -> None:
+    words = Words()
+    if run.rank == 0:
+        words.embed.register_forward_hook(lambda table, _, found: found * table.weight.norm())
+    train_words(run, run.shard(words, [nn.Embedding, nn.Linear]))
