@@ -8,20 +8,29 @@ from typing import Any
 MICRO_BATCHES = 2
 
 
-def make_trainer(folder: Path, strategy: Any, steps: int, **options: Any) -> Any:
-    """Two processes on the CPU that accumulate and clip, and write nothing by themselves."""
+def quiet_trainer(folder: Path | str, strategy: Any, **options: Any) -> Any:
+    """Two processes on the CPU, which write nothing by themselves."""
     import lightning
 
     return lightning.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=strategy,
-        max_steps=steps,
-        accumulate_grad_batches=MICRO_BATCHES,
-        gradient_clip_val=0.1,
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,
+        **options,
+    )
+
+
+def make_trainer(folder: Path, strategy: Any, steps: int, **options: Any) -> Any:
+    """A quiet trainer that accumulates and clips gradients."""
+    return quiet_trainer(
+        folder,
+        strategy,
+        max_steps=steps,
+        accumulate_grad_batches=MICRO_BATCHES,
+        gradient_clip_val=0.1,
         **options,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.harness import run_ranks
-from tests.integrations.lightning_training import MICRO_BATCHES, make_trainer
+from tests.integrations.lightning_training import MICRO_BATCHES, make_trainer, quiet_trainer
 
 # Collecting the tests does not import it, which takes a second.
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs Lightning")
@@ -176,8 +176,6 @@ def plain_gan() -> tuple[list[list[float]], dict[str, Tensor]]:
 
 
 def gans_alike(directory: str, strategies: tuple[Any, ...]) -> None:
-    import lightning
-
     import zerocore
     from zerocore.integrations.lightning import ShardedStrategy
 
@@ -185,17 +183,12 @@ def gans_alike(directory: str, strategies: tuple[Any, ...]) -> None:
     rank = int(os.environ["RANK"])
     for each in strategies:
         strategy = ShardedStrategy(stage=each) if isinstance(each, int) else each
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=strategy,
+        trainer = quiet_trainer(
+            directory,
+            strategy,
             use_distributed_sampler=False,
             limit_train_batches=STEPS,
             max_epochs=1,
-            default_root_dir=directory,
-            logger=False,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
         )
         gan = build_gan()
         trainer.fit(gan, torch.utils.data.DataLoader(micro_batches()[rank::2]))

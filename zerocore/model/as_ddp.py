@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from weakref import ref
 
 import torch
@@ -61,7 +60,7 @@ def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
         if sync_buffers is not None:
             if is_due:
                 state.engine.check_process()
-                sync_buffers(model, partial(_buffers, model, state))
+                sync_buffers(model, _buffers(model, state))
             is_due = torch.is_grad_enabled() and state.engine.sync
 
     return before_call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from weakref import ref
 
 import torch
@@ -54,13 +54,16 @@ class BufferSync:
         self._ranks, self._device = ranks, device
         self._known: dict[int, tuple[ref[Tensor], int]] = {}  # by id, after the last broadcast
 
-    def __call__(self, model: nn.Module, find: Callable[[], list[Tensor]]) -> None:
-        for buffer, value in _values_of_first(find(), self._ranks, self._device):
-            self._write(model, buffer, value)
-        self._known = {id(each): (ref(each), each._version) for each in find()}
+    def __call__(self, model: nn.Module, buffers: Sequence[Tensor]) -> None:
+        now = {id(buffer): buffer for buffer in buffers}
+        for buffer, value in _values_of_first(buffers, self._ranks, self._device):
+            now[id(buffer)] = self._write(model, buffer, value)
+        self._known = {id(each): (ref(each), each._version) for each in now.values()}
 
-    def _write(self, model: nn.Module, buffer: Tensor, value: Tensor) -> None:
-        """A forward before may have saved the buffer for a backward that is still to come.
+    def _write(self, model: nn.Module, buffer: Tensor, value: Tensor) -> Tensor:
+        """Returns the buffer that modules hold afterwards.
+
+        A forward before may have saved the buffer for a backward that is still to come.
 
         If the forward has replaced the buffer, so does the broadcast. A change by torch's functions
         is one that a backward must hear of. All else is a constant, or statistics that batch norm
@@ -73,6 +76,7 @@ class BufferSync:
                 for key, each in module._buffers.items():
                     if each is buffer:
                         module._buffers[key] = value
-        else:
-            own = local_part(buffer)
-            _written(own.data if version == buffer._version else own.detach()).copy_(value)
+            return value
+        own = local_part(buffer)
+        _written(own.data if version == buffer._version else own.detach()).copy_(value)
+        return buffer
