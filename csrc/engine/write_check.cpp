@@ -84,7 +84,7 @@ void WriteCheck::add_rest() {
   }
 }
 
-// Ranks that promise to do the same in each pass exchange nothing.
+// With a static graph the ranks have promised to do the same in each pass, so nothing is compared.
 bool WriteCheck::takes_notes() const {
   const UnitMesh& mesh = context_.mesh;
   return !updating_ && context_.control != nullptr && !context_.control->is_static() &&

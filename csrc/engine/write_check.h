@@ -4,9 +4,10 @@
 // Each rank keeps its own part of what it has written, so a write must be the same on all ranks
 // that share the unit. Checksums of written parameters travel as one number in the message at the
 // end of a pass, which is sent anyway. Writes of a backward, and of calls outside of passes, are
-// compared at the end of the next pass. Of writes to shards, between steps, a number of what they
-// were given travels in the same way. If numbers differ, or a unit was written to that only some
-// ranks share, all ranks exchange theirs parameter by parameter.
+// compared at the end of the next pass. So are writes to shards between steps, of which each rank
+// makes another part: there the checksum is that of the arguments, a full tensor or a number. If
+// the numbers differ, all ranks exchange their checksums parameter by parameter; and also if the
+// ranks wrote to a unit that only some of them share, because one number cannot compare those.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,8 @@ class WriteCheck {
   void add(UnitId unit);
   void add_later(UnitId unit);
   void add_rest();
-  // A shard was written to, by a function that was given what `number` stands for; but optimizers'
-  // updates are of gradients, which are the same.
+  // A function has written to a shard; `number` is a checksum of its arguments. Ignored in an
+  // optimizer's step, whose gradients are the same on all ranks.
   void note(UnitId unit, size_t param, int64_t number);
   bool takes_notes() const;
   void set_updating(bool updating) {
@@ -36,7 +37,7 @@ class WriteCheck {
   // A number of all that was written since the last forget(), 0 for nothing. It is not the same on
   // all ranks if they have to compare.
   int64_t sum() const;
-  // Whether some of it was written to unsharded parameters.
+  // Whether unsharded parameters were written to since the last forget().
   bool is_urgent() const {
     return urgent_;
   }

@@ -85,9 +85,10 @@ class Schedule {
   const CallOrder& order() const {
     return order_;
   }
-  // The order's events, and what is read in the backward as in the pass that was settled last.
+  // The events of the order. Whether the backward of a call reads parameters is as it was in the
+  // pass that was settled last.
   std::vector<CallEvent> expected() const;
-  // Whether a call of this rank reads although the order has a lookup.
+  // Whether the backward of a call reads parameters on this rank which the order has as a lookup.
   bool reads_more() const {
     return reads_more_;
   }

@@ -81,7 +81,7 @@ def train(
 def train_sharded(device: torch.device, stage: int, prefetch: int = 1) -> list[float]:
     """The losses of some steps at a stage.
 
-    On the device one more reduction is in flight.
+    On the device `prefetch + 1` reductions are in flight at a time, on the CPU one.
     """
     on_device = device.type != "cpu"
     communication = zerocore.Communication(

@@ -26,7 +26,7 @@ Script = Callable[[Make, Path], list[float]]
 
 
 def systems() -> dict[str, Make]:
-    """DDP, which is the truth, FSDP2, and zerocore with everything on the host and on a disk."""
+    """DDP, whose numbers are expected; FSDP2; zerocore with all states on the host or on a disk."""
     net = make_net()
 
     def ours(**options: Any) -> Make:

@@ -187,7 +187,7 @@ def test_one_rank_and_three_read_what_they_need() -> None:
 
 
 def hook_for_a_while() -> list[int]:
-    """Hooks count in the passes that have them."""
+    """A hook on an embedding makes its weight be gathered for the backward, until it is removed."""
     torch.manual_seed(0)
     model: Any = zerocore.shard(
         Model(nn.Embedding, False), stage=3, units=[nn.Embedding, nn.Linear]

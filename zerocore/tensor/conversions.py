@@ -111,8 +111,11 @@ def keeps_class(as_subclass: Any, tensor: Any, cls: Any) -> Any:
 
 
 def takes_full_data(old: Any) -> property:
-    """``Tensor.data``: writes through that of a view of a parameter count, and a plain tensor that
-    is set to a parameter gets the full value."""
+    """``Tensor.data``, read and set.
+
+    Writes to the ``data`` of a view of a parameter count as writes to the parameter. A plain
+    tensor whose ``data`` is set to a parameter gets the full value.
+    """
 
     def get_data(tensor: Tensor) -> Any:
         alias = old.__get__(tensor)

@@ -19,9 +19,10 @@ _SAMPLE = 1 << 20  # elements of a large tensor that are compared
 
 
 def note_writes(name: str, changed: Sequence[Any], given: Sequence[Any]) -> None:
-    """``changed`` are shards that function ``name`` has written to, ``given`` its other arguments.
+    """Notes that function ``name`` has written to the shards ``changed``.
 
-    The ranks hear of it with the next pass, at no message of its own.
+    ``given`` are its other arguments, which the ranks compare in the message that ends the next
+    pass; there is no message of its own.
     """
     unique = list({id(shard): shard for shard in changed}.values())
     for number, shard in enumerate(unique):
@@ -36,7 +37,7 @@ def note_writes(name: str, changed: Sequence[Any], given: Sequence[Any]) -> None
 
 
 def note_full(param: Any, value: Tensor) -> None:
-    """``param``, a sharded parameter of any kind, takes its part of a full ``value``."""
+    """Notes that ``param``, also one of ``fully_shard``, is set to its part of a full ``value``."""
     state = param.state_ref()
     if state is not None and state.engine.takes_notes:
         state.engine.note_write(param.unit, param.position, _sum_of(value))
@@ -44,8 +45,8 @@ def note_full(param: Any, value: Tensor) -> None:
 
 def _param_of(shard: Any) -> Any:
     """The parameter whose memory ``shard`` has, if there is one."""
-    if isinstance(shard, PlacedParameter) or not isinstance(shard, Placed):
-        return shard if isinstance(shard, PlacedParameter) else None
+    if isinstance(shard, PlacedParameter):
+        return shard
     param: Any = getattr(shard, "owner", lambda: None)()
     if not isinstance(param, PlacedParameter):
         return None
@@ -62,7 +63,7 @@ def _told(value: Any, place: Place) -> Any:
         return value if isinstance(value, int | float | complex) else None
     if value.shape == place.global_shape and not _may_be_local(place):
         return _sum_of(value)
-    return value.item() if value.numel() == 1 and value.dim() == 0 and value.is_cpu else None
+    return value.item() if value.dim() == 0 and value.is_cpu else None
 
 
 def _may_be_local(place: Place) -> bool:

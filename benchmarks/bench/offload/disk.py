@@ -16,7 +16,7 @@ RAW_WAYS = ((16, 4), (4, 8), (1, 16))
 
 
 class RawDisk:
-    """A file without a name in `folder`, and memory of its size."""
+    """A file whose name in `folder` was removed, and memory of as many bytes."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.nbytes = nbytes

@@ -41,7 +41,7 @@ class DiskStates {
   // -- updates, by one thread. Throw as check().
   // The units that will be updated, in order.
   void begin_step(std::vector<UnitId> order);
-  // Reads the unit, and begins with the next one.
+  // Reads the unit, and lets a thread begin to read the next one.
   void bring(UnitId unit);
   // The unit has changed: begins to write it, and frees the memory of the one before.
   void give_back(UnitId unit);
@@ -49,9 +49,9 @@ class DiskStates {
   void end_step();
 
   // -- gathers, by another thread
-  // Reads the unit's parameters, and begins with the next unit in the direction of the pass. Frees
-  // the memory of the unit before, which was copied. An error is kept: the ranks go on to the
-  // gather together.
+  // Reads the unit's parameters, and lets a thread begin to read those of the next unit in the
+  // direction of the pass. Frees the memory of the unit that was loaded before, whose parameters
+  // have been copied. An error is kept and not thrown, so that all ranks come to the gather.
   void load(UnitId unit);
   // Whether the parameters may be touched.
   bool is_loaded() const {
