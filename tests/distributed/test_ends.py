@@ -56,7 +56,7 @@ def test_a_model_ends_without_the_interpreters_lock() -> None:
 
 
 def fail_to_shard(stage: int) -> list[str]:
-    """What is said of a model whose own ``init_fn`` raises."""
+    """The warnings about a model whose own ``init_fn`` raises."""
 
     def fail(module: nn.Module) -> None:
         raise ValueError("bad init")
