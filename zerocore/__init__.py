@@ -46,7 +46,6 @@ from zerocore.weights.clones import clone_sharded, copy_weights
 from zerocore.weights.info import ExportInfo, export_info, fused
 from zerocore.weights.parked import parked
 from zerocore.weights.shards import Shard, shards
-from zerocore.weights.transfer import Receiver, Sender
 
 register()
 
@@ -77,9 +76,7 @@ __all__ = [
     "PendingSave",
     "Place",
     "Plan",
-    "Receiver",
     "Report",
-    "Sender",
     "Shard",
     "ShardedGrad",
     "ShardedParameter",
