@@ -2,16 +2,15 @@
 
     torchrun --nproc-per-node 2 examples/grpo.py [--steps 40]
 
-That process is no rank. It has a plain model of its own, gets the weights of each step through
-shared memory, and answers prompts, as an inference engine would. A completion is rewarded for each
-token that counts on from its prompt.
+That process is no rank. It has a plain model of its own in shared memory, which rank 0 fills with
+the weights of each step, and answers prompts, as an inference engine would. A completion is
+rewarded for each token that counts on from its prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +20,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch.multiprocessing import get_context  # its pipes share tensors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import zerocore
@@ -61,20 +61,12 @@ def sample(model: Qwen3ForCausalLM, prompts: Ids) -> tuple[Ids, list[list[float]
 
 
 def serve(pipe: Connection) -> None:
-    """The process that generates: takes weights, or answers prompts, until it is told None."""
+    """The process that generates: shares its weights, then answers prompts until told None."""
     torch.set_num_threads(1)
     model = build_model().eval()
-    weights = model.state_dict()
-    receiver = zerocore.Receiver()
-    pipe.send(receiver.address)
-    while (request := pipe.recv()) is not None:
-        if request == "weights":
-            for bucket in receiver.receive():
-                for name, tensor in bucket.items():
-                    weights[name].copy_(tensor)
-        else:
-            pipe.send(sample(model, request))
-    receiver.close()
+    pipe.send(model.share_memory().state_dict())
+    while (prompts := pipe.recv()) is not None:
+        pipe.send(sample(model, prompts))
 
 
 class Rollout:
@@ -82,21 +74,19 @@ class Rollout:
 
     def __init__(self) -> None:
         self.step = -1
-        address = ""
         if dist.get_rank() == 0:
             context = get_context("spawn")
             self.pipe, theirs = context.Pipe()
             self.process = context.Process(target=serve, args=(theirs,), daemon=True)
             self.process.start()
-            address = self.pipe.recv()
-        self.sender = zerocore.Sender(address)
+            self.weights = self.pipe.recv()
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         if trainer.state.global_step != self.step:  # once for each step's weights
             self.step = trainer.state.global_step
-            if dist.get_rank() == 0:
-                self.pipe.send("weights")
-            self.sender.send(trainer.model)
+            for bucket in zerocore.export(trainer.model, to=0):  # to rank 0 alone
+                for name, tensor in bucket.items():
+                    self.weights[name].copy_(tensor)
         ids = trainer.processing_class(prompts)["input_ids"]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, ids)
@@ -113,7 +103,6 @@ class Rollout:
         return self.pipe.recv()
 
     def close(self) -> None:
-        self.sender.close()
         if dist.get_rank() == 0:
             self.pipe.send(None)
             self.process.join()

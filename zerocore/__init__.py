@@ -30,8 +30,8 @@ from zerocore.recovery.retrying import Attempt, retryable
 from zerocore.recovery.snapshots import Snapshot, snapshot
 from zerocore.recovery.verification import Difference, Verification, verify
 from zerocore.reporting.description import Description, describe
-from zerocore.reporting.figures import FigureLog, figures
 from zerocore.reporting.memory_usage import memory_usage
+from zerocore.reporting.metrics import metrics
 from zerocore.reporting.out_of_memory import OutOfMemory, explain_out_of_memory
 from zerocore.reporting.recording import record_events, trace
 from zerocore.reporting.report import Report, report
@@ -46,7 +46,6 @@ from zerocore.weights.clones import clone_sharded, copy_weights
 from zerocore.weights.info import ExportInfo, export_info, fused
 from zerocore.weights.parked import parked
 from zerocore.weights.shards import Shard, shards
-from zerocore.weights.transfer import Receiver, Sender
 
 register()
 
@@ -63,7 +62,6 @@ __all__ = [
     "Event",
     "Export",
     "ExportInfo",
-    "FigureLog",
     "Life",
     "Link",
     "LocalShard",
@@ -78,9 +76,7 @@ __all__ = [
     "PendingSave",
     "Place",
     "Plan",
-    "Receiver",
     "Report",
-    "Sender",
     "Shard",
     "ShardedGrad",
     "ShardedParameter",
@@ -98,7 +94,6 @@ __all__ = [
     "explain_out_of_memory",
     "export",
     "export_info",
-    "figures",
     "full_optimizer_state_dict",
     "full_state_dict",
     "fused",
@@ -106,6 +101,7 @@ __all__ = [
     "load_full_state_dict",
     "load_safetensors",
     "memory_usage",
+    "metrics",
     "no_sync",
     "optim",
     "param_groups",

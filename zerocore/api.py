@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.common.options import UNSET, options_of
@@ -41,8 +40,6 @@ def shard(
     device: torch.device | None = None,
     init_fn: InitFn | None = None,
     sync_params: bool = True,
-    find_unused_parameters: bool = False,
-    optimizer: Optimizer | None = None,
     prefetch: int = UNSET,
     reductions_in_flight: int = UNSET,
     accumulate: str = UNSET,
@@ -84,9 +81,6 @@ def shard(
         init_fn: initialises one module in place, for the meta device; its
             ``reset_parameters()`` by default.
         sync_params: rank 0's values win.
-        find_unused_parameters: changes nothing: a parameter that no rank used keeps
-            ``grad is None`` in every backward. Accepted as DistributedDataParallel's.
-        optimizer: only to be told early that it must be built after ``shard``.
 
     Returns:
         ``model`` itself.
@@ -116,7 +110,6 @@ def shard(
         units=units,
         device=device,
         init_fn=init_fn,
-        optimizer=optimizer,
         memory_budget=memory_budget,
         groups=groups,
     )

@@ -25,6 +25,7 @@ from zerocore.tensor.wrapped import is_wrapped
 Keys = Mapping[Param, Sequence[str]]
 
 
+@operation("full_state_dict")
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
     """Full parameters and buffers on the CPU, keys and order as before sharding.
 

@@ -71,6 +71,16 @@ std::vector<at::Tensor> collect_outputs(const py::object& value) {
   return outputs;
 }
 
+// Its end waits for collectives and threads, which may need the GIL; another thread than those of
+// Python has none to release.
+void end_without_gil(Engine* engine) {
+  std::optional<py::gil_scoped_release> released;
+  if (PyGILState_Check() != 0) {
+    released.emplace();
+  }
+  delete engine;
+}
+
 PyEngine make_engine(
     const EngineOptions& options,
     const at::Device& device,
@@ -79,10 +89,11 @@ PyEngine make_engine(
   auto registrar = std::make_shared<DictRegistrar>(units.size());
   // It communicates, and a thread of gloo that ends a program's collective may need the GIL.
   const py::gil_scoped_release released;
-  auto engine = std::make_shared<Engine>(
+  auto made = std::make_unique<Engine>(
       options, device, std::move(units), std::move(order), [registrar](UnitId unit, bool full) {
         registrar->show(unit, full);
       });
+  std::shared_ptr<Engine> engine(made.release(), &end_without_gil);
   return {std::move(engine), std::move(registrar)};
 }
 

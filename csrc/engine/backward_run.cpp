@@ -1,6 +1,7 @@
 // Follows a backward through the model's units.
 #include "engine/backward_run.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/functional.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
@@ -14,6 +15,11 @@ namespace zerocore {
 namespace {
 
 constexpr size_t kMaxBackwardShapes = 4096; // routers may make a new one in every step
+
+bool uses_autocast_cache(c10::Device device) {
+  return at::autocast::is_autocast_enabled(device.type()) &&
+      at::autocast::is_autocast_cache_enabled();
+}
 
 } // namespace
 
@@ -273,11 +279,18 @@ void BackwardRun::reduce_rest() {
         !has_rest || known->second || consensus_.ranks_differ(),
         "unit '",
         units_[std::find(rest.begin(), rest.end(), true) - rest.begin()]->name(),
-        "': a gradient came after those of the unit had been reduced, which was not so when the "
-        "same modules were called before. If checkpoints around several units were switched on, "
-        "run the step again on all ranks; if full parameters were used outside of calls of the "
-        "model, do that inside of `with zerocore.unsharded(model):` up to the end of the "
-        "backward.");
+        "': a gradient came after those of the unit had been reduced, unlike in earlier calls of "
+        "the same modules. ",
+        uses_autocast_cache(context_.streams->device())
+            ? "The backward runs inside of a torch.autocast region, whose cache keeps copies of "
+              "weights to its end: if the region goes around several steps, a forward computes "
+              "with "
+              "the weights of an earlier one. Leave the region before the backward, or pass "
+              "cache_enabled=False."
+            : "If checkpoints around several units were switched on, run the step again on all "
+              "ranks; if full parameters were used outside of calls of the model, do that inside "
+              "of "
+              "`with zerocore.unsharded(model):` up to the end of the backward.");
   }
   for (const auto& unit : units_) {
     if (has_rest && rest[unit->id()]) {

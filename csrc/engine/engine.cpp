@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "common/error_text.h"
 #include "engine/graph/autograd.h"
 #include "watch/watchdog.h"
 
@@ -45,13 +46,13 @@ Engine::Engine(
 
 Engine::~Engine() {
   Alarm* alarm = context_.alarm;
-  // Otherwise what is in flight never ends here, or has ended with the alarm.
-  if (!thread_check_.is_forked() && (alarm == nullptr || !alarm->is_raised())) {
+  // Otherwise nothing is in flight, or it never ends here, or has ended with the alarm.
+  if (started_ && !thread_check_.is_forked() && (alarm == nullptr || !alarm->is_raised())) {
     consensus_.leave_unsettled();
     try {
       calls_.reset();
     } catch (const std::exception& error) {
-      TORCH_WARN("zerocore: a collective failed while the model was freed: ", error.what());
+      TORCH_WARN("zerocore: a collective failed while the model was freed: ", message_of(error));
     }
   }
   if (alarm != nullptr && Watchdog::of_process().remove(alarm)) {
@@ -60,6 +61,7 @@ Engine::~Engine() {
 }
 
 void Engine::start(bool consistent) {
+  started_ = true;
   backward_run_.set_owner(weak_from_this());
   lifecycle_.start(consistent, [weak = weak_from_this()](UnitId id, int param) {
     if (const auto engine = weak.lock()) {

@@ -120,6 +120,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   Resources resources_;
   const UnitContext& context_; // of the resources
+  bool started_ = false;
   Units units_;
   Offload offload_;
   Schedule schedule_;

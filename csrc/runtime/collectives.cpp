@@ -7,6 +7,7 @@
 #include <string_view>
 #include <utility>
 
+#include "common/error_text.h"
 #include "common/math.h"
 #include "runtime/wire_calls.h"
 #include "watch/alarm.h"
@@ -36,9 +37,7 @@ void fail_collective(
     const std::string& unit,
     const std::exception& error,
     Alarm* alarm) {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  const char* reason = torch_error ? torch_error->what_without_backtrace() : error.what();
-  const std::string what = c10::str(op, " of ", unit, " failed: ", reason);
+  const std::string what = c10::str(op, " of ", unit, " failed: ", message_of(error));
   if (alarm != nullptr) {
     alarm->fail(what);
   }
@@ -264,11 +263,10 @@ void Collectives::trace_completion(const PendingCollective& pending) const {
     pending.record_->end = streams_.record_timed(pending.done_->role);
     return;
   }
-  pending.record_->done_ns = now_ns(); // if there is no work any more
+  pending.record_->note_done(); // if there is no work any more
   for (const auto& work : pending.works_) {
-    work->getFuture()->addCallback([record = pending.record_](c10::ivalue::Future&) {
-      record->done_ns = std::max(record->done_ns, now_ns());
-    });
+    work->getFuture()->addCallback(
+        [record = pending.record_](c10::ivalue::Future&) { record->note_done(); });
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "common/error_text.h"
 #include "common/math.h"
 #include "runtime/bucket.h"
 
@@ -73,7 +74,6 @@ c10::DataPtr RegisteredMemory::allocate(int64_t nbytes) const {
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const std::exception& error) {
-    const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
     TORCH_CHECK(
         false,
         "registered=True: ",
@@ -81,7 +81,7 @@ c10::DataPtr RegisteredMemory::allocate(int64_t nbytes) const {
         " did not allocate and register ",
         nbytes,
         " bytes: ",
-        torch_error != nullptr ? torch_error->what_without_backtrace() : error.what(),
+        message_of(error),
         ". Without the option memory comes from the device's allocator");
   }
 }

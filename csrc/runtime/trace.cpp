@@ -1,6 +1,7 @@
 // Counts operations and collects trace records.
 #include "runtime/trace.h"
 
+#include <algorithm>
 #include <limits>
 
 namespace zerocore {
@@ -32,7 +33,9 @@ void Trace::tie_clocks() {
   }
 }
 
-void Trace::read_events(OpenRecord& record) const {
+void Trace::read_times(OpenRecord& record) const {
+  record.issued_ns = std::max<int64_t>(record.issued_ns, record.begun_at);
+  record.done_ns = record.done_at;
   if (record.end == nullptr) {
     return;
   }
@@ -73,7 +76,7 @@ std::vector<TraceRecord> Trace::stop() {
   std::vector<TraceRecord> records;
   records.reserve(records_.size());
   for (const auto& record : records_) {
-    read_events(*record);
+    read_times(*record);
     records.push_back(*record);
   }
   records_.clear();

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -17,6 +18,10 @@
 #include "runtime/stream.h"
 
 namespace zerocore {
+
+inline int64_t now_ns() {
+  return std::chrono::steady_clock::now().time_since_epoch().count();
+}
 
 // Times are nanoseconds of a monotonic clock; -1 = not known.
 struct TraceRecord {
@@ -29,9 +34,22 @@ struct TraceRecord {
   int64_t wait_ns = 0; // the host was blocked on it; device: the compute stream was
 };
 
-// A record whose times are not read yet.
+// A record whose times are not read yet. Other threads than the one that reads them set the times
+// in which something ran there: gloo's, for each part of a collective, and those of the host.
 struct OpenRecord : TraceRecord {
+  void note_begun() {
+    begun_at = now_ns();
+  }
+  // The last one counts.
+  void note_done() {
+    int64_t before = done_at;
+    const int64_t now = now_ns();
+    while (before < now && !done_at.compare_exchange_weak(before, now)) {
+    }
+  }
+
   StreamEvent begin, end, wait_begin, wait_end; // device only
+  std::atomic<int64_t> begun_at = -1, done_at = -1;
 };
 
 // How often one operation was done, and the bytes of its buckets, since the engine was made.
@@ -40,10 +58,6 @@ struct OpCounter {
   int64_t nbytes = 0;
 };
 using OpCounters = std::array<OpCounter, kNumTraceOps>; // by TraceOp
-
-inline int64_t now_ns() {
-  return std::chrono::steady_clock::now().time_since_epoch().count();
-}
 
 class Trace {
  public:
@@ -70,7 +84,7 @@ class Trace {
 
  private:
   void tie_clocks();
-  void read_events(OpenRecord& record) const;
+  void read_times(OpenRecord& record) const;
 
   const Streams& streams_;
   OpCounters counters_ = {};

@@ -346,7 +346,7 @@ def sample_updates() -> None:
         backward(model, device, step)
         optimizer.step()
         optimizer.zero_grad()
-        traced.append("zerocore/exposed_ms" in zerocore.figures(model))
+        traced.append("zerocore/exposed_ms" in zerocore.metrics(model))
     assert engine.num_waits == 0 and traced == [step >= 2 for step in range(20)]
     steps = meters.steps()
     records = {step.number: step.records for step in steps if step.records is not None}

@@ -127,30 +127,6 @@ def test_states_go_to_torch_and_back() -> None:
     run_ranks(states_both_ways, 2)
 
 
-def names() -> None:
-    case = case_named("tied")
-    model, optimizer = built("tied", 3, partial(AdamW, **OPTIONS))
-    accumulate(model, case, 0)
-    optimizer.step()
-    saved = optimizer.fqn_state_dict()
-    assert saved["param_groups"][0]["params"] == [p.fqn for p in model.parameters()]
-    again, reordered = built("tied", 3, lambda params: AdamW(reversed(list(params)), **OPTIONS))
-    reordered.load_fqn_state_dict(saved)
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(optimizer.state[a]["exp_avg_sq"], reordered.state[b]["exp_avg_sq"])
-    replicated, optimizer_0 = built("tied", 0, partial(AdamW, **OPTIONS))
-    try:
-        optimizer_0.load_fqn_state_dict(saved)
-    except ValueError as error:
-        assert f"that of '{next(replicated.parameters()).fqn}', elements" in str(error)
-    else:
-        raise AssertionError("moments of another stage were loaded")
-
-
-def test_states_by_name() -> None:
-    run_ranks(names, 2)
-
-
 def clip_at_all_stages() -> None:
     """As torch's clip and step of one process; a plain parameter counts once, not on every rank."""
     case, world_size = case_named("plain"), dist.get_world_size()

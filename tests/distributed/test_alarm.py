@@ -247,7 +247,7 @@ def test_a_save_on_one_rank_only(tmp_path: Path, limit: float, timeout: float, a
     for outcome in run_to_end(save_alone, 2, tmp_path, limit, group_timeout=timeout):
         assert outcome.error is None, outcome.error
         assert f"raise {advice}, which is {LIMIT:g}" in outcome.value
-        assert "rank 0 waits in save of 'step-00000001'" in outcome.value
+        assert "rank 0 waits in Checkpoints.save of 'step-00000001'" in outcome.value
         assert re.search(r"rank 1 (waits in all_gather of '\w+' \(|has)", outcome.value)
 
 

@@ -85,19 +85,6 @@ def test_units_that_overlap_or_match_nothing() -> None:
     run_ranks(choose_bad_units, 2)
 
 
-def pass_optimizer(stage: int) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(MISTAKE, match=r"optimizer.*after|after.*shard"):
-        zerocore.shard(model, stage=stage, optimizer=optimizer)
-    zerocore.shard(model, stage=stage)  # the refusal has changed nothing
-    still_works(stage)
-
-
-def test_optimizer_passed_to_shard(stage: int) -> None:
-    run_ranks(pass_optimizer, 2, stage)
-
-
 def step_stale_optimizer(stage: int, kind: str) -> None:
     case = case_named("plain")
     model = case.seeded_build()

@@ -342,3 +342,48 @@ def compare_optimizers(stage: int) -> None:
 
 def test_the_fused_optimizer_writes_model_weights(stage: int) -> None:
     run_ranks(compare_optimizers, 2, stage)
+
+
+# -- errors that name the cause -----------------------------------------------------------------
+
+
+def train_in_one_autocast_region(stage: int) -> None:
+    model = zerocore.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(RuntimeError, match=r"autocast region, whose cache.*cache_enabled=False"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        for _ in range(2):
+            model(torch.ones(2, 8)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        for _ in range(2):
+            model(torch.ones(2, 8)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_one_autocast_region_around_two_steps(stage: int) -> None:
+    run_ranks(train_in_one_autocast_region, 2, stage)
+
+
+def shard_unlike_modules(stage: int) -> None:
+    for lazy, name in ((nn.LazyLinear(8), "1.weight"), (nn.LazyBatchNorm1d(), "1.weight")):
+        with pytest.raises(ValueError, match=f"'{name}' of a lazy module has no shape yet"):
+            zerocore.shard(nn.Sequential(nn.Linear(8, 8), lazy), stage=stage)
+    for keep in ((), ("1",)):
+        norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        mixed = zerocore.MixedPrecision(param_dtype=torch.bfloat16, keep_fp32=keep)
+        model = zerocore.shard(norm, stage=stage, mixed_precision=mixed)
+        if keep:
+            model(torch.randn(4, 8)).float().sum().backward()
+            continue
+        told = r"parameter '1.weight' torch.bfloat16.*keep_fp32=\('1',\)"
+        with pytest.raises(RuntimeError, match=told):
+            model(torch.randn(4, 8))
+
+
+def test_lazy_modules_and_batch_norms_are_named(stage: int) -> None:
+    run_ranks(shard_unlike_modules, 2, stage)

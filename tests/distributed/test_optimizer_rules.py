@@ -243,22 +243,5 @@ def exchange_states(stage: int) -> None:
             reordered.load_state_dict(torch.load(io.BytesIO(files[own])))
 
 
-def exchange_named_states(stage: int) -> None:
-    model = model_with_gradients(stage)
-    optimizer = zerocore.optim.AdamW(model.parameters())
-    optimizer.step()
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, parts_of(optimizer.fqn_state_dict()))
-    reordered = zerocore.optim.AdamW(reversed(list(model.parameters())))
-    reordered.load_fqn_state_dict(states[dist.get_rank()])
-    if stage > 0:
-        with pytest.raises(ValueError, match=r"'0\.weight', elements \d+:\d+|'1\.bias', elements"):
-            reordered.load_fqn_state_dict(states[1 - dist.get_rank()])
-
-
-def test_named_states_of_other_ranks(stage: int) -> None:
-    run_ranks(exchange_named_states, 2, stage)
-
-
 def test_states_of_other_ranks(stage: int) -> None:
     run_ranks(exchange_states, 2, stage)

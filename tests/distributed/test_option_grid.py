@@ -38,7 +38,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "keep_fp32": (False, True),
     "grad_dtype": (None, torch.bfloat16),
     "prefetch": (0, 1, 2),
-    "find_unused": (False, True),
     "frozen": (False, True),
 }
 # Compiling takes most of the time: where it has its own tests, these are run more often.
@@ -220,7 +219,6 @@ def build_sharded(row: Row, group: Any) -> Any:
         group=group,
         accumulate=row["accumulate"],
         prefetch=row["prefetch"],
-        find_unused_parameters=row["find_unused"],
         mixed_precision=policy(row),
     )
     model.checkpointing = CHECKPOINTING[row["checkpoint"]]

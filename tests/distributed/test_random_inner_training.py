@@ -87,7 +87,6 @@ class ShardedPlayer(Player):
             "prefetch": rng.randrange(3),
             "reductions_in_flight": 1 + case.seed % 3,
             "registered": case.seed % 2 == 1,
-            "find_unused_parameters": rng.random() < 0.3,
             "accumulate": rng.choice(["sharded", "sharded", "full"]),
         }
         if case.stage == 3:

@@ -75,7 +75,6 @@ class ShardedPlayer(Player):
             registered=case.seed % 2 == 1,
             group=mesh_of(2, 2) if self.has("hybrid") else None,
             accumulate="full" if self.has("accumulate_full") else "sharded",
-            find_unused_parameters=rng.random() < 0.3,
             mixed_precision=narrow if self.has("mixed_precision") else None,
             offload=zerocore.Offload(**{part.removeprefix("offload_"): "cpu" for part in parts})
             if parts

@@ -24,18 +24,18 @@ CASES = ("branches", "experts", "unused", "skipped_middle", "skipped_ends", "dis
 def find_unused(stage: int, name: str) -> None:
     case = case_named(name)
     expected = shared_reference(case)
-    assert_same_training([train_sharded(case, stage, find_unused_parameters=True)], expected)
+    assert_same_training([train_sharded(case, stage)], expected)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_find_unused_parameters(stage: int, name: str) -> None:
+def test_unused_parameters(stage: int, name: str) -> None:
     run_ranks(find_unused, 3, stage, name)
 
 
 def look_at_unused(stage: int) -> None:
     """A parameter that no rank used has no gradient, as in one process."""
     case = case_named("branches")
-    model = zerocore.shard(case.seeded_build(), stage=stage, find_unused_parameters=True)
+    model = zerocore.shard(case.seeded_build(), stage=stage)
     accumulate(model, case, 0)
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == name.endswith("unused"), name
@@ -76,7 +76,7 @@ def test_a_unit_with_unused_parameters_is_reduced_in_its_turn() -> None:
 def change_use(stage: int) -> None:
     """The used parameters change from step to step and from rank to rank."""
     case = case_named("skipped_middle")
-    model = zerocore.shard(case.seeded_build(), stage=stage, find_unused_parameters=True)
+    model = zerocore.shard(case.seeded_build(), stage=stage)
     for step in range(6):
         batch = case.seeded_batch(step, dist.get_rank(), 2)
         batch["rank"] = dist.get_rank() + step  # the ranks take turns in skipping

@@ -269,27 +269,6 @@ def test_a_group_added_later_and_states_cleared() -> None:
     assert optimizer.state[own[0]]["step"] == 1
 
 
-def test_names_in_a_state_dict() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    optimizer = AdamW(model.named_parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    saved = copy.deepcopy(optimizer.fqn_state_dict())
-    assert list(saved["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert saved["param_groups"][0]["params"] == list(saved["state"])
-    reordered = AdamW(reversed(list(model.named_parameters())), lr=5.0)
-    reordered.load_fqn_state_dict(saved)
-    assert reordered.param_groups[0]["lr"] == 1e-3
-    for param in model.parameters():
-        for name, value in optimizer.state[param].items():
-            assert torch.equal(reordered.state[param][name], value)
-    saved["param_groups"][0]["params"][0] = "other"
-    with pytest.raises(ValueError, match=r"missing \['0.weight'\], unexpected \['other'\]"):
-        optimizer.load_fqn_state_dict(saved)
-    with pytest.raises(ValueError, match="parameter 0 of group 0 has no name"):
-        AdamW(model.parameters()).fqn_state_dict()
-
-
 def test_pickled() -> None:
     params = make_params()
     optimizer = AdamW(params, lr=0.25, clip_grad_norm=2.0)

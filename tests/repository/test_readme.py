@@ -116,7 +116,7 @@ def test_the_command_line_runs(
         place = args.index("--preset")
         assert args[place + 1] in preset_names()
         args[place : place + 2] = ["--hf-config", "config.json"]
-    elif len(args) == 1 or args[0] == "top":  # named in a sentence, or runs until it is stopped
+    elif len(args) == 1:  # named in a sentence
         args.append("--help")
     result = CliRunner().invoke(cli.app, args)
     assert result.exit_code == 0, result.output

@@ -217,7 +217,7 @@ class Checkpoints:
         finally:
             copy.close()  # or the next step would wait for ever for a save that has failed
 
-    @operation("load of a checkpoint")
+    @operation("Checkpoints.load")
     def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
         """Loads the newest checkpoint that can be read, or that of ``step``.
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zerocore.checkpoint.plain_values import as_leaf, leaf_value, put_together, taken_apart
 from zerocore.checkpoint.safe_files import shown
+from zerocore.hooks.loading import as_loaded
 from zerocore.hooks.optimizer_states import (
     NUMBERS,
     filled_later,
@@ -24,6 +25,7 @@ from zerocore.hooks.optimizer_states import (
     makes_all,
     params_of,
 )
+from zerocore.model.state import ShardState
 from zerocore.optim.ema import EMA
 from zerocore.tensor.place import Place, Placed
 from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of, shard_of
@@ -145,6 +147,22 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                 "model; give Checkpoints the model that it was built from"
             )
     return {known[id(param)]: param for param in params}
+
+
+def names_by_hooks(model: nn.Module, state: ShardState, metadata: Metadata) -> dict[str, str]:
+    """By a saved name, the one in ``model.state_dict()`` that the model's hooks of loading give it;
+    only where these differ. Hooks that change values do not count."""
+    empty = {
+        key.removeprefix("model."): torch.empty((), dtype=facts.properties.dtype).expand(facts.size)
+        for key, facts in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(facts, TensorStorageMetadata)
+    }
+    try:
+        loaded = as_loaded(model, state, empty)
+    except ValueError:  # shapes differ, which is said in full later
+        return {}
+    saved = {id(value): key for key, value in empty.items()}
+    return {old: key for key, value in loaded.items() if (old := saved.get(id(value), key)) != key}
 
 
 def check_tensors(state: State, prefix: str, metadata: Metadata, trouble: str) -> None:

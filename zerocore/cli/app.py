@@ -1,4 +1,4 @@
-"""The command line: plan, describe, top, env, bench; checkpoint is in a file of its own."""
+"""The command line: plan, describe, env, bench; checkpoint is in a file of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -20,7 +20,6 @@ import typer
 import zerocore
 from zerocore.checkpoint.commands import app as checkpoint_commands
 from zerocore.cli.environment import environment
-from zerocore.cli.top import follow
 from zerocore.common.links import PRESETS
 from zerocore.common.nodes import MACHINES
 from zerocore.common.tables import print_table
@@ -300,17 +299,6 @@ def _print_results(name: str, before: dict[Path, int]) -> None:
         )
     for result in results:
         _print_json(result)
-
-
-@app.command()
-def top(
-    run: Annotated[Path, typer.Argument(help="Folder that zerocore.FigureLog writes to.")],
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option(help="Print the view once.")] = False,
-) -> None:
-    """Follow a running job: step, tokens/s, MFU, memory and exposed time of every rank."""
-    with _errors(), suppress(KeyboardInterrupt):
-        follow(run, interval, once)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zerocore._C import crc32
 from zerocore.common.alarm import waiting
+from zerocore.common.groups import check_exists
 
 T = TypeVar("T")
 Groups = Sequence[dist.ProcessGroup]
@@ -23,6 +24,7 @@ _BLOCK = 2**20  # elements that are summed at a time
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
     """Whether the group has no real peers that could answer."""
+    check_exists(group)
     return dist.get_backend(group) in ("fake", "emulated")
 
 

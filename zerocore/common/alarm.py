@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerocore._C import Waiting, note_end, watch_group
+from zerocore.common.groups import check_exists
 from zerocore.common.patching import around
 
 STALL_SECONDS = "ZEROCORE_STALL_SECONDS"
@@ -55,6 +56,7 @@ def waiting(group: dist.ProcessGroup, what: str) -> Waiting:
 
     ``what`` names it where no :func:`operation` does. An error of the collective raises the alarm.
     """
+    check_exists(group)
     return Waiting(_operation.get() or what, group.group_name)
 
 

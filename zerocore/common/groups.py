@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from zerocore.common.patching import around
+
 # By default group: the ranks of another one have not made the same groups before.
 _num_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-
+_name: ContextVar[str] = ContextVar("name", default="")  # of the group that is being made
 
 _shared: dict[tuple[str, Any], dist.ProcessGroup] = {}
 
@@ -42,20 +45,34 @@ def new_group(members: Sequence[int], what: str, **options: Any) -> dist.Process
             the default group, not torch's.
     """
     options["timeout"] = options.get("timeout") or timeout_of(dist.group.WORLD)
-    c10d: Any = dist.distributed_c10d
     ranks = "_".join(map(str, members))
     label = f"{what}_{hashlib.sha256(ranks.encode()).hexdigest()}"
     made = _num_made.setdefault(dist.group.WORLD, Counter())
     made[label] += 1
-    name = f"{label}_{made[label]}"
-    named_by_torch = c10d._process_group_name
-    c10d._process_group_name = lambda *_, **__: name
+    before = _name.set(f"{label}_{made[label]}")
     try:
         return dist.new_group(
             list(members), use_local_synchronization=True, group_desc=what, **options
         )
     finally:
-        c10d._process_group_name = named_by_torch
+        _name.reset(before)
+
+
+@around
+def named_by_thread(original: Any, *args: Any, **kwargs: Any) -> str:
+    """Torch's name of a new group, but that of :func:`new_group` in the thread that is in it."""
+    return _name.get() or original(*args, **kwargs)
+
+
+def check_exists(group: Any) -> None:
+    """Raises RuntimeError if the group was destroyed."""
+    if group is not None and group not in dist.distributed_c10d._world.pg_map:
+        raise RuntimeError(
+            "the process group of this model's ranks was destroyed, so they cannot tell each other "
+            "anything: call torch.distributed.destroy_process_group() behind the last use of the "
+            "model (saves in the background end with Checkpoints.wait()), or shard a new model in "
+            "a new group"
+        )
 
 
 def timeout_of(group: Any) -> timedelta | None:

@@ -17,7 +17,7 @@ from torch.utils import _foreach_utils
 from torch.utils._device import _device_constructors
 
 from zerocore._C import ask_before_typed, replace_in_modules
-from zerocore.common import alarm
+from zerocore.common import alarm, groups
 from zerocore.hooks import (
     backwards,
     collectives,
@@ -75,6 +75,7 @@ PATCHES = (
     Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", backwards.takes_full),
     Patch("torch.autograd.function._SingleLevelFunction", "apply", backwards.reads_in_full),
     Patch("torch.distributed", "barrier", alarm.watched_barrier),
+    Patch("torch.distributed.distributed_c10d", "_process_group_name", groups.named_by_thread),
     Patch("torch.distributed", "_broadcast_coalesced", collectives.sends_no_shards),
     *(
         Patch("torch.distributed", name, collectives.asks_shards, before="2.13")

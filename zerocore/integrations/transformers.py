@@ -15,7 +15,7 @@ from zerocore.common.extras import missing
 from zerocore.integrations.accelerate import Accelerator
 from zerocore.integrations.common import ShardFolders, check_precision, mixed_precision
 from zerocore.model.state import find_state
-from zerocore.reporting.figures import figures
+from zerocore.reporting.metrics import metrics
 from zerocore.state_dict import full_state_dict
 
 try:
@@ -41,7 +41,7 @@ class ShardedTrainerMixin:
     Args:
         shard: options of :func:`zerocore.shard`, such as ``{"stage": 2}``. The trainer shards the
             model that it is given, unless it is sharded; ``bf16=True`` becomes ``mixed_precision``.
-        log_figures: adds :func:`zerocore.figures` to the logs that have a training loss, and so to
+        log_metrics: adds :func:`zerocore.metrics` to the logs that have a training loss, and so to
             all that ``report_to`` names.
 
     Checkpoints have the model in Hugging Face's format, and a folder ``zerocore`` with shards of
@@ -55,17 +55,17 @@ class ShardedTrainerMixin:
         self,
         *args: Any,
         shard: Mapping[str, Any] | None = None,
-        log_figures: bool = False,
+        log_metrics: bool = False,
         **kwargs: Any,
     ) -> None:
         self._shard_options = dict(shard or {})
-        self._log_figures = log_figures
+        self._log_metrics = log_metrics
         super().__init__(*args, **kwargs)
 
     def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As ever, with figures of the last step where these are wanted."""
-        if self._log_figures and "loss" in logs:
-            logs = {**logs, **figures(self.model)}
+        if self._log_metrics and "loss" in logs:
+            logs = {**logs, **metrics(self.model)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.nn.parameter import is_lazy
 
 from zerocore.common.patching import around
 from zerocore.model.precision import CAST_DTYPES
@@ -21,6 +22,12 @@ from zerocore.tensor.wrapped import POST, PRE, gathers_itself, is_wrapped, wrapp
 
 def check_kinds(model: nn.Module, world_size: int) -> None:
     """Raises ValueError for the first parameter or module that cannot be sharded, with its name."""
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(value):
+            raise ValueError(
+                f"'{name}' of a lazy module has no shape yet: call the model once with a batch on "
+                "each rank before zerocore.shard"
+            )
     for name, param in model.named_parameters():
         if is_wrapped(local_part(param)):
             _check_wrapped(name, param, local_part(param))

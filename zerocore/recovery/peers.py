@@ -269,7 +269,7 @@ class PeerCheckpoints(Checkpoints):
         groups = self._writer.groups
         return PeerSave(final, saved, own, groups, self._keep, self._known, self._nodes)
 
-    @operation("load of a checkpoint")
+    @operation("PeerCheckpoints.load")
     def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
         """Loads the newest checkpoint of which every file is on some node, or that of ``step``.
 

@@ -16,6 +16,7 @@ from zerocore.model.state import ShardState, Unit, state_of
 from zerocore.planning.changes import Candidate, changes
 from zerocore.planning.prediction import division_of, planner_of
 from zerocore.reporting.memory_usage import usage_of
+from zerocore.reporting.unlike_dtypes import explain_types
 from zerocore.tensor.rows import shard_of
 
 NUM_BUCKETS = 3  # that are listed
@@ -92,8 +93,10 @@ def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
 
 def explain_forward(
     error: BaseException, state: ShardState, units: tuple[int, ...]
-) -> OutOfMemory | None:
+) -> Exception | None:
     """The error to raise for one in a call of the module of ``units``, if there is one."""
+    if (explained := explain_types(error, [state.units[unit] for unit in units])) is not None:
+        return explained
     recomputed = torch._C._current_graph_task_id() != -1
     phase = "recomputed forward" if recomputed else "forward"
     return _explain(error, state, phase, [state.units[unit] for unit in units])

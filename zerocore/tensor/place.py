@@ -354,6 +354,8 @@ def leaves(value: Any) -> Iterator[Any]:
 _REASONS = {
     "data_ptr": ", and a shard without elements has no address: a trainer that finds parameters of "
     "an optimizer by it cannot prepare a sharded model, zerocore.integrations can",
+    "storage": ", and safetensors.torch looks for tied tensors by it: zerocore.load_safetensors "
+    "and zerocore.save_safetensors read and write the same files",
     **dict.fromkeys(
         ("all_reduce", "all_reduce_coalesced", "reduce"),
         ", and the backward has averaged gradients over the ranks: leave out lines that average "

@@ -3,6 +3,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
+#include "common/error_text.h"
 #include "engine/graph/autograd.h"
 
 namespace zerocore {
@@ -33,7 +34,8 @@ Offload::~Offload() {
     }
     synchronize();
   } catch (const std::exception& error) {
-    TORCH_WARN("zerocore: an update on the host failed while the model was freed: ", error.what());
+    TORCH_WARN(
+        "zerocore: an update on the host failed while the model was freed: ", message_of(error));
   }
 }
 

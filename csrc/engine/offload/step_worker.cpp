@@ -37,9 +37,9 @@ StepWorker::Ticket StepWorker::submit(std::shared_ptr<OpenRecord> record, Work w
     return submit(std::move(work));
   }
   return submit([record = std::move(record), work = std::move(work)] {
-    record->issued_ns = now_ns();
+    record->note_begun();
     work();
-    record->done_ns = now_ns();
+    record->note_done();
   });
 }
 

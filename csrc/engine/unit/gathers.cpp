@@ -113,7 +113,7 @@ void Gathers::load(const GatherStep& step) {
   }
   loaded_ = streams.record(StreamRole::AllGather);
   if (record != nullptr) {
-    record->done_ns = now_ns(); // a device's events replace it
+    record->note_done(); // a device's events replace it
     record->end = streams.record_timed(StreamRole::AllGather);
   }
   streams.note_write(StreamRole::AllGather, bucket.own(step.region), "loads", unit_.name());

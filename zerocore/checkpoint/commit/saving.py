@@ -41,7 +41,7 @@ class Save:
         these themselves, and on the first rank completes the checkpoint. Collective: all ranks
         raise."""
         try:
-            with operation(f"save of '{self.final.name}'"):
+            with operation(f"Checkpoints.save of '{self.final.name}'"):
                 temporary = self._begin()
                 parts = self._together(lambda: self._write_files(temporary, copies))
                 sums = Checksums({name: each for part in parts for name, each in part.items()})

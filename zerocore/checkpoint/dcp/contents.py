@@ -7,6 +7,7 @@ import os
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,26 @@ class Contents:
             item = Stored(index.fqn, info.offset, info.offset + info.length)
             parts[info.relative_path].append(item)
         return {name: sorted(items, key=lambda item: item.begin) for name, items in parts.items()}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives tensors of the model, and the optimizer's states of these, other names; before
+        ``files`` is read."""
+        paths: dict[str, Any] = self.metadata.planner_data or {}
+        new = {}
+        for key, path in paths.items():
+            place = 1 if path[0] == "model" else 2 if path[:2] == ("optim", "state") else None
+            if place is not None and path[place] in names:
+                path = (*path[:place], names[path[place]], *path[place + 1 :])
+                new[key] = (".".join(map(str, path)), path)
+        facts, places = self.metadata.state_dict_metadata, self.metadata.storage_data
+        self.metadata.planner_data = dict(new.get(key, (key, path)) for key, path in paths.items())
+        self.metadata.state_dict_metadata = {
+            new.get(key, (key,))[0]: each for key, each in facts.items()
+        }
+        self.metadata.storage_data = {
+            replace(index, fqn=new.get(index.fqn, (index.fqn,))[0]): each
+            for index, each in places.items()
+        }
 
     def sums_of(self, name: str) -> checksums.FileSums | None:
         """The checksums of a file, if the folder has any; ValueError if this one has none."""

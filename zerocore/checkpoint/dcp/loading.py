@@ -87,9 +87,15 @@ class TrainingLoad:
         """Compares names, shapes and sizes; whether this rank needs what its own file has."""
         with reading(self._folder):
             self._contents = contents = Contents(self._folder)
+            names = training_state.names_by_hooks(self._model, self._state, contents.metadata)
+            contents.rename(names)
             self._check_sizes(contents)
             self.own = read_own(contents, self._state.rank)
             groups = read_groups(contents) if self._optimizers else []
+            for group in groups:
+                group["params"] = [names.get(name, name) for name in group["params"]]
+            buffers = self.own["buffers"]
+            self.own["buffers"] = {names.get(key, key): buffers[key] for key in buffers}
             # The small files are read: they would wait behind what is read from now on.
             if self._checksums and self.own["world_size"] == self._state.world_size:
                 self._file.begin()

@@ -1,8 +1,7 @@
-"""Figures of steps in loggers: TensorBoard, Weights & Biases, JSON lines, the trainers' own."""
+"""Figures of steps in loggers: TensorBoard, Weights & Biases, the trainers' own."""
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -39,13 +38,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 1
         optimizer.zero_grad()
 
 
-def test_figures_are_those_of_the_report(
+def test_metrics_are_those_of_the_report(
     trained: tuple[nn.Module, torch.optim.Optimizer],
 ) -> None:
     model, optimizer = trained
-    assert zerocore.figures(model) == {}
+    assert zerocore.metrics(model) == {}
     train(model, optimizer, 20)
-    found = zerocore.figures(model, tokens=TOKENS, peak_flops=1e12)
+    found = zerocore.metrics(model, tokens=TOKENS, peak_flops=1e12)
     report = zerocore.report(model, tokens=TOKENS, peak_flops=1e12)
     last, traced = report.steps[-1], report.steps[17]
     assert traced.communication is not None
@@ -60,40 +59,15 @@ def test_figures_are_those_of_the_report(
     assert found["zerocore/memory/resident_peak"] > 0
     assert "zerocore/num_retries" not in found  # the CPU's allocator does not count
     assert all(isinstance(value, int | float) and math.isfinite(value) for value in found.values())
-    assert "zerocore/tokens_per_s" not in zerocore.figures(model)
+    assert "zerocore/tokens_per_s" not in zerocore.metrics(model)
 
 
 def test_wrong_options_are_refused(trained: tuple[nn.Module, torch.optim.Optimizer]) -> None:
     model, _ = trained
     with pytest.raises(ValueError, match="tokens must be positive"):
-        zerocore.figures(model, tokens=0)
+        zerocore.metrics(model, tokens=0)
     with pytest.raises(ValueError, match="not sharded"):
-        zerocore.figures(nn.Linear(2, 2))
-
-
-def log_steps(folder: str) -> list[float]:
-    model, optimizer = make()
-    written = []
-    with zerocore.FigureLog(model, folder, tokens=TOKENS) as log:
-        for _ in range(3):
-            train(model, optimizer)
-            written.append(log.write()["zerocore/step_ms"])
-        log.write()  # no new step: no line
-    return written
-
-
-def test_each_rank_appends_lines_of_json(tmp_path: Path) -> None:
-    written = run_ranks(log_steps, 2, str(tmp_path / "run"))
-    for rank, times in enumerate(written):
-        text = (tmp_path / "run" / f"figures-{rank}.jsonl").read_text()
-        lines = [json.loads(line) for line in text.splitlines()]
-        assert [line["zerocore/step_ms"] for line in lines] == times
-        assert [line["zerocore/step"] for line in lines] == [0, 1, 2]
-        assert {(line["rank"], line["world_size"], line["model"]) for line in lines} == {
-            (rank, 2, "Chain")
-        }
-        assert set(lines[-1]["units"]) >= {"blocks.0", "blocks.3"}
-        assert lines[-1]["units"]["blocks.1"]["exposed_ms"] >= 0
+        zerocore.metrics(nn.Linear(2, 2))
 
 
 def test_tensorboard(tmp_path: Path, trained: tuple[nn.Module, torch.optim.Optimizer]) -> None:
@@ -105,7 +79,7 @@ def test_tensorboard(tmp_path: Path, trained: tuple[nn.Module, torch.optim.Optim
     writer = SummaryWriter(str(tmp_path))
     for step in range(3):
         train(model, optimizer)
-        for name, value in zerocore.figures(model, tokens=TOKENS).items():
+        for name, value in zerocore.metrics(model, tokens=TOKENS).items():
             writer.add_scalar(name, value, step)
     writer.close()
     events = EventAccumulator(str(tmp_path))
@@ -124,7 +98,7 @@ with zerocore.emulate(4, "1GB/s", 0):
     for step in range(2):
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
-        run.log(zerocore.figures(model, tokens=3), step=step)
+        run.log(zerocore.metrics(model, tokens=3), step=step)
     print(sorted(run.summary.keys()))
     run.finish()
 """
@@ -153,7 +127,7 @@ def train_and_log(folder: str) -> list[dict[str, Any]]:
         build_model(),
         arguments(Path(folder), **options),
         shard={"stage": 3},
-        log_figures=True,
+        log_metrics=True,
         train_dataset=samples(32),
         eval_dataset=samples(6, seed=2),
     )
@@ -178,11 +152,11 @@ def train_in_lightning(folder: str) -> None:
     from tests.integrations.test_lightning import make_module, micro_batches
     from zerocore.integrations.lightning import ShardedStrategy
 
-    class LogFigures(lightning.Callback):
+    class LogMetrics(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            trainer.logger.log_metrics(zerocore.figures(module), trainer.global_step)
+            trainer.logger.log_metrics(zerocore.metrics(module), trainer.global_step)
 
-    trainer = make_trainer(Path(folder), ShardedStrategy(stage=3), 3, callbacks=[LogFigures()])
+    trainer = make_trainer(Path(folder), ShardedStrategy(stage=3), 3, callbacks=[LogMetrics()])
     trainer.logger = CSVLogger(folder, name="run")
     trainer.fit(make_module(), torch.utils.data.DataLoader(micro_batches()))
 
@@ -202,7 +176,7 @@ def log_by_accelerate(folder: str) -> None:
     accelerator.init_trackers("run")
     model, optimizer = accelerator.prepare(*make())
     train(model, optimizer, 2)
-    accelerator.log(zerocore.figures(model), step=1)
+    accelerator.log(zerocore.metrics(model), step=1)
     accelerator.end_training()
 
 

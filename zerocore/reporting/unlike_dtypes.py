@@ -1,0 +1,30 @@
+"""Says which parameter mixed precision should have kept where a module meets two dtypes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from zerocore.model.state import Unit
+
+
+def explain_types(error: BaseException, units: Iterable[Unit]) -> RuntimeError | None:
+    """The error to raise for one about unlike dtypes in a call of ``units``, if mixed precision has
+    made them."""
+    text = str(error)
+    is_of_types = type(error) is RuntimeError and re.search("scalar type|dtype", text) is not None
+    if not is_of_types or "keep_fp32" in text:
+        return None
+    for unit in units:
+        for param in unit.params:
+            for owner, _ in param.owners:
+                own = param.full.dtype
+                others = {b.dtype for b in owner.buffers(recurse=False) if b.is_floating_point()}
+                if own != param.types.main and others - {own}:
+                    name = param.fqn.rpartition(".")[0] or param.fqn
+                    return RuntimeError(
+                        f"{text}. Mixed precision made parameter '{param.fqn}' {own}, and a buffer "
+                        f"of the same {type(owner).__name__} is {(others - {own}).pop()}: pass "
+                        f"MixedPrecision(keep_fp32=('{name}',))"
+                    )
+    return None
