@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.common.options import UNSET, options_of
@@ -42,7 +41,6 @@ def shard(
     init_fn: InitFn | None = None,
     sync_params: bool = True,
     find_unused_parameters: bool = False,
-    optimizer: Optimizer | None = None,
     prefetch: int = UNSET,
     reductions_in_flight: int = UNSET,
     accumulate: str = UNSET,
@@ -58,8 +56,9 @@ def shard(
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
     Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, of the full
-    shape); build the optimizer from them. During forward and backward the modules see full
-    parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is given.
+    shape); the objects stay, also in optimizers and lists. During forward and backward they are the
+    full parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is
+    given.
 
     Args:
         model: any module; on the meta device it is initialised unit by unit.
@@ -86,7 +85,6 @@ def shard(
         sync_params: rank 0's values win.
         find_unused_parameters: changes nothing: a parameter that no rank used keeps
             ``grad is None`` in every backward. Accepted as DistributedDataParallel's.
-        optimizer: only to be told early that it must be built after ``shard``.
 
     Returns:
         ``model`` itself.
@@ -116,7 +114,6 @@ def shard(
         units=units,
         device=device,
         init_fn=init_fn,
-        optimizer=optimizer,
         memory_budget=memory_budget,
         groups=groups,
     )

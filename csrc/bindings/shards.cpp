@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/exchange.h"
+#include "engine/graph/autograd.h"
 #include "engine/unit/data_writes.h"
 #include "runtime/bucket.h"
 
@@ -62,6 +64,10 @@ void define_grad(const pybind11::type& type) {
   }
   pybind11::setattr(type, "grad", attribute);
 }
+
+struct HeldNode {
+  std::shared_ptr<void> node;
+};
 
 // Also one on another device, which torch would refuse.
 void show_grad(const at::Tensor& param, const at::Tensor& grad) {
@@ -171,6 +177,21 @@ void register_shards(pybind11::module_& module) {
   module.def("replace_in_modules", replace_in_modules, pybind11::arg("replaced"));
   module.def("ask_before_typed", ask_before_typed, pybind11::arg("types"), pybind11::arg("ask"));
   module.def("same_objects", same_objects, pybind11::arg("first"), pybind11::arg("second"));
+  pybind11::class_<HeldNode>(module, "HeldNode");
+  module.def(
+      "take_node_hooks",
+      [](const at::Tensor& from, const at::Tensor& to) {
+        return HeldNode{take_node_hooks(from, to)};
+      },
+      pybind11::arg("from_"),
+      pybind11::arg("to"));
+  module.def(
+      "exchange_impls",
+      [](const pybind11::object& first, const pybind11::object& second) {
+        exchange_impls(first.ptr(), second.ptr());
+      },
+      pybind11::arg("first"),
+      pybind11::arg("second"));
   module.def("show_grad", show_grad, pybind11::arg("param"), pybind11::arg("grad"));
 }
 

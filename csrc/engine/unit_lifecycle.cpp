@@ -83,11 +83,20 @@ void UnitLifecycle::wait_for(UnitId id) {
 
 void UnitLifecycle::use(UnitId id) {
   wait_for(id);
+  set_hiding(false);
   update_registration(id);
 }
 
+void UnitLifecycle::set_hiding(bool hides) {
+  if (std::exchange(hides_, hides) != hides) {
+    for (const auto& unit : units_) {
+      update_registration(unit->id());
+    }
+  }
+}
+
 void UnitLifecycle::update_registration(UnitId id) {
-  const bool full = schedule_.is_shown(id);
+  const bool full = !hides_ && schedule_.is_shown(id);
   if (full_shown_[id] != full) {
     if (!full) {
       keep_writes(id);
@@ -160,6 +169,7 @@ void UnitLifecycle::begin_inner_step() {
   }
   write_check_.add_rest();
   finish_writes();
+  set_hiding(true);
 }
 
 void UnitLifecycle::end_inner_step() {
@@ -183,6 +193,7 @@ void UnitLifecycle::end_inner_step() {
     carry_out();
     use(id);
   }
+  set_hiding(false);
 }
 
 void UnitLifecycle::begin_hold(UnitId id) {
@@ -261,6 +272,7 @@ void UnitLifecycle::order_gathers() {
 // Actions may have failed, so the two may differ.
 void UnitLifecycle::settle() {
   schedule_.abort(actions_);
+  hides_ = false;
   actions_.clear();
   late_.clear();
   finish_writes();

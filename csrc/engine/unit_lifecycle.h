@@ -22,8 +22,7 @@
 
 namespace zerocore {
 
-// Writes a unit's parameters into the modules that own them: the full ones, or shards. Called from
-// any thread.
+// Shows a unit's parameters to programs: the full ones, or shards. Called from any thread.
 using ShowParams = std::function<void(UnitId unit, bool full)>;
 
 // A unit that an optimizer updates, and which parameters in it; none for all that are trained.
@@ -72,8 +71,14 @@ class UnitLifecycle {
   void set_staying(UnitId unit, Staying staying) {
     schedule_.residency().set_staying(unit, staying);
   }
-  // Shows in the modules what the schedule says: the unit's full parameters or its shards.
+  // Shows what the schedule says: the unit's full parameters or its shards.
   void update_registration(UnitId unit);
+  // While it hides, all units show shards, also within calls: for an optimizer's step and for what
+  // is saved. The next use of a unit ends it.
+  void set_hiding(bool hides);
+  bool is_hiding() const {
+    return hides_;
+  }
   // Takes note of changed shards. True if there are: call order_gathers() before the next gather.
   bool refresh(UnitId unit);
   void order_gathers();
@@ -135,7 +140,8 @@ class UnitLifecycle {
   ShowParams show_params_;
   Actions actions_; // not carried out yet; reused
   bool in_backward_pass_ = false;
-  std::vector<bool> full_shown_; // by unit: in its modules
+  bool hides_ = false;
+  std::vector<bool> full_shown_; // by unit
   std::vector<UnitId> late_; // to be gathered; see Note [Gathers behind a call]
 };
 

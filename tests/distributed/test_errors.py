@@ -85,39 +85,6 @@ def test_units_that_overlap_or_match_nothing() -> None:
     run_ranks(choose_bad_units, 2)
 
 
-def pass_optimizer(stage: int) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(MISTAKE, match=r"optimizer.*after|after.*shard"):
-        zerocore.shard(model, stage=stage, optimizer=optimizer)
-    zerocore.shard(model, stage=stage)  # the refusal has changed nothing
-    still_works(stage)
-
-
-def test_optimizer_passed_to_shard(stage: int) -> None:
-    run_ranks(pass_optimizer, 2, stage)
-
-
-def step_stale_optimizer(stage: int, kind: str) -> None:
-    case = case_named("plain")
-    model = case.seeded_build()
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-    zerocore.shard(model, stage=stage)
-    accumulate(model, case, 0)
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=r"after.*shard|shard.*before"):
-        optimizer.step()
-    with zerocore.unsharded(model):
-        within = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"inside zerocore.unsharded: it holds .*'\w+\.weight'"):
-        within.step()
-    still_works(stage)
-
-
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_optimizer_built_before_shard(stage: int, kind: str) -> None:
-    run_ranks(step_stale_optimizer, 2, stage, kind)
-
-
 class WiderNet(Net):
     """The last rank's model differs in a shape."""
 
@@ -167,8 +134,6 @@ def err_on_one_rank(kind: str) -> None:
         options["stage"] = 4
     elif erring and kind == "units":
         options["units"] = ["blok"]
-    elif erring and kind == "optimizer":
-        options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
     elif erring and kind == "nothing":
         model = nn.Identity()
     elif kind == "twice":
@@ -179,7 +144,7 @@ def err_on_one_rank(kind: str) -> None:
     still_works(3)
 
 
-@pytest.mark.parametrize("kind", ["stage", "units", "optimizer", "nothing", "twice"])
+@pytest.mark.parametrize("kind", ["stage", "units", "nothing", "twice"])
 def test_mistake_of_one_rank_is_an_error_on_all(kind: str) -> None:
     run_ranks(err_on_one_rank, 2, kind)
 

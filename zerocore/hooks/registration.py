@@ -103,9 +103,9 @@ def _refusal(fqn: str) -> ValueError:
     )
 
 
-def watch_loads(model: nn.Module, state: ShardState) -> None:
-    """From now on what is loaded into sharded parameters is checked. All ranks must load, and
-    refuse what does not fit on one of them together."""
+def watch_state_dicts(model: nn.Module, state: ShardState) -> None:
+    """From now on what is loaded into sharded parameters is checked, and what is saved are shards,
+    also within calls. All ranks must load, and refuse what does not fit on one of them together."""
 
     @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -120,13 +120,34 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
     model.register_load_state_dict_pre_hook(check)
     for module in {owner for param in state.params() for owner, _ in param.owners}:
         module.register_load_state_dict_pre_hook(_check)
+    _watch_saves(model, state)
+
+
+def _watch_saves(model: nn.Module, state: ShardState) -> None:
+    under_way = 0
+
+    def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        nonlocal under_way
+        under_way = under_way + 1 if under_way or state.engine.in_call else 0
+        if under_way == 1:
+            state.engine.set_hiding(True)
+
+    def end(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        nonlocal under_way
+        if under_way == 1:
+            state.engine.set_hiding(False)
+        under_way = max(0, under_way - 1)
+
+    for module in model.modules():
+        module.register_state_dict_pre_hook(begin)
+        module.register_state_dict_post_hook(end)
 
 
 recording = ContextVar("recording", default=False)  # a load that only notes what it would copy
 
 
 def is_our_hook(hook: Any) -> bool:
-    """Whether a hook of loading is one of :func:`watch_loads`."""
+    """Whether a hook of loading is one of :func:`watch_state_dicts`."""
     return getattr(hook, "hook", hook).__module__ == __name__
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.model.casting import cast_floats
 
@@ -23,8 +24,8 @@ class TracedParam(NamedTuple):
 
     fqn: str
     owners: list[tuple[nn.Module, str]]
-    shard: Tensor  # modules hold it while the parameter is sharded
-    full: Tensor | None  # and while it is not
+    param: Tensor  # modules hold it, unless they hold a view or what a program has put there
+    is_full: bool  # it is not sharded now
     make: Callable[[], Tensor] | None  # a tensor like the full parameter; None where it is a view
 
 
@@ -53,25 +54,32 @@ def call_traced(
 
 @contextmanager
 def _fakes_shown(params: Iterable[TracedParam]) -> Iterator[None]:
-    """Under a FakeTensorMode modules hold fake full parameters, which no gradient leaves."""
+    """Under a FakeTensorMode modules hold fake full parameters, which no gradient leaves. Where
+    operators are recorded they hold full ones as constants, of torch's own class."""
     hidden: list[tuple[dict[str, Any], str, Any]] = []
     has_fakes = _C._get_dispatch_mode(_FAKE) is not None
-    keeps_full = not has_fakes or _C._get_dispatch_mode(_PROXY) is not None  # as constants
+    has_proxies = _C._get_dispatch_mode(_PROXY) is not None
     try:
-        for fqn, owners, shard, full, make in params:
+        for fqn, owners, param, is_full, make in params:
             found = owners[0][0]._parameters.get(owners[0][1])
-            if found is not shard and (found is not full or keeps_full or make is None):
+            if found is not param:
                 continue
-            if make is None or not has_fakes:
+            if is_full and has_proxies:
+                with _disable_current_modes():
+                    shown = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+            elif is_full and (make is None or not has_fakes):
+                continue
+            elif make is None or not has_fakes:
                 raise RuntimeError(
                     f"parameter '{fqn}' is sharded and no trace gathers it. Run torch.jit.trace or "
                     "torch.export inside `with zerocore.unsharded(model):`, which all ranks enter; "
                     "of a fully_shard model, trace a plain one that has loaded its full state dict"
                 )
-            fake = nn.Parameter(make(), requires_grad=shard.requires_grad)
+            else:
+                shown = nn.Parameter(make(), requires_grad=param.requires_grad)
             for owner, name in owners:
                 hidden.append((owner._parameters, name, found))
-                owner._parameters[name] = fake
+                owner._parameters[name] = shown
         yield
     finally:
         for entries, name, found in hidden:

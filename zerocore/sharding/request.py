@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 
 from zerocore.common.agreement import (
     agree,
@@ -81,7 +80,6 @@ def validate(
     units: Sequence[UnitChoice] | None = None,
     device: torch.device | None = None,
     init_fn: InitFn | None = None,
-    optimizer: Optimizer | None = None,
     memory_budget: str | int | None = None,
     groups: Any = None,
 ) -> ShardRequest:
@@ -91,7 +89,7 @@ def validate(
     error: Exception | None = None
     try:
         config = make_config()
-        _check_model(model, optimizer)
+        _check_model(model)
         ranks = _with_near(ranks, config)
         known = replace(config.communication, regather=ranks.num_near)  # ranks compare no groups
         config = replace(config, communication=known)
@@ -150,18 +148,13 @@ def _check_budget(request: ShardRequest, memory_budget: str | int) -> None:
     check_budget(request.model, request.planned, request.config, request.meshes, budget)
 
 
-def _check_model(model: nn.Module, optimizer: Optimizer | None) -> None:
+def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard expects an nn.Module, got {type(model)}")
     if find_state(model) is not None:
         raise ValueError(
             f"this {type(model).__name__} (or a part of it) is sharded already; shard once, the "
             "outermost model"
-        )
-    if optimizer is not None:
-        raise ValueError(
-            "optimizer: build it after zerocore.shard, from model.parameters(); one built before "
-            "holds parameters that the model does not use any more"
         )
 
 
