@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 
 from zerocore.common.agreement import together
@@ -139,8 +140,9 @@ def _watch_saves(model: nn.Module, state: ShardState) -> None:
         under_way = max(0, under_way - 1)
 
     for module in model.modules():
-        module.register_state_dict_pre_hook(begin)
-        module.register_state_dict_post_hook(end)
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            module.register_state_dict_pre_hook(begin)
+            module.register_state_dict_post_hook(end)
 
 
 recording = ContextVar("recording", default=False)  # a load that only notes what it would copy

@@ -161,7 +161,7 @@ def _without(fulls: list[tuple[Any, Tensor, int]], output: Any) -> Any:
         if of is None:
             return tensor
         if type(tensor) in plain:
-            return as_copy(tensor.clone(), of.fqn)
+            return as_copy(tensor.clone(), of[1])
         own = (tensor.detach() if tensor.is_leaf else tensor).clone().as_subclass(type(tensor))
         return own.requires_grad_(tensor.requires_grad)
 
