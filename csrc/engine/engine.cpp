@@ -151,6 +151,7 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   if (calls_.has_calls()) {
     lifecycle_.begin_inner_step();
   }
+  lifecycle_.set_hiding(true);
   lifecycle_.begin_update(units, casts);
   calls_.begin_step();
 }
@@ -166,6 +167,8 @@ void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   calls_.end_step();
   if (calls_.has_calls()) {
     lifecycle_.end_inner_step();
+  } else {
+    lifecycle_.stop_hiding();
   }
 }
 

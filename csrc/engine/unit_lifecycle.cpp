@@ -95,8 +95,19 @@ void UnitLifecycle::set_hiding(bool hides) {
   }
 }
 
+void UnitLifecycle::hide_unused() {
+  for (const auto& unit : units_) {
+    if (!schedule_.is_active(unit->id())) {
+      show(unit->id(), false);
+    }
+  }
+}
+
 void UnitLifecycle::update_registration(UnitId id) {
-  const bool full = !hides_ && schedule_.is_shown(id);
+  show(id, !hides_ && schedule_.is_shown(id));
+}
+
+void UnitLifecycle::show(UnitId id, bool full) {
   if (full_shown_[id] != full) {
     if (!full) {
       keep_writes(id);
@@ -169,7 +180,6 @@ void UnitLifecycle::begin_inner_step() {
   }
   write_check_.add_rest();
   finish_writes();
-  set_hiding(true);
 }
 
 void UnitLifecycle::end_inner_step() {

@@ -79,6 +79,12 @@ class UnitLifecycle {
   bool is_hiding() const {
     return hides_;
   }
+  // Units show what they have to when they are used next.
+  void stop_hiding() {
+    hides_ = false;
+  }
+  // Units that stay for a backward show shards, too: no backward comes.
+  void hide_unused();
   // Takes note of changed shards. True if there are: call order_gathers() before the next gather.
   bool refresh(UnitId unit);
   void order_gathers();
@@ -123,6 +129,7 @@ class UnitLifecycle {
 
  private:
   void carry_out();
+  void show(UnitId unit, bool full);
   void take_change(UnitId unit);
   bool take_behind(Unit& unit);
   void wait_for(UnitId unit);

@@ -202,7 +202,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose backward may reduce
-    engines = [state.engine for _, state in pairs if state.engine.in_call]
+    engines = [state.engine for _, state in pairs]
     for updated, state in pairs:
         _check_offload(optimizer, state)
         if not has_closure:

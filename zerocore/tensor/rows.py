@@ -63,6 +63,17 @@ class _FullRows(FullParameter):
         state = None if known is None or isinstance(known.other, ref) else known.state_ref()
         return None if state is None or state.engine.defers_reductions else known.other
 
+    def __getattr__(self, name: str) -> Any:
+        """Between calls it has what the DTensor has: ``to_local()``, ``full_tensor()``."""
+        shard = None if name.startswith("_") else self._seen_shard()
+        if shard is not None and torch._C._current_graph_task_id() == -1:
+            engine = _rows[self].state_ref().engine
+            if not engine.in_call:
+                engine.set_hiding(True)  # keeps what was written to the full value
+                engine.set_hiding(False)
+                return getattr(shard, name)
+        raise AttributeError(f"'Parameter' object has no attribute '{name}'")
+
 
 def full_rows(made: Tensor, shard: Any, kind: type[nn.Parameter]) -> Any:
     """A parameter of class ``kind`` over the memory of ``made``, whose tensor may be exchanged with
