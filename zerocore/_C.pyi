@@ -356,7 +356,8 @@ class Engine:
     def adopt(self, unit: int) -> None: ...
     in_call: bool
     def hold_unsharded(self, units: Sequence[int]) -> None: ...
-    def release_unsharded(self, units: Sequence[int], write_back: bool) -> None: ...
+    def release_unsharded(self, units: Sequence[int], write_back: bool) -> list[str]:
+        """Returns the names of parameters that were changed, if they are not written back."""
     def set_hiding(self, hides: bool) -> None:
         """While it hides, programs see shards, also within calls."""
 

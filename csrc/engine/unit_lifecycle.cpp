@@ -239,10 +239,13 @@ void UnitLifecycle::hold_unsharded(const std::vector<UnitId>& units) {
   }
 }
 
-void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
+std::vector<std::string> UnitLifecycle::release_unsharded(
+    const std::vector<UnitId>& units,
+    bool write_back) {
   const at::NoGradGuard no_grad;
+  std::vector<std::string> lost;
   for (const UnitId id : units) {
-    units_[id]->take_back(write_back);
+    std::vector<int> changed = units_[id]->take_back(write_back);
     if (write_back) {
       if (units_[id]->take_writes()) {
         write_check_.add(id);
@@ -250,11 +253,18 @@ void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool wri
       units_[id]->write_back(/*all=*/true);
       units_[id]->versions().mark_written();
     }
-    units_[id]->versions().take_writes(/*keeps=*/false); // now that they are, or are not
+    const auto written = units_[id]->versions().take_writes(/*keeps=*/false);
+    if (!write_back) {
+      changed.insert(changed.end(), written.begin(), written.end());
+      for (const int param : changed) {
+        lost.push_back(units_[id]->params()[param].spec.fqn);
+      }
+    }
     schedule_.residency().release_unsharded(id, actions_);
     carry_out();
     update_registration(id);
   }
+  return lost;
 }
 
 void UnitLifecycle::set_kept(UnitId id, bool kept) {

@@ -9,8 +9,10 @@
 // CPU nothing computes behind the host, so there it would only come late.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "engine/gradients/reducer.h"
@@ -63,7 +65,12 @@ class UnitLifecycle {
   void use(UnitId unit);
   // See Engine::hold_unsharded. All of the units, or none where it throws.
   void hold_unsharded(const std::vector<UnitId>& units);
-  void release_unsharded(const std::vector<UnitId>& units, bool write_back);
+  // Returns the names of parameters that were changed, if they are not written back.
+  std::vector<std::string> release_unsharded(const std::vector<UnitId>& units, bool write_back);
+  bool holds_any() const {
+    return std::ranges::any_of(
+        units_, [this](const auto& unit) { return schedule_.is_held_unsharded(unit->id()); });
+  }
   void begin_hold(UnitId unit);
   void wait_held(UnitId unit);
   // See Engine::set_kept. The modules show a unit that is kept once use() has waited for it.
@@ -117,7 +124,7 @@ class UnitLifecycle {
     in_backward_pass_ = in_backward_pass;
   }
 
-  // Around an optimizer's step inside of a call, on all ranks. First what calls under way have
+  // Around an optimizer's step inside of a call, or of a hold, on all ranks. First what calls under way have
   // gathered has arrived, and what they have changed in place is in the shards. After it units
   // that changed are stale: those in use are gathered again at once, others when they are entered.
   void begin_inner_step();

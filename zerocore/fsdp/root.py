@@ -383,6 +383,7 @@ def _bind_param(state: ShardState, group: Group, position: int) -> Param:
     written = engine.make_model_shard(unit, position)
     model_weight = None if written is None else rows.outward(written)
     on_host = engine.is_updated_on_host(unit, position)
-    known = RowShard(spec.fqn, ref(state), unit, position, model_weight, on_host)
+    elements = local_part(shard).detach()
+    known = RowShard(spec.fqn, ref(state), unit, position, elements, model_weight, on_host)
     note_rows(shard, full, known)
     return Param([spec.fqn], param.owners, shard, full, spec, types_of(param, group))

@@ -55,7 +55,7 @@ def as_loaded(model: nn.Module, state: ShardState, values: Mapping[str, Any]) ->
     them; ``values`` where no module has hooks. ValueError for what does not fit."""
     if not has_own_loading(model):
         return values
-    shapes = {id(p.shard): p.shard.place.whole_shape for p in state.params()}
+    shapes = {id(p.object): p.shard.place.whole_shape for p in state.params()}
     rest = {key: value for key, value in values.items() if not key.endswith(EXTRA_STATE)}
     given: Any = OrderedDict(rest)
     if hasattr(values, "_metadata"):

@@ -27,7 +27,6 @@ from zerocore.tensor.earlier import give_rows
 from zerocore.tensor.functions import Args, Kwargs
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, UnreducedGrad
 from zerocore.tensor.rows import shard_of
-from zerocore.tensor.rules import check_not_shown_full
 
 _log = logging.getLogger("zerocore")
 
@@ -197,8 +196,6 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         prepare(optimizer)
         _updates[optimizer] = (key, _find_updates(optimizer))
     pairs = [(each, state) for each in _updates[optimizer][1] if (state := each.state_ref())]
-    if any(state.shown_full.total() > 0 for _, state in pairs):
-        check_not_shown_full("optimizer.step", list(map(shard_of, params_of(optimizer))))
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose backward may reduce

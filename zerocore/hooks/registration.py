@@ -57,7 +57,7 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
     fqn = f"{prefix}.{name}" if prefix else name
     for known in state.params():
         if any(owner is module and key == name for owner, key in known.owners):
-            if param is not known.shard and param is not known.full:
+            if param is not known.object:
                 raise ValueError(
                     f"parameter '{fqn}' is sharded and cannot be replaced by another "
                     f"{type(param).__name__}. Change its values in place inside of `with "
@@ -88,7 +88,7 @@ def check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
         return
     state, prefix = home
     path = f"{prefix}.{name}" if prefix else name
-    ours = {id(face) for param in state.params() for face in (param.shard, param.full)}
+    ours = {id(param.object) for param in state.params()}
     for fqn, param in child.named_parameters(prefix=path):
         if id(param) not in ours:
             raise _refusal(fqn)

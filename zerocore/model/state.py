@@ -40,7 +40,6 @@ class Param:
     hidden: Any  # the other one
     spec: ParamSpec
     types: ParamTypes
-    written_version: tuple[int, ...] = ()  # of ``full`` when it was written back to the shards last
 
     @property
     def fqn(self) -> str:

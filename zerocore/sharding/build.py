@@ -249,6 +249,7 @@ def _shard_param(
 ) -> Param:
     engine, fqn = state.engine, choice.fqns[0]
     param: Any = choice.param
+    types = types_of(choice, state.config)  # of the parameter as it was
     made = engine.make_full(unit.index, position)
     full: nn.Parameter = as_parameter(made, full_class(param), param.requires_grad)
     place = _place_of(state, unit, position, choice, full, wholes.get(fqn))
@@ -256,7 +257,7 @@ def _shard_param(
     grad = None
     if param.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place, ref(state))
-    facts = _facts(state, unit, position, choice, place)
+    facts = _facts(state, unit, position, choice, place) | {"elements": shard.detach()}
     facts["grad_device"] = shard.device if grad is None else grad.device
     become_shard(param, shard, full, facts)
     engine.bind(unit.index, position, full, param, grad)
@@ -267,7 +268,7 @@ def _shard_param(
         engine.set_view(unit.index, position, owners, param.shown)
     keep_in_place(param, fqn)
     spec = engine.spec(unit.index, position)
-    return Param(choice.fqns, choice.owners, param, full, spec, types_of(choice, state.config))
+    return Param(choice.fqns, choice.owners, param, full, spec, types)
 
 
 def _facts(

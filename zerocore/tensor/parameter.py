@@ -55,6 +55,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
 
     unit: int  # index of the unit it belongs to
     position: int  # in the unit
+    elements: Tensor  # plain, on the same memory
     # The same elements as layers compute with; None where they compute with this parameter.
     model_weight: Tensor | None = None
     spec: Any = None  # of the DTensor that modules see, under tensor parallelism
@@ -149,7 +150,6 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
             is_own = value is self or any(alias() is value for alias in self._live_aliases())
             part = self._part_of(value, ".data")
             if not is_own:
-                rules.check_not_shown_full("data", [self])
                 local = self._own_data()
                 if self._live_aliases():
                     self._let_go(local.clone())

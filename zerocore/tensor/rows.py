@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocore._C import count_as_data, count_view_as_data, exchange_impls
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.noted_writes import note_full
 from zerocore.tensor.parameter import FullParameter, ShardedParameter, slots_of, with_slots
 from zerocore.tensor.place import Place, Placed, leaf_of, local_of, shard_in
@@ -30,6 +31,7 @@ class RowShard:
     state_ref: Callable[[], Any]
     unit: int
     position: int
+    elements: Tensor
     model_weight: Tensor | None = None
     on_host: bool = False
     on_disk: bool = False
@@ -170,7 +172,11 @@ def local_part(tensor: Any) -> Tensor:
 
 def own_elements(value: Any) -> Tensor:
     """This rank's part of a shard or DTensor, or all of a plain tensor, on its memory; changes
-    count as those of ``value``, and there is no gradient."""
+    count as those of ``value``, and there is no gradient. Of a parameter also while it is shown in
+    full, from any thread."""
+    if (known := shard_of(value)) is not None:
+        pending_host_updates.finish()
+        return known.elements.detach()
     return local_of(value) if isinstance(value, Placed) else local_part(value).detach()
 
 
