@@ -124,9 +124,10 @@ class UnitLifecycle {
     in_backward_pass_ = in_backward_pass;
   }
 
-  // Around an optimizer's step inside of a call, or of a hold, on all ranks. First what calls under way have
-  // gathered has arrived, and what they have changed in place is in the shards. After it units
-  // that changed are stale: those in use are gathered again at once, others when they are entered.
+  // Around an optimizer's step inside of a call, or of a hold, on all ranks. First what calls under
+  // way have gathered has arrived, and what they have changed in place is in the shards. After it
+  // units that changed are stale: those in use are gathered again at once, others when they are
+  // entered.
   void begin_inner_step();
   void end_inner_step();
 
