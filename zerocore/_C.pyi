@@ -91,6 +91,14 @@ class EmulatedGroup(Backend):
     def shut_down_all() -> None: ...
 
 def define_grad(type: type) -> None: ...
+def define_shown_grad(
+    type: type,
+    marks: tuple[str, ...],
+    get: Callable[[Tensor], Tensor | None],
+    set: Callable[[Tensor, Tensor | None], None],
+) -> None:
+    """The attribute ``grad`` of objects with one of the ``marks`` as an attribute."""
+
 def counted(tensor: Tensor) -> Tensor: ...  # see csrc/engine/unit/data_writes.h
 def counted_view(leaf: Tensor, view: Tensor) -> Tensor: ...
 def count_as_data(tensor: Tensor, alias: Tensor) -> None: ...

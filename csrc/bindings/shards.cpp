@@ -54,15 +54,63 @@ int set_grad(PyObject* param, PyObject* value, void* /*closure*/) {
   return result == nullptr ? -1 : 0;
 }
 
-// As torch's own attribute, which would ask the class's __torch_function__ each time.
-void define_grad(const pybind11::type& type) {
-  static PyGetSetDef definition{"grad", get_grad, set_grad, nullptr, nullptr};
+// How parameters with a mark get and set `grad`; others do as torch has it.
+struct ShownGrad {
+  pybind11::tuple marks;
+  pybind11::object get, set, torchs;
+};
+ShownGrad* shown_grad = nullptr;
+
+bool is_marked(PyObject* param) {
+  const auto dict =
+      pybind11::reinterpret_steal<pybind11::object>(PyObject_GenericGetDict(param, nullptr));
+  return std::ranges::any_of(shown_grad->marks, [&](const pybind11::handle& mark) {
+    return PyDict_Contains(dict.ptr(), mark.ptr()) == 1;
+  });
+}
+
+PyObject* get_shown_grad(PyObject* param, void* /*closure*/) {
+  if (is_marked(param)) {
+    return PyObject_CallOneArg(shown_grad->get.ptr(), param);
+  }
+  PyObject* torchs = shown_grad->torchs.ptr();
+  return Py_TYPE(torchs)->tp_descr_get(torchs, param, reinterpret_cast<PyObject*>(Py_TYPE(param)));
+}
+
+int set_shown_grad(PyObject* param, PyObject* value, void* /*closure*/) {
+  if (!is_marked(param)) {
+    PyObject* torchs = shown_grad->torchs.ptr();
+    return Py_TYPE(torchs)->tp_descr_set(torchs, param, value);
+  }
+  const auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunctionObjArgs(
+      shown_grad->set.ptr(), param, value == nullptr ? Py_None : value, nullptr));
+  return done ? 0 : -1;
+}
+
+void set_grad_attribute(const pybind11::type& type, PyGetSetDef& definition) {
+  // As torch's own attribute, which would ask the class's __torch_function__ each time.
   auto attribute = pybind11::reinterpret_steal<pybind11::object>(
       PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(type.ptr()), &definition));
   if (!attribute) {
     throw pybind11::error_already_set();
   }
   pybind11::setattr(type, "grad", attribute);
+}
+
+void define_grad(const pybind11::type& type) {
+  static PyGetSetDef definition{"grad", get_grad, set_grad, nullptr, nullptr};
+  set_grad_attribute(type, definition);
+}
+
+void define_shown_grad(
+    const pybind11::type& type,
+    const pybind11::tuple& marks,
+    const pybind11::function& get,
+    const pybind11::function& set) {
+  static PyGetSetDef definition{"grad", get_shown_grad, set_shown_grad, nullptr, nullptr};
+  // Never freed: the attribute outlives modules.
+  shown_grad = new ShownGrad{marks, get, set, type.attr("grad")};
+  set_grad_attribute(type, definition);
 }
 
 struct HeldNode {
@@ -162,6 +210,13 @@ void ask_before_typed(const pybind11::iterable& types, const pybind11::function&
 
 void register_shards(pybind11::module_& module) {
   module.def("define_grad", define_grad, pybind11::arg("type"));
+  module.def(
+      "define_shown_grad",
+      define_shown_grad,
+      pybind11::arg("type"),
+      pybind11::arg("marks"),
+      pybind11::arg("get"),
+      pybind11::arg("set"));
   module.def("counted", counted, pybind11::arg("tensor"));
   module.def("counted_view", counted_view, pybind11::arg("leaf"), pybind11::arg("view"));
   module.def("count_as_data", count_as_data, pybind11::arg("tensor"), pybind11::arg("alias"));

@@ -111,6 +111,7 @@ void UnitLifecycle::show(UnitId id, bool full) {
   if (full_shown_[id] != full) {
     if (!full) {
       keep_writes(id);
+      trainable_.take_from_full(id);
     }
     if (full && !in_backward_pass_) {
       trainable_.sync(id);

@@ -26,8 +26,8 @@ from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
 from zerocore.tensor.earlier import stands_for
-from zerocore.tensor.place import as_view
-from zerocore.tensor.rows import IS_ROWS, local_part
+from zerocore.tensor.place import IS_ROWS, as_view
+from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import PRE, gathers_itself
 
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]

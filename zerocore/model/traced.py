@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.model.casting import cast_floats
 
@@ -54,32 +53,25 @@ def call_traced(
 
 @contextmanager
 def _fakes_shown(params: Iterable[TracedParam]) -> Iterator[None]:
-    """Under a FakeTensorMode modules hold fake full parameters, which no gradient leaves. Where
-    operators are recorded they hold full ones as constants, of torch's own class."""
+    """Under a FakeTensorMode modules hold fake full parameters, which no gradient leaves."""
     hidden: list[tuple[dict[str, Any], str, Any]] = []
     has_fakes = _C._get_dispatch_mode(_FAKE) is not None
-    has_proxies = _C._get_dispatch_mode(_PROXY) is not None
+    keeps_full = not has_fakes or _C._get_dispatch_mode(_PROXY) is not None  # as constants
     try:
         for fqn, owners, param, is_full, make in params:
             found = owners[0][0]._parameters.get(owners[0][1])
-            if found is not param:
+            if found is not param or (is_full and (keeps_full or make is None)):
                 continue
-            if is_full and has_proxies:
-                with _disable_current_modes():
-                    shown = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-            elif is_full and (make is None or not has_fakes):
-                continue
-            elif make is None or not has_fakes:
+            if make is None or not has_fakes:
                 raise RuntimeError(
                     f"parameter '{fqn}' is sharded and no trace gathers it. Run torch.jit.trace or "
                     "torch.export inside `with zerocore.unsharded(model):`, which all ranks enter; "
                     "of a fully_shard model, trace a plain one that has loaded its full state dict"
                 )
-            else:
-                shown = nn.Parameter(make(), requires_grad=param.requires_grad)
+            fake = nn.Parameter(make(), requires_grad=param.requires_grad)
             for owner, name in owners:
                 hidden.append((owner._parameters, name, found))
-                owner._parameters[name] = shown
+                owner._parameters[name] = fake
         yield
     finally:
         for entries, name, found in hidden:

@@ -11,7 +11,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
@@ -21,6 +20,7 @@ from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.noted_writes import note_writes
 from zerocore.tensor.place import (
+    IS_ROWS,
     OTHER,
     Place,
     Placed,
@@ -255,9 +255,7 @@ def note_kind(kind: type) -> None:
 def full_class(param: nn.Parameter) -> Any:
     """The class of the full parameter, that of ``param``; a wrapper is made around it."""
     kind = type(param)
-    if kind is nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return FullParameter
-    return kind
+    return kind if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ else nn.Parameter
 
 
 def attributes_of(param: Tensor) -> dict[str, Any]:
@@ -282,71 +280,8 @@ def _checked_hook(
     return run
 
 
-_OWN = ("place", "state_ref", "aliases", OTHER, "_zerocore_kept_in_place")
+_OWN = ("place", "state_ref", "aliases", OTHER, IS_ROWS, "_zerocore_kept_in_place")
 _FACTS = frozenset((*_OWN, *ShardedParameter.__annotations__))
-
-
-class FullParameter(nn.Parameter):
-    """A sharded parameter while modules compute with it in full.
-
-    Gradients and what waits for them are those of the shard: the sum over the ranks.
-    """
-
-    @property
-    def grad(self) -> Any:
-        """As of the shard. Within a backward this rank's own is not there yet.
-
-        Raises:
-            RuntimeError: set within a backward.
-        """
-        shard = self._seen_shard()
-        if shard is None or TracingContext.try_get() is not None:  # which records no gradients
-            return _grad.__get__(self)
-        return shard.grad
-
-    @grad.setter
-    def grad(self, value: Any) -> None:
-        shard = self._seen_shard()
-        if shard is None:
-            _grad.__set__(self, value)
-        elif value is not None and torch._C._current_graph_task_id() != -1:
-            name = getattr(shard, "fqn", "")
-            raise RuntimeError(
-                f".grad of parameter '{name}' is set within a backward, at whose end the "
-                "gradients of all ranks are added to it. Change this rank's own gradient in "
-                "p.register_hook(...), or set .grad after the backward"
-            )
-        else:
-            shard.grad = value
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        shard = self._seen_shard()
-        if shard is None:
-            return super().register_post_accumulate_grad_hook(hook)
-        return shard.register_post_accumulate_grad_hook(hook)
-
-    def _seen_shard(self) -> Any:
-        """The shard, if programs see this object. None of a hidden one, and where a pipeline's
-        schedule adds the gradients of full parameters itself."""
-        shard = vars(self).get(OTHER)
-        state = shard.state_ref() if isinstance(shard, ShardedParameter) else None
-        return None if state is None or state.engine.defers_reductions else shard
-
-    def _plain(self) -> nn.Parameter:
-        plain = nn.Parameter(self.data, self.requires_grad)
-        vars(plain).update(attributes_of(self))
-        return plain
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copied = nn.Parameter(self.data.clone(), self.requires_grad)
-        return copied
-
-    def __reduce_ex__(self, proto: Any) -> Any:
-        return self._plain().__reduce_ex__(proto)
 
 
 class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from zerocore.tensor.cuts import Cut, move, ranges_of
 from zerocore.tensor.functions import BEHIND_OPERATORS, base_of, is_elementwise
 
 _LEAF = "_zerocore_leaf"  # on what modules see: the parameter that autograd knows
+IS_ROWS = "_zerocore_fsdp_rows"  # set on a parameter that fully_shard has made
 OTHER = "_zerocore_other"  # of the two objects that exchange their tensors: the other one
 
 

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerocore._C import count_as_data, count_view_as_data, exchange_impls
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.noted_writes import note_full
-from zerocore.tensor.parameter import FullParameter, ShardedParameter, slots_of, with_slots
-from zerocore.tensor.place import Place, Placed, leaf_of, local_of, shard_in
+from zerocore.tensor.parameter import ShardedParameter, slots_of, with_slots
+from zerocore.tensor.place import IS_ROWS, OTHER, Place, Placed, leaf_of, local_of, shard_in
 from zerocore.tensor.shard import LocalShard, as_shard
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class RowShard:
     other: Any = None
 
 
-IS_ROWS = "_zerocore_fsdp_rows"  # set on a parameter that fully_shard has made
 _rows: Any = WeakTensorKeyDictionary()
 # Calls of fully_shard, and what makes the engine of one. Not by parameter: torch swaps no tensor
 # that has a weak reference.
@@ -57,17 +56,28 @@ def forget_rows(*params: Tensor | None) -> None:
         _rows.pop(param, None)
 
 
-class _FullRows(FullParameter):
-    """A DTensor's full parameter, while modules compute with it."""
+def seen_shard(full: Any) -> Any:
+    """The shard of a full parameter, if programs see this object. None of a hidden one, and where a
+    pipeline's schedule adds the gradients of full parameters itself."""
+    known = _rows.get(full)
+    shard = vars(full).get(OTHER) if known is None else known.other
+    if (
+        shard is None
+        or isinstance(shard, ref)
+        or isinstance(full, Placed)
+        or hasattr(full, "_spec")
+    ):
+        return None
+    state = (known or shard).state_ref()
+    return None if state is None or state.engine.defers_reductions else shard
 
-    def _seen_shard(self) -> Any:
-        known = _rows.get(self)
-        state = None if known is None or isinstance(known.other, ref) else known.state_ref()
-        return None if state is None or state.engine.defers_reductions else known.other
+
+class _FullRows(nn.Parameter):
+    """A DTensor's full parameter, while modules compute with it."""
 
     def __getattr__(self, name: str) -> Any:
         """Between calls it has what the DTensor has: ``to_local()``, ``full_tensor()``."""
-        shard = None if name.startswith("_") else self._seen_shard()
+        shard = None if name.startswith("_") else seen_shard(self)
         if shard is not None and torch._C._current_graph_task_id() == -1:
             engine = _rows[self].state_ref().engine
             if not engine.in_call:
