@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -435,6 +436,22 @@ def built_inside(stage: int) -> None:
 
 def test_an_optimizer_built_inside_of_unsharded(stage: int) -> None:
     run_ranks(built_inside, 2, stage)
+
+
+def copied_in_full(stage: int) -> None:
+    """Copies and pickles of what is shown in full are plain parameters, with the attributes."""
+    model = sharded(seeded(), stage)
+    model.head.bias.gain = 3
+    with zerocore.unsharded(model):
+        assert type(model.head.bias) is nn.Parameter
+        for made in (copy.deepcopy(model.head.bias), pickle.loads(pickle.dumps(model.head.bias))):
+            assert type(made) is nn.Parameter and torch.equal(made, model.head.bias)
+            assert not any("zerocore" in key or key == "place" for key in vars(made))
+        assert made.gain == 3
+
+
+def test_copies_of_shown_parameters(stage: int) -> None:
+    run_ranks(copied_in_full, 1, stage)
 
 
 def listed_before() -> None:
