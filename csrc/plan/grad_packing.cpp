@@ -1,15 +1,23 @@
 // Where gradients are packed and whether they add.
 #include "plan/grad_packing.h"
 
+#include <array>
 #include <utility>
 
 #include "common/math.h"
 
 namespace zerocore {
 
-GradBuffer GradPacking::target(RegionKey key, bool holds) const {
+namespace {
+
+// In the order in which they are given back.
+constexpr std::array kGradBlocks = {Memory::Sums, Memory::Scratch, Memory::Wire, Memory::FullGrad};
+
+} // namespace
+
+Memory GradPacking::target(RegionKey key, bool holds) const {
   const bool to_wire = facts_.is_wired(key) && !holds && !state_.of(key).local;
-  return to_wire ? GradBuffer::Wire : GradBuffer::Full;
+  return to_wire ? Memory::Wire : Memory::FullGrad;
 }
 
 // Whether sums of this rank get their scale later: they are shown as they are, unless this rank has
@@ -25,17 +33,17 @@ void GradPacking::pack(RegionKey key, bool holds, GradSteps& steps) {
   state.kept = true;
   steps.run(make_step(GradStepKind::Keep, key));
   if (facts_.is_wired(key) && !holds) {
-    take(key, GradBuffer::Wire, steps);
+    take(key, Memory::Wire, steps);
   }
   GradStep step = make_step(GradStepKind::Pack, key);
   step.to = target(key, holds);
-  if (facts_.mesh_of(key.first).shards_gradients && step.to == GradBuffer::Full) {
-    take(key, GradBuffer::Full, steps);
+  if (facts_.mesh_of(key.first).shards_gradients && step.to == Memory::FullGrad) {
+    take(key, Memory::FullGrad, steps);
   }
   if (!state.local || !state_.any_summed(key)) {
     state.is_bare = holds && holds_bare(key);
   }
-  const bool to_wire = step.to == GradBuffer::Wire;
+  const bool to_wire = step.to == Memory::Wire;
   const bool splits = facts_.splits_scale(key);
   step.scale = state.is_bare ? ScalePart::None
       : to_wire && splits    ? ScalePart::Packed
@@ -44,8 +52,8 @@ void GradPacking::pack(RegionKey key, bool holds, GradSteps& steps) {
   const bool wires = facts_.is_wired(key) && !holds && !to_wire;
   if (wires || (state.is_bare && !holds)) {
     step.kind = GradStepKind::Cast;
-    step.from = GradBuffer::Full;
-    step.to = wires ? GradBuffer::Wire : GradBuffer::Full;
+    step.from = Memory::FullGrad;
+    step.to = wires ? Memory::Wire : Memory::FullGrad;
     step.scale = state.is_bare ? (wires && splits ? ScalePart::Packed : ScalePart::All)
         : splits               ? ScalePart::RestUndone
                                : ScalePart::None;
@@ -60,19 +68,18 @@ void GradPacking::pack(RegionKey key, bool holds, GradSteps& steps) {
   }
 }
 
-void GradPacking::take(RegionKey key, GradBuffer place, GradSteps& steps) {
-  if (std::exchange(state_.of(key).held[static_cast<size_t>(place)], true)) {
+void GradPacking::take(RegionKey key, Memory place, GradSteps& steps) {
+  if (std::exchange(state_.of(key).held[place], true)) {
     return;
   }
-  GradStep step = make_step(GradStepKind::Take, key, GradBuffer::Kept, place);
+  GradStep step = make_step(GradStepKind::Take, key, Memory::Kept, place);
   step.nbytes = facts_.nbytes_at(key, place);
   steps.run(step);
 }
 
-void GradPacking::give_back_all(RegionKey key, GradBuffer copied, GradSteps& steps) {
-  for (const GradBuffer place :
-       {GradBuffer::Sums, GradBuffer::Scratch, GradBuffer::Wire, GradBuffer::Full}) {
-    if (std::exchange(state_.of(key).held[static_cast<size_t>(place)], false)) {
+void GradPacking::give_back_all(RegionKey key, Memory copied, GradSteps& steps) {
+  for (const Memory place : kGradBlocks) {
+    if (std::exchange(state_.of(key).held[place], false)) {
       GradStep step = make_step(GradStepKind::GiveBack, key, place);
       step.nbytes = facts_.nbytes_at(key, place);
       if (facts_.offloads_grads() && place == copied) {
@@ -84,8 +91,10 @@ void GradPacking::give_back_all(RegionKey key, GradBuffer copied, GradSteps& ste
 }
 
 void GradPacking::reset(RegionKey key, GradSteps& steps) {
-  state_.of(key).held.fill(true);
-  give_back_all(key, GradBuffer::Kept, steps);
+  for (const Memory memory : kGradBlocks) {
+    state_.of(key).held[memory] = true;
+  }
+  give_back_all(key, Memory::Kept, steps);
 }
 
 Range GradPacking::added(const GradStep& pack, int param) const {
@@ -94,7 +103,7 @@ Range GradPacking::added(const GradStep& pack, int param) const {
   const Range place = facts_.layout_of(pack.unit).places().at(param).range();
   const Range none{place.begin, place.begin};
   const ParamState& state = state_.params(pack.unit)[param];
-  if (pack.to == GradBuffer::Wire) {
+  if (pack.to == Memory::Wire) {
     return none;
   }
   if (state_.of(key).local) {

@@ -15,16 +15,16 @@ class GradPacking {
   // `holds`: into sums of this rank.
   void pack(RegionKey key, bool holds, GradSteps& steps);
   // Does nothing for a block that is held.
-  void take(RegionKey key, GradBuffer place, GradSteps& steps);
+  void take(RegionKey key, Memory place, GradSteps& steps);
   // All blocks that are held. The host copies from `copied`.
-  void give_back_all(RegionKey key, GradBuffer copied, GradSteps& steps);
+  void give_back_all(RegionKey key, Memory copied, GradSteps& steps);
   // Steps that were decided may not have been carried out: gives back whatever may be held.
   void reset(RegionKey key, GradSteps& steps);
   // See Reduction::added.
   Range added(const GradStep& pack, int param) const;
 
  private:
-  GradBuffer target(RegionKey key, bool holds) const;
+  Memory target(RegionKey key, bool holds) const;
   bool holds_bare(RegionKey key) const;
 
   const ReductionFacts& facts_;

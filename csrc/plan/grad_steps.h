@@ -33,7 +33,7 @@ struct GradStep {
   GradStepKind kind = GradStepKind::Keep;
   UnitId unit = -1;
   int region = 0;
-  GradBuffer from = GradBuffer::Kept, to = GradBuffer::Kept;
+  Memory from = Memory::Kept, to = Memory::Kept;
   int64_t nbytes = 0; // of the block or of what is reduced
   int64_t parts = 1; // of a sum; of what the collective leaves for each element
   bool adds = false; // to what `to` holds
@@ -46,12 +46,7 @@ struct GradStep {
 
 // The block of a Take or a GiveBack.
 inline BlockKey block_of(const GradStep& step) {
-  const GradBuffer place = step.kind == GradStepKind::Take ? step.to : step.from;
-  const BlockUse use = place == GradBuffer::Full ? BlockUse::Gradients
-      : place == GradBuffer::Wire                ? BlockUse::Wire
-      : place == GradBuffer::Sums                ? BlockUse::Sums
-                                                 : BlockUse::Scratch;
-  return {step.unit, use, step.region};
+  return {step.unit, step.kind == GradStepKind::Take ? step.to : step.from, step.region};
 }
 
 // Carries out steps.
@@ -66,8 +61,8 @@ class GradSteps {
 inline GradStep make_step(
     GradStepKind kind,
     RegionKey key,
-    GradBuffer from = GradBuffer::Kept,
-    GradBuffer to = GradBuffer::Kept) {
+    Memory from = Memory::Kept,
+    Memory to = Memory::Kept) {
   return {.kind = kind, .unit = key.first, .region = key.second, .from = from, .to = to};
 }
 

@@ -10,24 +10,24 @@ namespace {
 bool sum_in_order(const ReductionFacts& facts, GradStep last, GradSteps& steps) {
   const RegionKey key{last.unit, last.region};
   const UnitMesh& mesh = facts.mesh_of(last.unit);
-  const auto start = [&](TraceOp op, AxisName axis, GradBuffer from, GradBuffer to) {
+  const auto start = [&](TraceOp op, AxisName axis, Memory from, Memory to) {
     GradStep step = make_step(GradStepKind::StartAcross, key, from, to);
     step.op = op;
     step.axis = axis;
     step.nbytes =
-        facts.nbytes_at(key, GradBuffer::Full) / (axis == AxisName::State ? 1 : mesh.state.size);
+        facts.nbytes_at(key, Memory::FullGrad) / (axis == AxisName::State ? 1 : mesh.state.size);
     steps.run(make_step(GradStepKind::Order, key));
     steps.run(step);
   };
-  last.from = GradBuffer::Scratch;
+  last.from = Memory::Scratch;
   last.parts = mesh.parts();
   if (mesh.sums_across()) { // each replica gets its part of the sums of all
-    GradStep first = make_step(GradStepKind::Sum, key, GradBuffer::Scratch, GradBuffer::Sums);
+    GradStep first = make_step(GradStepKind::Sum, key, Memory::Scratch, Memory::Sums);
     first.parts = mesh.parts();
     steps.run(first);
-    start(TraceOp::ReduceScatter, AxisName::Replicas, GradBuffer::Sums, GradBuffer::Across);
+    start(TraceOp::ReduceScatter, AxisName::Replicas, Memory::Sums, Memory::Across);
     steps.run(make_step(GradStepKind::WaitAcross, key));
-    last.from = GradBuffer::Across;
+    last.from = Memory::Across;
     last.parts = mesh.replicas.size;
   }
   steps.run(last);
@@ -73,8 +73,8 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
   } else if (!holds) {
     if (facts_.offloads_grads()) {
       for (const Key& key : keys) {
-        offload_grad(key, GradBuffer::Full, steps);
-        packing_.give_back_all(key, GradBuffer::Full, steps);
+        offload_grad(key, Memory::FullGrad, steps);
+        packing_.give_back_all(key, Memory::FullGrad, steps);
       }
     }
     for (ParamState& param : state_.params(unit)) {
@@ -123,7 +123,7 @@ void Reduction::reset(GradSteps& steps) {
     RegionState& state = state_.of(key);
     state.local = false;
     state.across = false;
-    state.result = GradBuffer::Kept; // whoever resets has waited for copies to the host
+    state.result = Memory::Kept; // whoever resets has waited for copies to the host
     steps.run(make_step(GradStepKind::Wait, key));
     steps.run(make_step(GradStepKind::WaitAcross, key));
     packing_.reset(key, steps);
@@ -139,7 +139,7 @@ void Reduction::issue(Key key, GradSteps& steps) {
   const UnitMesh& mesh = facts_.mesh_of(key.first);
   const bool scatters = mesh.shards_optimizer || mesh.sums_in_order;
   choose_result(key, steps);
-  const GradBuffer from = facts_.is_wired(key) ? GradBuffer::Wire : GradBuffer::Full;
+  const Memory from = facts_.is_wired(key) ? Memory::Wire : Memory::FullGrad;
   GradStep step = make_step(GradStepKind::Start, key, from, state_.of(key).result);
   step.op = scatters ? TraceOp::ReduceScatter : TraceOp::AllReduce;
   step.parts = mesh.parts();
@@ -152,13 +152,11 @@ void Reduction::choose_result(Key key, GradSteps& steps) {
   RegionState& state = state_.of(key);
   const bool wired = facts_.is_wired(key);
   const bool sharded = facts_.mesh_of(key.first).shards_optimizer;
-  state.result = wired          ? GradBuffer::Wire
-      : facts_.offloads_grads() ? GradBuffer::Full
-                                : GradBuffer::Kept;
+  state.result = wired ? Memory::Wire : facts_.offloads_grads() ? Memory::FullGrad : Memory::Kept;
   if (facts_.takes_scratch(key.first) ||
       (sharded && !wired && (state.adds || facts_.offloads_grads()))) {
-    packing_.take(key, GradBuffer::Scratch, steps);
-    state.result = GradBuffer::Scratch;
+    packing_.take(key, Memory::Scratch, steps);
+    state.result = Memory::Scratch;
   }
 }
 
@@ -192,10 +190,10 @@ void Reduction::complete(Key key, GradSteps& steps) {
     complete_across(key, steps);
   } else if (facts_.offloads_grads()) {
     if (facts_.mesh_of(key.first).parts() > 1) {
-      sum_parts(key, GradBuffer::Scratch, ScalePart::None, steps);
+      sum_parts(key, Memory::Scratch, ScalePart::None, steps);
     }
     offload_grad(key, state.result, steps);
-  } else if (state.result != GradBuffer::Kept) {
+  } else if (state.result != Memory::Kept) {
     add_to_kept(key, state.result, facts_.mesh_of(key.first).parts(), steps);
   }
   packing_.give_back_all(key, state.result, steps);
@@ -211,19 +209,19 @@ void Reduction::complete(Key key, GradSteps& steps) {
 void Reduction::complete_in_order(Key key, GradSteps& steps) {
   const bool offloads = facts_.offloads_grads();
   if (offloads || facts_.mesh_of(key.first).sums_across()) {
-    packing_.take(key, GradBuffer::Sums, steps);
+    packing_.take(key, Memory::Sums, steps);
   }
   if (!offloads) {
     zero_invalid(key, steps);
   }
   GradStep last = make_step(GradStepKind::Sum, key);
-  last.to = offloads ? GradBuffer::Sums : GradBuffer::Kept;
+  last.to = offloads ? Memory::Sums : Memory::Kept;
   last.adds = state_.of(key).adds && !offloads;
   last.scale = rest_of_scale(key);
   state_.of(key).across = sum_in_order(facts_, last, steps);
   if (offloads) {
     wait_across(key, steps);
-    offload_grad(key, GradBuffer::Sums, steps);
+    offload_grad(key, Memory::Sums, steps);
   }
 }
 
@@ -238,7 +236,7 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
   const RegionState& state = state_.of(key);
   const bool in_place =
       !state.adds && !facts_.is_wired(key) && !facts_.mesh_of(key.first).shards_across;
-  const GradBuffer sum = in_place ? GradBuffer::Kept : state.result;
+  const Memory sum = in_place ? Memory::Kept : state.result;
   if (facts_.mesh_of(key.first).parts() > 1) {
     sum_parts(key, sum, in_place ? rest_of_scale(key) : ScalePart::None, steps);
   }
@@ -250,15 +248,15 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
 }
 
 // Of what an exchange has left.
-void Reduction::sum_parts(Key key, GradBuffer to, ScalePart scale, GradSteps& steps) {
-  GradStep step = make_step(GradStepKind::Sum, key, GradBuffer::Scratch, to);
+void Reduction::sum_parts(Key key, Memory to, ScalePart scale, GradSteps& steps) {
+  GradStep step = make_step(GradStepKind::Sum, key, Memory::Scratch, to);
   step.scale = scale;
   step.parts = facts_.mesh_of(key.first).parts();
   steps.run(step);
 }
 
-void Reduction::start_across(Key key, GradBuffer place, GradSteps& steps) {
-  const GradBuffer to = facts_.last_result(key.first, place);
+void Reduction::start_across(Key key, Memory place, GradSteps& steps) {
+  const Memory to = facts_.last_result(key.first, place);
   GradStep step = make_step(GradStepKind::StartAcross, key, place, to);
   step.op = facts_.mesh_of(key.first).shards_across ? TraceOp::ReduceScatter : TraceOp::AllReduce;
   step.nbytes = facts_.result_nbytes(key);
@@ -283,19 +281,19 @@ void Reduction::zero_invalid(Key key, GradSteps& steps) {
   }
 }
 
-void Reduction::offload_grad(Key key, GradBuffer from, GradSteps& steps) {
+void Reduction::offload_grad(Key key, Memory from, GradSteps& steps) {
   zero_invalid(key, steps);
   const Region& region = facts_.region_of(key);
   state_.of(key).result = from;
   GradStep step = make_step(GradStepKind::OffloadGrad, key, from);
   step.adds = state_.of(key).adds;
-  const bool is_kept_type = from == GradBuffer::Full || from == GradBuffer::Sums;
+  const bool is_kept_type = from == Memory::FullGrad || from == Memory::Sums;
   const ElementType& type = is_kept_type ? region.grad : region.reduce;
   step.nbytes = type.itemsize * region.shard_numel;
   steps.run(step);
 }
 
-void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps) {
+void Reduction::add_to_kept(Key key, Memory from, int64_t parts, GradSteps& steps) {
   zero_invalid(key, steps);
   GradStep step = make_step(GradStepKind::Sum, key, facts_.last_result(key.first, from));
   const UnitMesh& mesh = facts_.mesh_of(key.first);
@@ -312,7 +310,7 @@ ScalePart Reduction::rest_of_scale(Key key) const {
 int64_t Reduction::kept_nbytes(UnitId unit) const {
   int64_t nbytes = 0;
   for (const Key& key : state_.regions(unit)) {
-    nbytes += state_.of(key).kept ? facts_.nbytes_at(key, GradBuffer::Kept) : 0;
+    nbytes += state_.of(key).kept ? facts_.nbytes_at(key, Memory::Kept) : 0;
   }
   return nbytes;
 }

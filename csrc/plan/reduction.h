@@ -118,14 +118,14 @@ class Reduction {
   void complete(Key key, GradSteps& steps);
   void complete_across(Key key, GradSteps& steps);
   void complete_in_order(Key key, GradSteps& steps);
-  void start_across(Key key, GradBuffer place, GradSteps& steps);
+  void start_across(Key key, Memory place, GradSteps& steps);
   void wait_across(Key key, GradSteps& steps);
   void grad_ready(Key key, GradSteps& steps);
   ScalePart rest_of_scale(Key key) const;
-  void sum_parts(Key key, GradBuffer to, ScalePart scale, GradSteps& steps);
+  void sum_parts(Key key, Memory to, ScalePart scale, GradSteps& steps);
   void zero_invalid(Key key, GradSteps& steps);
-  void offload_grad(Key key, GradBuffer from, GradSteps& steps);
-  void add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps);
+  void offload_grad(Key key, Memory from, GradSteps& steps);
+  void add_to_kept(Key key, Memory from, int64_t parts, GradSteps& steps);
 
   ReductionFacts facts_;
   ReductionState state_;

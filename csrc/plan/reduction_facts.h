@@ -12,17 +12,6 @@
 
 namespace zerocore {
 
-// Memory for the gradients of a region.
-enum class GradBuffer : uint8_t {
-  Kept, // this rank's gradients between steps
-  Full, // packed gradients of all ranks' shards; unless gradients are sharded, Kept is a part of it
-  Wire, // the same in the type that they travel in
-  Scratch, // the result of a reduction, where it is not the gradient yet
-  Sums, // sums in order that are not the gradient yet, in its type
-  Across, // of Scratch or Sums: what the reduction over the replicas leaves
-};
-inline constexpr int kNumGradBuffers = 5; // blocks and memory that stays
-
 struct ReductionOptions {
   ShardOptions sharding;
   bool on_host = false; // collectives run on no stream: the host waits for them
@@ -79,32 +68,31 @@ class ReductionFacts {
     return mesh_of(unit).parts() > 1 || mesh_of(unit).shards_across;
   }
   // Where the last collective leaves its result, unless it is as the first one does.
-  GradBuffer last_result(UnitId unit, GradBuffer first) const {
-    return mesh_of(unit).shards_across ? GradBuffer::Across : first;
+  Memory last_result(UnitId unit, Memory first) const {
+    return mesh_of(unit).shards_across ? Memory::Across : first;
   }
   // Of a place; of this rank's part of the sum over the ranks that share the state.
-  int64_t nbytes_at(RegionKey key, GradBuffer place) const {
+  int64_t nbytes_at(RegionKey key, Memory place) const {
     const Region& region = region_of(key);
     const UnitMesh& mesh = mesh_of(key.first);
     switch (place) {
-      case GradBuffer::Across:
-        break;
-      case GradBuffer::Kept:
+      case Memory::Kept:
         return region.grad.itemsize * (mesh.shards_gradients ? region.shard_numel : region.numel());
-      case GradBuffer::Full:
+      case Memory::FullGrad:
         return region.grad.itemsize * region.numel();
-      case GradBuffer::Wire:
+      case Memory::Wire:
         return region.reduce.itemsize * region.numel();
-      case GradBuffer::Sums: // and what comes from the replicas
+      case Memory::Sums: // and what comes from the replicas
         return region.grad.itemsize * region.shard_numel * mesh.num_across() *
             (mesh.sums_across() ? 2 : 1);
-      case GradBuffer::Scratch:
+      case Memory::Scratch:
         if (mesh.sums_in_order) {
           return region.reduce.itemsize * region.numel();
         }
         return mesh.state.parts() * result_nbytes(key);
+      default:
+        return 0;
     }
-    return 0;
   }
   int64_t result_nbytes(RegionKey key) const {
     const Region& region = region_of(key);

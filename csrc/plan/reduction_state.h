@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <vector>
 
 #include "plan/reduction_facts.h"
@@ -16,8 +15,8 @@ struct RegionState {
   bool adds = false; // what is being reduced is added to the gradient
   bool across = false; // a StartAcross is to be waited for
   bool is_bare = false; // the local sums have no scale yet
-  GradBuffer result = GradBuffer::Kept; // of the reduction
-  std::array<bool, kNumGradBuffers> held = {}; // blocks of the pool
+  Memory result = Memory::Kept; // of the reduction
+  ByMemory<bool> held = {}; // blocks of the pool
 };
 
 struct ParamState {

@@ -16,9 +16,9 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps&
   is_whole_ = false;
   receives_ = copies_out_ && !is_near_;
   if (receives_) {
-    take(ParamMemory::Received, StreamRole::AllGather, steps);
+    take(Memory::Received, StreamRole::AllGather, steps);
   } else if (!has_full_) {
-    take(ParamMemory::Full, StreamRole::AllGather, steps);
+    take(Memory::Full, StreamRole::AllGather, steps);
   }
   if (state_ == UnitState::Sharded) {
     steps.run({.unit = unit_, .nbytes = layout_.nbytes(), .op = TraceOp::Unshard});
@@ -39,7 +39,7 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps&
 
 // See Note [Sharded across].
 void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& steps) const {
-  const ParamMemory from = mesh_.shards_parameters ? ParamMemory::Own : ParamMemory::Full;
+  const Memory from = mesh_.shards_parameters ? Memory::Shard : Memory::Full;
   for (const int region : regions) {
     const int64_t nbytes = layout_.regions()[region].nbytes() / mesh_.state.size;
     steps.run(
@@ -47,7 +47,7 @@ void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& step
          unit_,
          region,
          from,
-         ParamMemory::Full,
+         Memory::Full,
          nbytes,
          TraceOp::AllGather});
   }
@@ -56,18 +56,18 @@ void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& step
 
 void Unsharding::start(int index, GatherSteps& steps) const {
   const Region& region = layout_.regions()[index];
-  const ParamMemory to = receives_ ? ParamMemory::Received : ParamMemory::Full;
+  const Memory to = receives_ ? Memory::Received : Memory::Full;
   const bool loads = tiers_.has_host_parameters();
   if (loads) {
-    steps.run({GatherStepKind::Load, unit_, index, ParamMemory::Own, to, region.shard_nbytes()});
+    steps.run({GatherStepKind::Load, unit_, index, Memory::Shard, to, region.shard_nbytes()});
   }
   if (layout_.num_shards() > 1) {
     const bool encodes = region.is_encoded();
     if (encodes) {
-      steps.run({GatherStepKind::Encode, unit_, index, ParamMemory::Own, to});
+      steps.run({GatherStepKind::Encode, unit_, index, Memory::Shard, to});
     }
     const bool is_in_place = loads || encodes || !mesh_.shards_parameters || mesh_.shards_across;
-    const ParamMemory from = is_in_place ? to : ParamMemory::Own;
+    const Memory from = is_in_place ? to : Memory::Shard;
     const int64_t nbytes = received_.regions()[index].nbytes();
     steps.run({GatherStepKind::Start, unit_, index, from, to, nbytes, TraceOp::AllGather});
   }
@@ -75,10 +75,10 @@ void Unsharding::start(int index, GatherSteps& steps) const {
 
 // A rank that still uses the unit has its part of Full.
 void Unsharding::start_near(int region, GatherSteps& steps) const {
-  const ParamMemory from = has_near_ ? ParamMemory::Near : ParamMemory::Full;
+  const Memory from = has_near_ ? Memory::Near : Memory::Full;
   const int64_t nbytes = layout_.regions()[region].nbytes();
   steps.run(
-      {GatherStepKind::Start, unit_, region, from, ParamMemory::Full, nbytes, TraceOp::GatherNear});
+      {GatherStepKind::Start, unit_, region, from, Memory::Full, nbytes, TraceOp::GatherNear});
 }
 
 void Unsharding::wait(GatherSteps& steps) {
@@ -88,13 +88,13 @@ void Unsharding::wait(GatherSteps& steps) {
   steps.run({.kind = GatherStepKind::Wait, .unit = unit_});
   if (receives_) {
     if (!has_full_) {
-      take(ParamMemory::Full, StreamRole::Compute, steps);
+      take(Memory::Full, StreamRole::Compute, steps);
     }
     steps.run({.kind = GatherStepKind::CopyOut, .unit = unit_});
     steps.run(
         {.kind = GatherStepKind::GiveBack,
          .unit = unit_,
-         .from = ParamMemory::Received,
+         .from = Memory::Received,
          .nbytes = received_.nbytes()});
   }
   steps.run({.kind = GatherStepKind::Show, .unit = unit_});
@@ -114,19 +114,19 @@ void Unsharding::reshard(GatherSteps& steps) {
   steps.run(
       {.kind = GatherStepKind::GiveBack,
        .unit = unit_,
-       .from = ParamMemory::Full,
+       .from = Memory::Full,
        .nbytes = layout_.nbytes()});
   steps.run({.unit = unit_, .nbytes = layout_.nbytes(), .op = TraceOp::Reshard});
 }
 
-void Unsharding::take(ParamMemory memory, StreamRole user, GatherSteps& steps) {
+void Unsharding::take(Memory memory, StreamRole user, GatherSteps& steps) {
   steps.run(
       {.kind = GatherStepKind::Take,
        .unit = unit_,
        .to = memory,
-       .nbytes = (memory == ParamMemory::Received ? received_ : layout_).nbytes(),
+       .nbytes = (memory == Memory::Received ? received_ : layout_).nbytes(),
        .user = user});
-  has_full_ = has_full_ || memory == ParamMemory::Full;
+  has_full_ = has_full_ || memory == Memory::Full;
 }
 
 } // namespace zerocore

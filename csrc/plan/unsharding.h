@@ -27,14 +27,6 @@ namespace zerocore {
 // SHARDED > UNSHARDING > UNSHARDED > SHARDED; where Full stays: UNSHARDED > UNSHARDING > UNSHARDED
 enum class UnitState : uint8_t { Sharded, Unsharding, Unsharded };
 
-// Memory for the parameters of a unit.
-enum class ParamMemory : uint8_t {
-  Own, // this rank's shard, where it has memory of its own
-  Received, // as the parameters come from the wire
-  Full, // as layers compute with them
-  Near, // this rank's part of Full among the near ranks
-};
-
 enum class GatherStepKind : uint8_t {
   Count, // the trace counts `op`, with `nbytes`
   Take, // `to` is a block of the pool
@@ -57,7 +49,7 @@ struct GatherStep {
   GatherStepKind kind = GatherStepKind::Count;
   UnitId unit = -1;
   int region = -1; // -1 for the whole unit
-  ParamMemory from = ParamMemory::Own, to = ParamMemory::Full;
+  Memory from = Memory::Shard, to = Memory::Full;
   int64_t nbytes = 0; // of the block, of the load, on the wire
   TraceOp op = TraceOp::Unshard;
   StreamRole user = StreamRole::Compute; // writes first to a block that is taken
@@ -65,8 +57,7 @@ struct GatherStep {
 
 // The block of a Take or a GiveBack.
 inline BlockKey block_of(const GatherStep& step) {
-  const ParamMemory memory = step.kind == GatherStepKind::Take ? step.to : step.from;
-  return {step.unit, memory == ParamMemory::Full ? BlockUse::Parameters : BlockUse::Gathered};
+  return {step.unit, step.kind == GatherStepKind::Take ? step.to : step.from};
 }
 
 // Carries out steps.
@@ -111,7 +102,7 @@ class Unsharding {
   void start_across(const std::vector<int>& regions, GatherSteps& steps) const;
   void start(int region, GatherSteps& steps) const;
   void start_near(int region, GatherSteps& steps) const;
-  void take(ParamMemory memory, StreamRole user, GatherSteps& steps);
+  void take(Memory memory, StreamRole user, GatherSteps& steps);
 
   const UnitId unit_;
   const UnitMesh mesh_;

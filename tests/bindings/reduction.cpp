@@ -56,19 +56,21 @@ const char* kind_name(GradStepKind kind) {
   return "";
 }
 
-const char* place_name(GradBuffer place) {
+const char* place_name(Memory place) {
   switch (place) {
-    case GradBuffer::Kept:
+    default:
+      return "";
+    case Memory::Kept:
       return "kept";
-    case GradBuffer::Full:
+    case Memory::FullGrad:
       return "full";
-    case GradBuffer::Wire:
+    case Memory::Wire:
       return "wire";
-    case GradBuffer::Scratch:
+    case Memory::Scratch:
       return "scratch";
-    case GradBuffer::Sums:
+    case Memory::Sums:
       return "sums";
-    case GradBuffer::Across:
+    case Memory::Across:
       return "across";
   }
   return "";

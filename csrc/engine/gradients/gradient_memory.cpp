@@ -22,22 +22,22 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
       unit_(unit.id()),
       region_(index),
       host_(host_of(unit, index)),
-      home_(mesh_.shards_gradients ? GradBuffer::Kept : GradBuffer::Full) {
+      home_(mesh_.shards_gradients ? Memory::Kept : Memory::FullGrad) {
   const Region& region = unit.layout().regions()[index];
   const Layout kept = unit.layout().retyped(&Region::grad);
   const Layout sent = unit.layout().retyped(&Region::reduce);
   const bool on_host = context_.tiers.gradients == Tier::Host;
-  const auto make = [&](GradBuffer place, const Layout& layout, int64_t shard) {
-    buckets_[static_cast<size_t>(place)].emplace(
+  const auto make = [&](Memory place, const Layout& layout, int64_t shard) {
+    buckets_[place].emplace(
         layout,
         std::vector<int>{index},
         shard,
         place == home_ && on_host ? c10::Device(c10::kCPU) : context_.streams->device(),
         "the gradient of unit '" + unit.name() + "'");
   };
-  make(GradBuffer::Full, kept, mesh_.shard());
-  if (home_ == GradBuffer::Kept) {
-    make(GradBuffer::Kept, kept.of_shard(mesh_.shard()), 0);
+  make(Memory::FullGrad, kept, mesh_.shard());
+  if (home_ == Memory::Kept) {
+    make(Memory::Kept, kept.of_shard(mesh_.shard()), 0);
   } else {
     home_begin_ = region.shard_range(mesh_.shard()).begin;
   }
@@ -45,22 +45,22 @@ GradientMemory::GradientMemory(const Unit& unit, int index)
     context_.registered->reserve(Window::Gradients, home().bytes());
   }
   if (context_.collectives != nullptr) {
-    make(GradBuffer::Scratch, mesh_.parts() > 1 ? sent : sent.of_shards(mesh_.num_across()), 0);
+    make(Memory::Scratch, mesh_.parts() > 1 ? sent : sent.of_shards(mesh_.num_across()), 0);
     if (mesh_.sums_in_order) {
-      make(GradBuffer::Sums, kept.of_shards(mesh_.num_across() * (mesh_.sums_across() ? 2 : 1)), 0);
+      make(Memory::Sums, kept.of_shards(mesh_.num_across() * (mesh_.sums_across() ? 2 : 1)), 0);
       cut_sums(region);
     } else if (mesh_.shards_across) {
       cut_scratch(region);
     }
     if (mesh_.sums_in_order || region.has_wire()) {
-      make(GradBuffer::Wire, sent, mesh_.shard());
+      make(Memory::Wire, sent, mesh_.shard());
     }
   }
 }
 
 // The reduction over the replicas leaves its result in place, or behind the part.
 void GradientMemory::cut_scratch(const Region& region) {
-  const Bucket& scratch = bucket(GradBuffer::Scratch);
+  const Bucket& scratch = bucket(Memory::Scratch);
   const int64_t numel = region.shard_numel * mesh_.num_across();
   const bool in_place = mesh_.replicas.parts() == 1;
   part_ = scratch.view(region_, 0, {numel});
@@ -72,35 +72,35 @@ void GradientMemory::cut_scratch(const Region& region) {
 // The part that a rank keeps, and behind it the sums that come from the replicas.
 void GradientMemory::cut_sums(const Region& region) {
   const int64_t numel = region.shard_numel * mesh_.num_across();
-  cut_ = GradBuffer::Sums;
+  cut_ = Memory::Sums;
   part_ = bucket(cut_).view(region_, 0, {numel});
   if (mesh_.sums_across()) {
     across_ = bucket(cut_).view(region_, numel, {region.numel() / mesh_.state.size});
   }
 }
 
-at::Tensor GradientMemory::summed(GradBuffer place, int64_t numel) const {
+at::Tensor GradientMemory::summed(Memory place, int64_t numel) const {
   const at::Tensor& kept = own(place);
   if (!mesh_.sums_in_order || kept.numel() == numel) {
     return kept;
   }
-  const int64_t within = whole(GradBuffer::Scratch).numel() / mesh_.state.size;
+  const int64_t within = whole(Memory::Scratch).numel() / mesh_.state.size;
   const int64_t begin = mesh_.shards_optimizer ? 0 : mesh_.state.rank * within;
   return kept.narrow(0, begin + (numel < within ? mesh_.replicas.rank * numel : 0), numel);
 }
 
-const at::Tensor& GradientMemory::whole(GradBuffer place) const {
-  return place == GradBuffer::Across ? across_ : bucket(place).full(region_);
+const at::Tensor& GradientMemory::whole(Memory place) const {
+  return place == Memory::Across ? across_ : bucket(place).full(region_);
 }
 
-const at::Tensor& GradientMemory::own(GradBuffer place) const {
-  if (place == GradBuffer::Across) {
+const at::Tensor& GradientMemory::own(Memory place) const {
+  if (place == Memory::Across) {
     return across_;
   }
   if (place == cut_ && part_.defined()) {
     return part_;
   }
-  return (place == GradBuffer::Kept ? home() : bucket(place)).own(region_);
+  return (place == Memory::Kept ? home() : bucket(place)).own(region_);
 }
 
 at::Tensor GradientMemory::view(int64_t begin, at::IntArrayRef sizes) const {
@@ -118,16 +118,16 @@ void GradientMemory::keep() {
 }
 
 void GradientMemory::take(const GradStep& step, BucketPool& pool) {
-  Slot& slot = slots_[static_cast<size_t>(step.to)];
+  Slot& slot = slots_[step.to];
   TORCH_INTERNAL_ASSERT(step.nbytes == bucket(step.to).nbytes());
-  const bool is_received = step.to == GradBuffer::Scratch;
+  const bool is_received = step.to == Memory::Scratch;
   const StreamRole user = is_received ? StreamRole::ReduceScatter : StreamRole::Compute;
   slot = pool.acquire(block_of(step), step.nbytes, user);
   bucket(step.to).attach(slot.data);
 }
 
 void GradientMemory::give_back(const GradStep& step, BucketPool& pool) {
-  Slot& slot = slots_[static_cast<size_t>(step.from)];
+  Slot& slot = slots_[step.from];
   if (slot.held()) {
     bucket(step.from).detach();
     pool.release(slot, step.last_use);

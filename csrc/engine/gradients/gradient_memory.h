@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <optional>
 
 #include "engine/unit/unit.h"
@@ -18,12 +17,12 @@ class GradientMemory {
 
   // 1-D: all that the place holds, and this rank's part of it. Not to be touched before the place
   // has memory.
-  const at::Tensor& whole(GradBuffer place) const;
-  const at::Tensor& own(GradBuffer place) const;
+  const at::Tensor& whole(Memory place) const;
+  const at::Tensor& own(Memory place) const;
   // 1-D: the `numel` elements of this rank's part that it sums itself, see Note [Sums in order].
-  at::Tensor summed(GradBuffer place, int64_t numel) const;
+  at::Tensor summed(Memory place, int64_t numel) const;
   // 1-D: the `parts` that a reduction leaves there for each element of this rank's part.
-  const at::Tensor& received(GradBuffer place, int64_t parts) const {
+  const at::Tensor& received(Memory place, int64_t parts) const {
     const bool is_shared = place == cut_ && part_.defined();
     return parts > 1 || is_shared ? whole(place) : own(place);
   }
@@ -53,11 +52,11 @@ class GradientMemory {
   void give_back(const GradStep& step, BucketPool& pool);
 
  private:
-  Bucket& bucket(GradBuffer place) {
-    return *buckets_[static_cast<size_t>(place)];
+  Bucket& bucket(Memory place) {
+    return *buckets_[place];
   }
-  const Bucket& bucket(GradBuffer place) const {
-    return *buckets_[static_cast<size_t>(place)];
+  const Bucket& bucket(Memory place) const {
+    return *buckets_[place];
   }
   const Bucket& home() const {
     return bucket(home_);
@@ -71,11 +70,11 @@ class GradientMemory {
   UnitId unit_;
   int region_;
   const HostStates* host_; // has the memory of what is kept; null for the device or memory apart
-  GradBuffer home_; // whose bucket holds the kept gradients: Full unless they are sharded
+  Memory home_; // whose bucket holds the kept gradients: Full unless they are sharded
   int64_t home_begin_ = 0; // their first element in it
-  std::array<std::optional<Bucket>, kNumGradBuffers> buckets_; // by place
-  std::array<Slot, kNumGradBuffers> slots_; // by place
-  GradBuffer cut_ = GradBuffer::Scratch;
+  ByMemory<std::optional<Bucket>> buckets_; // by place
+  ByMemory<Slot> slots_; // by place
+  Memory cut_ = Memory::Scratch;
   at::Tensor part_, across_; // of `cut_`, where it has both
 };
 

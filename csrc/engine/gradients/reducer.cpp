@@ -158,7 +158,7 @@ void Reducer::after_reduce(UnitId id) {
   }
   for (const GradientMemory& memory : memory_[id]) {
     if (memory.is_kept()) {
-      function(memory.own(GradBuffer::Kept));
+      function(memory.own(Memory::Kept));
     }
   }
   shown_.put_back(id, /*adds=*/true);
@@ -237,10 +237,10 @@ void Reducer::run(const GradStep& step) {
       return sum(step, memory);
     case GradStepKind::OffloadGrad:
       return offload_.offload_grad(
-          step.unit, memory.own(step.from), memory.own(GradBuffer::Kept), step.adds);
+          step.unit, memory.own(step.from), memory.own(Memory::Kept), step.adds);
     case GradStepKind::GradReady:
       if (leaves_[step.unit]) {
-        offload_.grad_ready(step.unit, step.region, memory.own(GradBuffer::Kept));
+        offload_.grad_ready(step.unit, step.region, memory.own(Memory::Kept));
       }
       return;
   }
@@ -303,7 +303,7 @@ void Reducer::note_use(UnitId id) const {
   for (const GradientMemory& memory : memory_[id]) {
     if (memory.is_kept() && !context_.lands_gradients()) {
       context_.streams->note_write(
-          StreamRole::Compute, memory.own(GradBuffer::Kept), "gives gradients", units_[id]->name());
+          StreamRole::Compute, memory.own(Memory::Kept), "gives gradients", units_[id]->name());
     }
   }
 }

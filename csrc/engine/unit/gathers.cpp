@@ -132,7 +132,7 @@ void Gathers::encode(const GatherStep& step) {
 
 void Gathers::start_across(const GatherStep& step) {
   const at::Tensor& own =
-      step.from == ParamMemory::Own ? own_->full_bytes(step.region) : full_.own_bytes(step.region);
+      step.from == Memory::Shard ? own_->full_bytes(step.region) : full_.own_bytes(step.region);
   issue(*context_.replicas, step, part_of(context_.mesh.state, step.region), own);
 }
 
@@ -168,7 +168,7 @@ void Gathers::issue(
 }
 
 at::Tensor Gathers::source_of(const GatherStep& step) {
-  if (step.from == ParamMemory::Near) {
+  if (step.from == Memory::Near) {
     context_.streams->wait(StreamRole::AllGather, kept_);
     return near_.at(step.region);
   }
@@ -178,8 +178,8 @@ at::Tensor Gathers::source_of(const GatherStep& step) {
   if (context_.mesh.shards_across) {
     return part_of(context_.mesh.state, step.region);
   }
-  return step.from == ParamMemory::Own ? own_->full_bytes(step.region)
-                                       : bucket_of(step.from).own_bytes(step.region);
+  return step.from == Memory::Shard ? own_->full_bytes(step.region)
+                                    : bucket_of(step.from).own_bytes(step.region);
 }
 
 at::Tensor Gathers::part_of(const Axis& axis, int region) const {

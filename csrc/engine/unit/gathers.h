@@ -45,11 +45,11 @@ class Gathers final : private GatherSteps {
 
  private:
   void run(const GatherStep& step) override;
-  Bucket& bucket_of(ParamMemory memory) {
-    return memory == ParamMemory::Received ? *received_ : full_;
+  Bucket& bucket_of(Memory memory) {
+    return memory == Memory::Received ? *received_ : full_;
   }
-  Slot& slot_of(ParamMemory memory) {
-    return memory == ParamMemory::Received ? received_slot_ : full_slot_;
+  Slot& slot_of(Memory memory) {
+    return memory == Memory::Received ? received_slot_ : full_slot_;
   }
   void take(const GatherStep& step);
   void give_back(const GatherStep& step);

@@ -181,7 +181,7 @@ int64_t Unit::persistent_nbytes() const {
   return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : kept().nbytes());
 }
 
-c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, StatePart part, const Bucket& bucket)
+c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, Memory part, const Bucket& bucket)
     const {
   switch (tier) {
     case Tier::Host:

@@ -49,7 +49,7 @@ struct UnitContext {
     return tiers.lands_gradients(!streams->has_streams());
   }
   // For the bucket of a part of the unit, which lies in that tier.
-  c10::DataPtr memory_of(Tier tier, UnitId unit, StatePart part, const Bucket& bucket) const;
+  c10::DataPtr memory_of(Tier tier, UnitId unit, Memory part, const Bucket& bucket) const;
   // For the storage of `bytes`, outside of the tiers.
   c10::DataPtr memory_for(const at::Tensor& bytes) const {
     const auto nbytes = static_cast<int64_t>(bytes.storage().nbytes());
