@@ -62,7 +62,7 @@ constexpr const char* trace_op_name(TraceOp op) {
   return kNames[static_cast<size_t>(op)];
 }
 
-// What holds values of a unit, on any device.
+// Memory for values of a unit, on any device.
 enum class Memory : uint8_t {
   Shard, // this rank's parameters, where they have memory of their own
   Main, // what the optimizer updates, where layers compute with something else

@@ -40,6 +40,9 @@ struct UnitContext {
   HostStates* host = nullptr; // null where nothing is on the host
   DiskStates* disk = nullptr; // null where nothing is on disk
 
+  Collectives& collectives_of(AxisName axis) const {
+    return axis == AxisName::State ? *collectives : axis == AxisName::Near ? *near : *replicas;
+  }
   c10::Device device_of(Tier tier) const {
     return tier == Tier::Device ? streams->device() : c10::Device(c10::kCPU);
   }
