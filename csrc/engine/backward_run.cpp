@@ -283,13 +283,11 @@ void BackwardRun::reduce_rest() {
         uses_autocast_cache(context_.streams->device())
             ? "The backward runs inside of a torch.autocast region, whose cache keeps copies of "
               "weights to its end: if the region goes around several steps, a forward computes "
-              "with "
-              "the weights of an earlier one. Leave the region before the backward, or pass "
+              "with the weights of an earlier one. Leave the region before the backward, or pass "
               "cache_enabled=False."
             : "If checkpoints around several units were switched on, run the step again on all "
               "ranks; if full parameters were used outside of calls of the model, do that inside "
-              "of "
-              "`with zerocore.unsharded(model):` up to the end of the backward.");
+              "of `with zerocore.unsharded(model):` up to the end of the backward.");
   }
   for (const auto& unit : units_) {
     if (has_rest && rest[unit->id()]) {

@@ -46,7 +46,8 @@ Engine::Engine(
 
 Engine::~Engine() {
   Alarm* alarm = context_.alarm;
-  // Otherwise nothing is in flight, or it never ends here, or has ended with the alarm.
+  // Only then may work be in flight that still ends: a model that never started has none, a forked
+  // process never sees its end, and the alarm has ended it.
   if (started_ && !thread_check_.is_forked() && (alarm == nullptr || !alarm->is_raised())) {
     consensus_.leave_unsettled();
     try {

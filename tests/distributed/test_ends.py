@@ -99,7 +99,7 @@ def test_uses_behind_the_end_of_the_group(tmp_path: Path) -> None:
 
 
 def make_groups_in_threads() -> list[str]:
-    """Names of groups of one rank that the program makes while zerocore makes its own."""
+    """The names that torch gives to the program's groups while zerocore makes groups of its own."""
     sharded(3)
     begin, names = threading.Barrier(2), []
 

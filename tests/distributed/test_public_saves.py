@@ -1,7 +1,8 @@
-"""Ten ways in which public training programs save on rank 0, each as that program shapes it.
+"""Ten public training programs' ways to save on rank 0.
 
-The model's part is DDP's at stages 1 and 2; optimizer states, and all at stage 3, are an error that
-names the line to write. No shape may write a part for the whole.
+At stages 1 and 2 the file has the weights that DDP's would have. Saving optimizer states there, or
+anything at stage 3, is an error that names the line to write. No program may write one rank's part
+as if it were the whole.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.distributed.saved_nets import AwkwardNet
 from tests.distributed.test_rank_0_saves import batch
 
 State = dict[str, Any]
-# A program's file, of its model, optimizer, schedule and scaler; a part of it is the optimizer's.
+# Makes what a program saves of its model and its optimizer.
 Shape = Callable[[nn.Module, Any], State]
 
 

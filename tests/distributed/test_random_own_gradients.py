@@ -142,8 +142,8 @@ class Program:
                 assert (param.grad is None) == (other.grad is None)
                 if kind == "p":
                     compare(f"{name} of p", READS[name], param, other)
-                    # torch.asarray freezes what it was given before torch 2.13, and DDP has no
-                    # average for a parameter that was frozen behind its back.
+                    # torch.asarray freezes what it was given before torch 2.13, and DDP stops
+                    # averaging the others' gradients when a parameter is frozen later.
                     assert param.requires_grad == other.requires_grad
                     param.requires_grad_()
                     other.requires_grad_()

@@ -60,7 +60,7 @@ def new_group(members: Sequence[int], what: str, **options: Any) -> dist.Process
 
 @around
 def named_by_thread(original: Any, *args: Any, **kwargs: Any) -> str:
-    """Torch's name of a new group, but that of :func:`new_group` in the thread that is in it."""
+    """The name of a new group: :func:`new_group`'s in the thread that runs it, else torch's."""
     return _name.get() or original(*args, **kwargs)
 
 

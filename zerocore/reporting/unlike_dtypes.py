@@ -1,4 +1,4 @@
-"""Says which parameter mixed precision should have kept where a module meets two dtypes."""
+"""Names the parameter to keep in float32 where mixed precision gave a module two dtypes."""
 
 from __future__ import annotations
 
