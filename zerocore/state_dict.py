@@ -166,7 +166,7 @@ def load_full_state_dict(
     with together(state.ranks.groups, state.device) as facts:
         if source:
             _check_several(state, values)
-            values = as_loaded(model, state, values)
+            values = as_loaded(model, values)
             _check_values(model, keys, buffers, values)
         if broadcast:
             for key, buffer in buffers.items():

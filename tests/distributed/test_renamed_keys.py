@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from zerocore.fsdp import fully_shard
 
 
 class Before(nn.Module):
@@ -43,6 +45,13 @@ class After(Before):
         return self.new(self.a(x).relu())
 
 
+def full_values(model: nn.Module) -> dict[str, Tensor]:
+    values = model.state_dict().items()
+    if any(isinstance(value, DTensor) for _, value in values):
+        return {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in values}
+    return dict(zerocore.full_state_dict(model, rank0_only=False))
+
+
 def train(model: nn.Module, optimizer: Any, steps: int) -> None:
     for step in range(steps):
         model(torch.full((4, 8), 0.1 * step) + torch.eye(4, 8)).square().sum().backward()
@@ -50,26 +59,37 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def load_under_new_names(stage: int, folder: Path) -> None:
+def shard(model: nn.Module, stage: int | None) -> Any:
+    """By rows where there is no stage."""
+    if stage is None:
+        return fully_shard(model)
+    return zerocore.shard(model, stage=stage, units=[nn.Linear])
+
+
+def load_under_new_names(stage: int | None, folder: Path) -> None:
     torch.manual_seed(0)
-    before = zerocore.shard(Before(), stage=stage, units=[nn.Linear])
+    before = shard(Before(), stage)
     optimizer = torch.optim.AdamW(before.parameters(), lr=0.1)
     train(before, optimizer, 2)
     zerocore.Checkpoints(folder, before, optimizer).save(1).wait()
     train(before, optimizer, 2)
-    after = zerocore.shard(After(), stage=stage, units=[nn.Linear])
+    after = shard(After(), stage)
     loaded = torch.optim.AdamW(after.parameters(), lr=0.1)
     assert zerocore.Checkpoints(folder, after, loaded).load() == 1
     train(after, loaded, 2)
-    found = zerocore.full_state_dict(after, rank0_only=False)
-    expected = zerocore.full_state_dict(before, rank0_only=False)
+    found, expected = full_values(after), full_values(before)
     renamed = {key.replace("old.", "new."): value for key, value in expected.items()}
-    torch.testing.assert_close(dict(found), renamed, rtol=0, atol=0)
+    torch.testing.assert_close(found, renamed, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_checkpoints_go_by_hooks_that_rename(stage: int, world_size: int, tmp_path: Path) -> None:
     run_ranks(load_under_new_names, world_size, stage, tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_checkpoints_by_rows_go_by_hooks_that_rename(world_size: int, tmp_path: Path) -> None:
+    run_ranks(load_under_new_names, world_size, None, tmp_path)
 
 
 def load_by_safetensors(stage: int, path: Path) -> None:

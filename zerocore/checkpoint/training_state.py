@@ -25,7 +25,6 @@ from zerocore.hooks.optimizer_states import (
     makes_all,
     params_of,
 )
-from zerocore.model.state import ShardState
 from zerocore.optim.ema import EMA
 from zerocore.tensor.place import Place, Placed
 from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of, shard_of
@@ -149,7 +148,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {known[id(param)]: param for param in params}
 
 
-def names_by_hooks(model: nn.Module, state: ShardState, metadata: Metadata) -> dict[str, str]:
+def names_by_hooks(model: nn.Module, metadata: Metadata) -> dict[str, str]:
     """By a saved name, the one in ``model.state_dict()`` that the model's hooks of loading give it;
     only where these differ. Hooks that change values do not count."""
     empty = {
@@ -158,7 +157,7 @@ def names_by_hooks(model: nn.Module, state: ShardState, metadata: Metadata) -> d
         if key.startswith("model.") and isinstance(facts, TensorStorageMetadata)
     }
     try:
-        loaded = as_loaded(model, state, empty)
+        loaded = as_loaded(model, empty)
     except ValueError:  # shapes differ, which is said in full later
         return {}
     saved = {id(value): key for key, value in empty.items()}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from zerocore.hooks.registration import is_our_hook, recording
-from zerocore.model.state import ShardState
 from zerocore.tensor.functions import name_of
 from zerocore.tensor.parameter import ShardedParameter
 
@@ -50,17 +49,16 @@ class _Recorder(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def as_loaded(model: nn.Module, state: ShardState, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_loaded(model: nn.Module, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """``values`` by the names in ``model.state_dict()``, as ``model.load_state_dict`` would copy
     them; ``values`` where no module has hooks. ValueError for what does not fit."""
     if not has_own_loading(model):
         return values
-    shapes = {id(p.shard): p.shard.place.whole_shape for p in state.params()}
     rest = {key: value for key, value in values.items() if not key.endswith(EXTRA_STATE)}
     given: Any = OrderedDict(rest)
     if hasattr(values, "_metadata"):
         given._metadata = values._metadata
-    with _recording(model, shapes):
+    with _recording(model):
         try:
             found = model.load_state_dict(given, strict=False)
         except RuntimeError as error:
@@ -95,7 +93,7 @@ def changed_by_hooks(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def _recording(model: nn.Module, shapes: Mapping[int, torch.Size]) -> Iterator[None]:
+def _recording(model: nn.Module) -> Iterator[None]:
     """Shows recorders in place of all parameters and buffers."""
     token = recording.set(True)
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -106,7 +104,7 @@ def _recording(model: nn.Module, shapes: Mapping[int, torch.Size]) -> Iterator[N
                 kept.append((tensors, dict(tensors)))
                 for name, tensor in tensors.items():
                     if isinstance(tensor, Tensor):
-                        new = made.setdefault(id(tensor), _recorder(tensor, shapes))
+                        new = made.setdefault(id(tensor), _recorder(tensor))
                         dict.__setitem__(tensors, name, new)
         yield
     finally:
@@ -116,8 +114,9 @@ def _recording(model: nn.Module, shapes: Mapping[int, torch.Size]) -> Iterator[N
                 dict.__setitem__(tensors, name, tensor)
 
 
-def _recorder(tensor: Any, shapes: Mapping[int, torch.Size]) -> Any:
-    shape = shapes.get(id(tensor), tensor.shape)
-    dtype = tensor.full.dtype if isinstance(tensor, ShardedParameter) else tensor.dtype
+def _recorder(tensor: Tensor) -> Any:
+    shape, dtype = tensor.shape, tensor.dtype
+    if isinstance(tensor, ShardedParameter):
+        shape, dtype = tensor.place.whole_shape, tensor.full.dtype
     # No bytes of its own, and not on the meta device, which torch would skip.
     return torch.empty((), dtype=dtype, device="cpu").expand(shape).as_subclass(_Recorder)

@@ -87,7 +87,7 @@ class TrainingLoad:
         """Compares names, shapes and sizes; whether this rank needs what its own file has."""
         with reading(self._folder):
             self._contents = contents = Contents(self._folder)
-            names = training_state.names_by_hooks(self._model, self._state, contents.metadata)
+            names = training_state.names_by_hooks(self._model, contents.metadata)
             contents.rename(names)
             self._check_sizes(contents)
             self.own = read_own(contents, self._state.rank)

@@ -82,7 +82,7 @@ def load_safetensors(
         if state.shown_full.total() > 0:
             raise RuntimeError("load_safetensors inside of zerocore.unsharded; call it outside")
         read.update(_renamed(read_folder(folder, verify), rename))
-        found.update(_as_loaded(model, state, read))
+        found.update(_as_loaded(model, read))
         _check(targets, found, strict, folder)
         return {f"{name} at {entry.begin} of {entry.file.name}" for name, entry in read.items()}
 
@@ -115,9 +115,7 @@ def _targets(model: nn.Module, state: ShardState) -> dict[str, Tensor]:
     return {**shards, **buffers_of(model, keys)}
 
 
-def _as_loaded(
-    model: nn.Module, state: ShardState, read: Mapping[str, Entry]
-) -> Mapping[str, Entry]:
+def _as_loaded(model: nn.Module, read: Mapping[str, Entry]) -> Mapping[str, Entry]:
     """The tensors as hooks of loading make them, which are shown whole ones."""
     if not has_own_loading(model) or not read:
         return read
@@ -125,7 +123,7 @@ def _as_loaded(
     path = next(iter(read.values())).file
     return {
         name: Held(path, value.dtype, tuple(value.shape), 0, value.nbytes, name, value)
-        for name, value in as_loaded(model, state, given).items()
+        for name, value in as_loaded(model, given).items()
     }
 
 
