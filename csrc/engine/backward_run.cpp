@@ -115,9 +115,10 @@ void BackwardRun::mute_units() {
   }
   muted_ = selective;
   for (const auto& unit : units_) {
-    const bool wanted = std::ranges::any_of(unit->params(), [](const UnitParam& param) {
-      return param.full.requires_grad() && accumulates_into(param.full);
-    });
+    const bool wanted =
+        !selective || std::ranges::any_of(unit->params(), [](const UnitParam& param) {
+          return param.full.requires_grad() && accumulates_into(param.full);
+        });
     schedule_.walk().set_muted(unit->id(), !wanted);
   }
 }

@@ -74,13 +74,15 @@ std::vector<bool> ForwardPasses::awaited_before(int64_t id) const {
   return awaited;
 }
 
-// Whether no backward can come through the pass: everything it would train has changed.
+// Whether no backward can come through the pass: everything it would train has changed. A pass has
+// no events until it is settled.
 bool ForwardPasses::is_outdated(const ForwardPass& pass) const {
-  return std::all_of(pass.events.begin(), pass.events.end(), [&](const CallEvent& event) {
-    const UnitState& unit = units_[event.unit];
-    return event.kind == EventKind::Enter || !event.needs_backward || !unit.reducible ||
-        unit.changed_at > pass.id;
-  });
+  return !pass.events.empty() &&
+      std::all_of(pass.events.begin(), pass.events.end(), [&](const CallEvent& event) {
+        const UnitState& unit = units_[event.unit];
+        return event.kind == EventKind::Enter || !event.needs_backward || !unit.reducible ||
+            unit.changed_at > pass.id;
+      });
 }
 
 } // namespace zerocore

@@ -16,6 +16,23 @@ void Schedule::close_loose_pass() {
   }
 }
 
+// A backward, or a change of parameters, inside of calls has closed the pass they began in. They go
+// on in this one, or a backward through their outputs would go back and forth between the two.
+void Schedule::open_loose_pass() {
+  if (rooted_ || open_ >= 0) {
+    return;
+  }
+  ForwardPass& pass = passes_.open(/*grad=*/true);
+  open_ = pass.id;
+  for (Frame& frame : frames_) {
+    if (frame.pass >= 0) {
+      frame.pass = pass.id;
+      frame.call = pass.num_calls++;
+      pass.events.push_back({EventKind::Enter, frame.unit, true, frame.call});
+    }
+  }
+}
+
 // Ranks go through a pass together where it has a backward or where units come and go. A unit that
 // the forward before has left for its backward is one of these.
 void Schedule::begin_pass(bool grad, Actions& out) {
@@ -94,8 +111,8 @@ void Schedule::abort(Actions& out) {
 void Schedule::enter(UnitId unit, bool grad, Actions& out) {
   Frame frame{unit};
   frame.follows = rooted_ && follows_;
-  if (!rooted_ && grad && open_ < 0) {
-    open_ = passes_.open(grad).id;
+  if (grad) {
+    open_loose_pass();
   }
   if (frame.follows) {
     frame.pass = open_;
@@ -129,6 +146,9 @@ int32_t Schedule::enter_in_order(UnitId unit, Actions& out) {
 
 CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions& out, bool keep) {
   TORCH_INTERNAL_ASSERT(!frames_.empty() && frames_.back().unit == unit, "unbalanced exit");
+  if (frames_.back().pass >= 0) {
+    open_loose_pass();
+  }
   const Frame frame = frames_.back();
   frames_.pop_back();
   --residency_.uses(unit).held;

@@ -163,7 +163,7 @@ class Schedule {
   };
 
   void close_loose_pass();
-
+  void open_loose_pass();
   void go_through(const CallEvent& event, Actions& out);
   void go_to(int32_t call, Actions& out);
   void leave_calls(Actions& out);

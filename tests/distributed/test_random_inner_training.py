@@ -21,8 +21,10 @@ import zerocore.fsdp
 from tests.distributed.harness import run_ranks
 from tests.distributed.inner_training import (
     OPS,
+    SPLITS,
     Case,
     Net,
+    Op,
     Part,
     Player,
     build,
@@ -45,6 +47,34 @@ from zerocore.common.alarm import STALL_SECONDS
 SHAPES = ("2", "3", "2", "4")
 PROGRAMS_OF_A_SHAPE = 10
 PROGRAMS_BY_NIGHT = 100
+
+FOUND = (
+    # The two calls of the part are in one forward pass, although a backward comes between them.
+    Case(
+        100375,
+        2,
+        3,
+        SPLITS[2],
+        ("custom", "own_adamw", "sgd"),
+        (Op("returned", "gen", 1, body=(Op("backward", "read"),)),),
+    ),
+    # The critic is frozen in the backward that follows one for inputs alone, and then trained.
+    Case(
+        100313,
+        2,
+        1,
+        SPLITS[1],
+        ("custom", "sgd"),
+        (
+            Op("toggle", which=1),
+            Op("penalty", "critic"),
+            Op("backward", "both"),
+            Op("toggle", which=1),
+            Op("backward", "both"),
+            Op("step", which=1),
+        ),
+    ),
+)
 
 
 class ShardedPlayer(Player):
@@ -94,6 +124,17 @@ def compare(seeds: range, shape: str) -> None:
         begin(seed, str(case))
         player = FsdpPlayer if case.stage == "fsdp" else ShardedPlayer
         check(player(case, build(seed)).run(), right, rtol=1e-7, atol=1e-9)
+
+
+def compare_found() -> None:
+    for case in FOUND:
+        right = Player(case, build(case.seed), range(case.world_size)).run()
+        player = ShardedPlayer(case, build(case.seed))
+        check(player.run(), right, rtol=1e-7, atol=1e-9)
+
+
+def test_programs_that_failed() -> None:
+    run_ranks(compare_found, 2)
 
 
 @pytest.mark.one_by_day
