@@ -62,6 +62,39 @@ constexpr const char* trace_op_name(TraceOp op) {
   return kNames[static_cast<size_t>(op)];
 }
 
+// Memory for values of a unit, on any device.
+enum class Memory : uint8_t {
+  Shard, // this rank's parameters, where they have memory of their own
+  Main, // what the optimizer updates, where layers compute with something else
+  Sent, // main weights as they are sent to the device
+  ExpAvg, // the moments of AdamW
+  ExpAvgSq,
+  Full, // parameters as layers compute with them
+  Received, // parameters as they come from the wire
+  Near, // this rank's part of Full among the near ranks
+  Kept, // this rank's gradients between steps
+  FullGrad, // packed gradients of all ranks' shards; unless they are sharded, Kept is a part of it
+  Wire, // the same in the type that they travel in
+  Scratch, // the result of a reduction, where it is not the gradient yet
+  Sums, // sums in order that are not the gradient yet, in its type
+  Across, // of Scratch or Sums: what the reduction over the replicas leaves
+};
+inline constexpr int kNumMemories = 14;
+
+template <typename T>
+class ByMemory {
+ public:
+  T& operator[](Memory memory) {
+    return values_[static_cast<size_t>(memory)];
+  }
+  const T& operator[](Memory memory) const {
+    return values_[static_cast<size_t>(memory)];
+  }
+
+ private:
+  std::array<T, kNumMemories> values_ = {};
+};
+
 // Half-open range of elements, [begin, end).
 struct Range {
   int64_t begin = 0;

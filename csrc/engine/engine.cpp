@@ -104,7 +104,7 @@ void Engine::set_parked(bool parked) {
     pool().free_unused();
   }
   for (const auto& unit : units_) { // exports of a parked model gather from all ranks
-    unit->gathers().set_keeps_near(!parked);
+    unit->set_keeps_near(!parked);
   }
   calls_.set_parked(parked);
 }

@@ -26,21 +26,21 @@ struct CallEvent {
   }
 };
 
-enum class StepKind : uint8_t {
+enum class BackwardStepKind : uint8_t {
   Pre, // the backward of a call is about to run
   Gather, // the unit must be (on its way to be) unsharded
   Release, // the unit is not needed any more, and other calls of it follow or nothing is reduced
   Reduce, // the unit's gradients are complete: reduce them and release the unit
 };
 
-struct Step {
-  StepKind kind = StepKind::Pre;
+struct BackwardStep {
+  BackwardStepKind kind = BackwardStepKind::Pre;
   UnitId unit = -1;
   int32_t call = -1; // whose backward begins or ends; not of a Gather
   bool reads = true; // of a Pre: the unit must be unsharded
 
   bool is_pre(int32_t of) const {
-    return kind == StepKind::Pre && call == of;
+    return kind == BackwardStepKind::Pre && call == of;
   }
 };
 

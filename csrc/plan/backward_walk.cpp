@@ -12,24 +12,28 @@ namespace zerocore {
 namespace {
 
 // The calls that take part in the backward, last first.
-std::vector<Step> pre_steps(const std::vector<CallEvent>& events) {
-  std::vector<Step> steps;
+std::vector<BackwardStep> pre_steps(const std::vector<CallEvent>& events) {
+  std::vector<BackwardStep> steps;
   for (int32_t i = static_cast<int32_t>(events.size()) - 1; i >= 0; --i) {
     if (events[i].kind == EventKind::Exit && events[i].needs_backward) {
-      steps.push_back({StepKind::Pre, events[i].unit, events[i].call, events[i].reads});
+      steps.push_back({BackwardStepKind::Pre, events[i].unit, events[i].call, events[i].reads});
     }
   }
   return steps;
 }
 
 // The call's own unit, and those of the next `ahead` calls that read parameters.
-void add_gathers(const std::vector<Step>& pre, size_t call, int ahead, std::vector<Step>& steps) {
+void add_gathers(
+    const std::vector<BackwardStep>& pre,
+    size_t call,
+    int ahead,
+    std::vector<BackwardStep>& steps) {
   if (pre[call].reads) {
-    steps.push_back({StepKind::Gather, pre[call].unit});
+    steps.push_back({BackwardStepKind::Gather, pre[call].unit});
   }
   for (size_t next = call + 1; next < pre.size() && ahead > 0; ++next) {
     if (pre[next].reads) {
-      steps.push_back({StepKind::Gather, pre[next].unit});
+      steps.push_back({BackwardStepKind::Gather, pre[next].unit});
       --ahead;
     }
   }
@@ -38,17 +42,17 @@ void add_gathers(const std::vector<Step>& pre, size_t call, int ahead, std::vect
 // The steps of a backward through the calls. `reduces(unit)` says whether the unit's gradients are
 // reduced when its first call is left.
 template <typename Reduces>
-std::vector<Step> backward_steps(
+std::vector<BackwardStep> backward_steps(
     const std::vector<CallEvent>& events,
     int prefetch,
     const Reduces& reduces) {
-  const std::vector<Step> pre = pre_steps(events);
+  const std::vector<BackwardStep> pre = pre_steps(events);
   std::unordered_map<UnitId, size_t> first; // event of the unit
   for (size_t i = 0; i < events.size(); ++i) {
     first.emplace(events[i].unit, i);
   }
   std::unordered_map<UnitId, int> depth; // calls of the unit around the place in the list
-  std::vector<Step> steps;
+  std::vector<BackwardStep> steps;
   size_t next_pre = 0;
   for (size_t i = events.size(); i-- > 0;) {
     const CallEvent& event = events[i];
@@ -57,7 +61,8 @@ std::vector<Step> backward_steps(
         continue; // a call of the unit is around this one, and its backward goes on
       }
       const bool reduce = first.at(event.unit) == i && reduces(event.unit);
-      steps.push_back({reduce ? StepKind::Reduce : StepKind::Release, event.unit, event.call});
+      steps.push_back(
+          {reduce ? BackwardStepKind::Reduce : BackwardStepKind::Release, event.unit, event.call});
       continue;
     }
     ++depth[event.unit];
@@ -73,7 +78,7 @@ std::vector<Step> backward_steps(
 auto find_pre(const ForwardPass& pass, const CallHandle& call) {
   const auto begin = pass.steps.begin() + static_cast<std::ptrdiff_t>(pass.next);
   return std::find_if(
-      begin, pass.steps.end(), [&](const Step& step) { return step.is_pre(call.call); });
+      begin, pass.steps.end(), [&](const BackwardStep& step) { return step.is_pre(call.call); });
 }
 
 } // namespace
@@ -121,8 +126,8 @@ void BackwardWalk::reach(const BackwardPlace& place, Actions& out) {
   }
   go_to_pass(*pass, out);
   while (pass->next < pass->steps.size()) {
-    const Step& step = pass->steps[pass->next];
-    if (step.kind != StepKind::Gather && step.call < place.end) {
+    const BackwardStep& step = pass->steps[pass->next];
+    if (step.kind != BackwardStepKind::Gather && step.call < place.end) {
       return;
     }
     run_steps(*pass, pass->next + 1, out);
@@ -150,10 +155,10 @@ void BackwardWalk::ready(UnitId unit, Actions& out) {
   units_[unit].ready = true;
   ForwardPass* pass = passes_.find(pass_);
   while (pass != nullptr && pass->next < pass->steps.size()) {
-    const Step& step = pass->steps[pass->next];
+    const BackwardStep& step = pass->steps[pass->next];
     const UnitState& next = units_[step.unit];
     // Gradients of a call inside of the one that is to be left say nothing of it.
-    if (step.kind != StepKind::Reduce || !next.ready || next.call != step.call) {
+    if (step.kind != BackwardStepKind::Reduce || !next.ready || next.call != step.call) {
       return;
     }
     run_steps(*pass, pass->next + 1, out);
@@ -204,15 +209,16 @@ void BackwardWalk::start_steps(ForwardPass& pass, Actions& out) {
   }
   pass.steps = backward_steps(
       pass.events, prefetch_, [&](UnitId unit) { return units_[unit].due && !later[unit]; });
-  for (const Step& step : pass.steps) {
+  for (const BackwardStep& step : pass.steps) {
     shape_ = mix(shape_, 4 * static_cast<uint64_t>(step.unit) + static_cast<uint64_t>(step.kind));
   }
   pass.next = 0;
   pass.consumed = true;
   pass_ = pass.id;
   std::vector<UnitId> keep;
-  for (const Step& step : pass.steps) {
-    if (step.kind == StepKind::Pre && step.reads && static_cast<int>(keep.size()) <= prefetch_) {
+  for (const BackwardStep& step : pass.steps) {
+    if (step.kind == BackwardStepKind::Pre && step.reads &&
+        static_cast<int>(keep.size()) <= prefetch_) {
       keep.push_back(step.unit);
     }
   }
@@ -226,26 +232,26 @@ void BackwardWalk::go_to_pass(ForwardPass& pass, Actions& out) {
   }
 }
 
-void BackwardWalk::do_step(const Step& step, Actions& out) {
+void BackwardWalk::do_step(const BackwardStep& step, Actions& out) {
   switch (step.kind) {
-    case StepKind::Pre:
+    case BackwardStepKind::Pre:
       units_[step.unit].call = step.call;
       units_[step.unit].ready = false;
       break;
-    case StepKind::Gather:
+    case BackwardStepKind::Gather:
       residency_.unshard(step.unit, out);
       break;
-    case StepKind::Reduce:
-    case StepKind::Release:
+    case BackwardStepKind::Reduce:
+    case BackwardStepKind::Release:
       // Released first: packing the gradients then finds the slot free.
       residency_.uses(step.unit).in_backward = false;
-      if (step.kind == StepKind::Reduce) {
+      if (step.kind == BackwardStepKind::Reduce) {
         residency_.end_backward(step.unit);
       }
       if (!gathered_next(step.unit)) {
         residency_.release(step.unit, out);
       }
-      if (step.kind == StepKind::Reduce) {
+      if (step.kind == BackwardStepKind::Reduce) {
         units_[step.unit].due = false;
         out.push_back({ActionKind::Reduce, step.unit});
       }
@@ -258,7 +264,7 @@ bool BackwardWalk::gathered_next(UnitId unit) const {
   const ForwardPass& pass = *passes_.find(pass_);
   int seen = 0;
   for (size_t i = pass.next; i < pass.steps.size() && seen < std::max(1, prefetch_); ++i) {
-    if (pass.steps[i].kind == StepKind::Pre && pass.steps[i].reads) {
+    if (pass.steps[i].kind == BackwardStepKind::Pre && pass.steps[i].reads) {
       ++seen;
       if (pass.steps[i].unit == unit) {
         return true;
@@ -277,7 +283,7 @@ void BackwardWalk::run_steps(ForwardPass& pass, size_t end, Actions& out) {
 void BackwardWalk::run_gathers(Actions& out) {
   ForwardPass& pass = *passes_.find(pass_);
   size_t end = pass.next;
-  while (end < pass.steps.size() && pass.steps[end].kind == StepKind::Gather) {
+  while (end < pass.steps.size() && pass.steps[end].kind == BackwardStepKind::Gather) {
     ++end;
   }
   run_steps(pass, end, out);

@@ -76,7 +76,7 @@ class BackwardWalk {
   std::vector<bool> reduced_later(const ForwardPass& pass) const;
   void start_steps(ForwardPass& pass, Actions& out);
   void go_to_pass(ForwardPass& pass, Actions& out);
-  void do_step(const Step& step, Actions& out);
+  void do_step(const BackwardStep& step, Actions& out);
   void run_steps(ForwardPass& pass, size_t end, Actions& out);
   void run_gathers(Actions& out);
   bool gathered_next(UnitId unit) const;

@@ -16,15 +16,15 @@ Range DiskLayout::take(int64_t nbytes) {
 
 void DiskLayout::add(const Layout& layout, const UnitMesh& mesh) {
   DiskUnit unit;
-  const PartSizes sizes = part_sizes(Tier::Disk, layout, tiers_, mesh);
-  for (size_t part = 0; part < sizes.size(); ++part) {
+  const auto sizes = part_sizes(Tier::Disk, layout, tiers_, mesh);
+  for (const Memory part : kStateParts) {
     unit.parts[part] = take(sizes[part]);
   }
-  unit.updated = {unit.parts.front().begin, file_nbytes_};
+  unit.updated = {unit.parts[Memory::Shard].begin, file_nbytes_};
   const std::vector<int> trained = Tiers::trained_regions(layout);
   if (trained.empty()) {
     unit.updated.begin = file_nbytes_;
-  } else if (!unit.part(StatePart::Parameters).empty()) {
+  } else if (!unit.parts[Memory::Shard].empty()) {
     const Layout own = layout.of_shard(mesh.shard());
     std::vector<int> before = own.gathered_regions();
     std::erase_if(before, [&](int region) { return region >= trained.front(); });
@@ -37,7 +37,7 @@ int64_t DiskLayout::buffers_nbytes() const {
   int64_t update = 0, load = 0;
   for (const DiskUnit& unit : units_) {
     update = std::max(update, unit.updated.size());
-    load = std::max(load, unit.part(StatePart::Parameters).size());
+    load = std::max(load, unit.parts[Memory::Shard].size());
   }
   return kNumUpdated * update + kNumLoaded * load;
 }

@@ -5,7 +5,6 @@
 // from the first weight that is trained on; a gather reads the parameters alone.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -16,12 +15,8 @@
 namespace zerocore {
 
 struct DiskUnit {
-  std::array<Range, kNumStateParts> parts; // bytes of the file, empty for what is not on disk
+  ByMemory<Range> parts; // bytes of the file, empty for what is not on disk
   Range updated; // bytes of the file that an update reads and writes
-
-  const Range& part(StatePart which) const {
-    return parts[static_cast<size_t>(which)];
-  }
 };
 
 class DiskLayout {

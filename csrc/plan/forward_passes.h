@@ -22,7 +22,7 @@ struct ForwardPass {
   bool consumed = false; // a backward ran through it
   std::vector<CallEvent> events;
   int32_t num_calls = 0; // of a pass that does not follow the order
-  std::vector<Step> steps; // of the backward under way
+  std::vector<BackwardStep> steps; // of the backward under way
   size_t next = 0; // first step not done
 };
 

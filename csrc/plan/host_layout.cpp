@@ -10,21 +10,20 @@ namespace zerocore {
 
 namespace {
 
-bool is_moment(size_t part) {
-  return part == static_cast<size_t>(StatePart::ExpAvg) ||
-      part == static_cast<size_t>(StatePart::ExpAvgSq);
+bool is_moment(Memory part) {
+  return part == Memory::ExpAvg || part == Memory::ExpAvgSq;
 }
 
 } // namespace
 
 void HostLayout::add(const Layout& layout, const UnitMesh& mesh) {
-  const PartSizes sizes = part_sizes(Tier::Host, layout, tiers_, mesh);
+  const auto sizes = part_sizes(Tier::Host, layout, tiers_, mesh);
   HostUnit unit;
-  for (size_t part = 0; part < sizes.size(); ++part) {
+  for (const Memory part : kStateParts) {
     int64_t& end = is_moment(part) ? moments_nbytes_ : parts_nbytes_;
     unit.parts[part] = {end, end + sizes[part]};
     end += round_up(sizes[part], kRegionAlignment);
-    if (part == static_cast<size_t>(StatePart::Gradients)) {
+    if (part == Memory::Kept) {
       gradients_nbytes_ += sizes[part];
     } else if (is_moment(part)) {
       moment_elements_nbytes_ += sizes[part] > 0 ? moment_elements(layout, mesh.shard()) : 0;
@@ -38,7 +37,7 @@ void HostLayout::add(const Layout& layout, const UnitMesh& mesh) {
 
 void HostLayout::add_gradients(const Layout& layout, HostUnit& unit) {
   unit.gradients.resize(layout.regions().size());
-  const Range& all = unit.parts[static_cast<size_t>(StatePart::Gradients)];
+  const Range& all = unit.parts[Memory::Kept];
   if (all.empty()) {
     return;
   }
@@ -76,10 +75,9 @@ Range HostLayout::landing_buffer(int index) const {
   return {begin, begin + landing_nbytes_};
 }
 
-Range HostLayout::part(UnitId unit, StatePart which) const {
-  const auto index = static_cast<size_t>(which);
-  const Range& range = units_.at(unit).parts[index];
-  const int64_t begin = is_moment(index) ? moments_begin() : 0;
+Range HostLayout::part(UnitId unit, Memory which) const {
+  const Range& range = units_.at(unit).parts[which];
+  const int64_t begin = is_moment(which) ? moments_begin() : 0;
   return {begin + range.begin, begin + range.end};
 }
 

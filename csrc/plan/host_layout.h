@@ -6,7 +6,6 @@
 // touches them. Each part begins where a region may begin.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -24,7 +23,7 @@ class HostLayout {
   void add(const Layout& layout, const UnitMesh& mesh);
 
   // Bytes of the mapping; empty for what is not on the host. Of all units that will be added.
-  Range part(UnitId unit, StatePart which) const;
+  Range part(UnitId unit, Memory which) const;
   // The gradient of a region that is trained.
   Range gradient(UnitId unit, int region) const;
 
@@ -52,7 +51,7 @@ class HostLayout {
 
  private:
   struct HostUnit {
-    std::array<Range, kNumStateParts> parts; // moments from the begin of all moments on
+    ByMemory<Range> parts; // moments from the begin of all moments on
     std::vector<Range> gradients; // by region
   };
 

@@ -27,12 +27,9 @@
 
 namespace zerocore {
 
-// Gathered: parameters as they come from the wire, until they are copied to where layers want them.
-enum class BlockUse : uint8_t { Parameters, Gathered, Gradients, Wire, Scratch, Sums };
-
 struct BlockKey {
   UnitId unit = -1;
-  BlockUse use = BlockUse::Parameters;
+  Memory memory = Memory::Full;
   int32_t region = 0;
 
   auto operator<=>(const BlockKey&) const = default;

@@ -1,33 +1,58 @@
 // Where gradients are packed, whether they add, when they are reduced.
 #include "plan/reduction.h"
 
+#include <array>
+#include <utility>
+
+#include "common/math.h"
+
 namespace zerocore {
 
 namespace {
 
+// In the order in which they are given back.
+constexpr std::array kBlocks = {Memory::Sums, Memory::Scratch, Memory::Wire, Memory::FullGrad};
+
+Step make_step(StepKind kind, RegionKey key, Memory from = Memory::Kept, Memory to = Memory::Kept) {
+  return {.kind = kind, .unit = key.first, .region = key.second, .from = from, .to = to};
+}
+
+Step make_move(How how, RegionKey key, Memory from = Memory::Kept, Memory to = Memory::Kept) {
+  Step step = make_step(StepKind::Move, key, from, to);
+  step.how = how;
+  return step;
+}
+
+// Collectives that start from here on read what was packed until now.
+void order(RegionKey key, Steps& steps) {
+  Step step = make_step(StepKind::Order, key);
+  step.stream = StreamRole::ReduceScatter;
+  steps.run(step);
+}
+
 // Sums the parts that have come, with what `last` says of the last sum, see Note [Sums in order].
 // Returns whether a last gather has to be waited for.
-bool sum_in_order(const ReductionFacts& facts, GradStep last, GradSteps& steps) {
+bool sum_in_order(const ReductionFacts& facts, Step last, Steps& steps) {
   const RegionKey key{last.unit, last.region};
   const UnitMesh& mesh = facts.mesh_of(last.unit);
-  const auto start = [&](TraceOp op, AxisName axis, GradBuffer from, GradBuffer to) {
-    GradStep step = make_step(GradStepKind::StartAcross, key, from, to);
+  const auto start = [&](TraceOp op, AxisName axis, Memory from, Memory to) {
+    Step step = make_step(StepKind::Start, key, from, to);
     step.op = op;
     step.axis = axis;
     step.nbytes =
-        facts.nbytes_at(key, GradBuffer::Full) / (axis == AxisName::State ? 1 : mesh.state.size);
-    steps.run(make_step(GradStepKind::Order, key));
+        facts.nbytes_at(key, Memory::FullGrad) / (axis == AxisName::State ? 1 : mesh.state.size);
+    order(key, steps);
     steps.run(step);
   };
-  last.from = GradBuffer::Scratch;
+  last.from = Memory::Scratch;
   last.parts = mesh.parts();
   if (mesh.sums_across()) { // each replica gets its part of the sums of all
-    GradStep first = make_step(GradStepKind::Sum, key, GradBuffer::Scratch, GradBuffer::Sums);
+    Step first = make_move(How::Sum, key, Memory::Scratch, Memory::Sums);
     first.parts = mesh.parts();
     steps.run(first);
-    start(TraceOp::ReduceScatter, AxisName::Replicas, GradBuffer::Sums, GradBuffer::Across);
-    steps.run(make_step(GradStepKind::WaitAcross, key));
-    last.from = GradBuffer::Across;
+    start(TraceOp::ReduceScatter, AxisName::Replicas, Memory::Sums, Memory::Across);
+    steps.run(make_step(StepKind::Wait, key));
+    last.from = Memory::Across;
     last.parts = mesh.replicas.size;
   }
   steps.run(last);
@@ -36,7 +61,7 @@ bool sum_in_order(const ReductionFacts& facts, GradStep last, GradSteps& steps) 
     start(TraceOp::GatherSums, AxisName::Replicas, last.to, last.to);
   }
   if (gathers_across && !mesh.shards_optimizer) {
-    steps.run(make_step(GradStepKind::WaitAcross, key));
+    steps.run(make_step(StepKind::Wait, key));
   }
   if (!mesh.shards_optimizer) {
     start(TraceOp::GatherSums, AxisName::State, last.to, last.to);
@@ -47,18 +72,19 @@ bool sum_in_order(const ReductionFacts& facts, GradStep last, GradSteps& steps) 
 } // namespace
 
 Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units)
-    : facts_(options, std::move(units)), state_(facts_), packing_(facts_, state_) {}
+    : facts_(options, std::move(units)), state_(facts_), final_(facts_.units.size()) {}
 
-bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
+bool Reduction::reduce(UnitId unit, bool sync, Steps& steps) {
   const bool holds = this->holds(unit, sync);
+  final_[unit] = sync;
   complete_until(most_beside(unit), steps);
   const std::vector<Key> keys = state_.trained_regions(unit);
   for (const Key& key : keys) {
     wait_across(key, steps);
-    packing_.pack(key, holds, steps);
+    pack(key, holds, steps);
   }
   if (!holds && facts_.mesh_of(unit).communicates()) {
-    steps.run(make_step(GradStepKind::Order, {unit, 0}));
+    order({unit, 0}, steps);
     for (const Key& key : keys) {
       issue(key, steps);
     }
@@ -73,8 +99,8 @@ bool Reduction::reduce(UnitId unit, bool sync, GradSteps& steps) {
   } else if (!holds) {
     if (facts_.offloads_grads()) {
       for (const Key& key : keys) {
-        offload_grad(key, GradBuffer::Full, steps);
-        packing_.give_back_all(key, GradBuffer::Full, steps);
+        offload_grad(key, Memory::FullGrad, steps);
+        free_all(key, Memory::FullGrad, steps);
       }
     }
     for (ParamState& param : state_.params(unit)) {
@@ -106,7 +132,7 @@ bool Reduction::is_in_flight(UnitId unit) const {
       in_flight_, [&](const std::vector<Key>& keys) { return keys[0].first == unit; });
 }
 
-void Reduction::finish(GradSteps& steps) {
+void Reduction::finish(Steps& steps) {
   complete_until(0, steps);
   for (const Key& key : state_.regions()) {
     if (state_.of(key).across) {
@@ -117,30 +143,132 @@ void Reduction::finish(GradSteps& steps) {
 }
 
 // Steps that were decided may not have been carried out, so all blocks are given back.
-void Reduction::reset(GradSteps& steps) {
+void Reduction::reset(Steps& steps) {
   in_flight_.clear();
   for (const Key& key : state_.regions()) {
     RegionState& state = state_.of(key);
     state.local = false;
     state.across = false;
-    state.result = GradBuffer::Kept; // whoever resets has waited for copies to the host
-    steps.run(make_step(GradStepKind::Wait, key));
-    steps.run(make_step(GradStepKind::WaitAcross, key));
-    packing_.reset(key, steps);
+    state.result = Memory::Kept; // whoever resets has waited for copies to the host
+    steps.run(make_step(StepKind::Wait, key));
+    for (const Memory memory : kBlocks) {
+      state.held[memory] = true;
+    }
+    free_all(key, Memory::Kept, steps);
     for (const int param : facts_.region_of(key).params) {
       state_.params(key.first)[param].local = false;
     }
   }
 }
 
+// -- packing --------------------------------------------------------------------------------
+
+Memory Reduction::target(Key key, bool holds) const {
+  const bool to_wire = facts_.is_wired(key) && !holds && !state_.of(key).local;
+  return to_wire ? Memory::Wire : Memory::FullGrad;
+}
+
+// Whether sums of this rank get their scale later: they are shown as they are, unless this rank has
+// only its part of an average among them.
+bool Reduction::holds_bare(Key key) const {
+  const UnitMesh& mesh = facts_.mesh_of(key.first);
+  return !mesh.shards_gradients &&
+      ((!mesh.shards_optimizer && !mesh.shards_across) || !state_.any_valid(key));
+}
+
+void Reduction::pack(Key key, bool holds, Steps& steps) {
+  RegionState& state = state_.of(key);
+  state.kept = true;
+  steps.run(make_step(StepKind::Take, key));
+  if (facts_.is_wired(key) && !holds) {
+    take(key, Memory::Wire, steps);
+  }
+  Step step = make_move(How::Pack, key, Memory::Kept, target(key, holds));
+  if (facts_.mesh_of(key.first).shards_gradients && step.to == Memory::FullGrad) {
+    take(key, Memory::FullGrad, steps);
+  }
+  if (!state.local || !state_.any_summed(key)) {
+    state.is_bare = holds && holds_bare(key);
+  }
+  const bool to_wire = step.to == Memory::Wire;
+  const bool splits = facts_.splits_scale(key);
+  step.scale = state.is_bare ? ScalePart::None
+      : to_wire && splits    ? ScalePart::Packed
+                             : ScalePart::All;
+  steps.run(step);
+  const bool wires = facts_.is_wired(key) && !holds && !to_wire;
+  if (wires || (state.is_bare && !holds)) {
+    step.how = How::Cast;
+    step.from = Memory::FullGrad;
+    step.to = wires ? Memory::Wire : Memory::FullGrad;
+    step.scale = state.is_bare ? (wires && splits ? ScalePart::Packed : ScalePart::All)
+        : splits               ? ScalePart::RestUndone
+                               : ScalePart::None;
+    steps.run(step);
+    state.is_bare = false;
+  }
+  // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
+  state.adds = (to_wire || facts_.mesh_of(key.first).shards_gradients) && state_.any_valid(key);
+  state.local = holds;
+  for (const int param : facts_.region_of(key).params) {
+    state_.params(key.first)[param].local = true;
+  }
+}
+
+void Reduction::take(Key key, Memory memory, Steps& steps) {
+  if (std::exchange(state_.of(key).held[memory], true)) {
+    return;
+  }
+  Step step = make_step(StepKind::Take, key, Memory::Kept, memory);
+  step.nbytes = facts_.nbytes_at(key, memory);
+  if (memory == Memory::Scratch) {
+    step.stream = StreamRole::ReduceScatter;
+  }
+  steps.run(step);
+}
+
+void Reduction::free_all(Key key, Memory copied, Steps& steps) {
+  for (const Memory memory : kBlocks) {
+    if (std::exchange(state_.of(key).held[memory], false)) {
+      Step step = make_step(StepKind::Free, key, memory);
+      step.nbytes = facts_.nbytes_at(key, memory);
+      if (facts_.offloads_grads() && memory == copied) {
+        step.stream = StreamRole::DeviceToHost;
+      }
+      steps.run(step);
+    }
+  }
+}
+
+Range Reduction::added(const Step& pack, int param) const {
+  const Key key{pack.unit, pack.region};
+  const UnitMesh& mesh = facts_.mesh_of(pack.unit);
+  const Range place = facts_.layout_of(pack.unit).places().at(param).range();
+  const Range none{place.begin, place.begin};
+  const ParamState& state = state_.params(pack.unit)[param];
+  if (pack.to == Memory::Wire) {
+    return none;
+  }
+  if (state_.of(key).local) {
+    return state.local ? place : none;
+  }
+  // A reduced value enters the next sum once, from one of the ranks that own it. A bare sum (this
+  // rank's own, not scaled yet) enters it from every rank.
+  if (mesh.shards_gradients || !state.valid || !(mesh.counts_kept() || state_.of(key).is_bare)) {
+    return none;
+  }
+  const Range kept = intersect(place, facts_.region_of(key).shard_range(mesh.shard()));
+  return kept.empty() ? none : kept;
+}
+
 // -- reducing -------------------------------------------------------------------------------
 
-void Reduction::issue(Key key, GradSteps& steps) {
+void Reduction::issue(Key key, Steps& steps) {
   const UnitMesh& mesh = facts_.mesh_of(key.first);
   const bool scatters = mesh.shards_optimizer || mesh.sums_in_order;
   choose_result(key, steps);
-  const GradBuffer from = facts_.is_wired(key) ? GradBuffer::Wire : GradBuffer::Full;
-  GradStep step = make_step(GradStepKind::Start, key, from, state_.of(key).result);
+  const Memory from = facts_.is_wired(key) ? Memory::Wire : Memory::FullGrad;
+  Step step = make_step(StepKind::Start, key, from, state_.of(key).result);
   step.op = scatters ? TraceOp::ReduceScatter : TraceOp::AllReduce;
   step.parts = mesh.parts();
   step.nbytes = facts_.nbytes_at(key, step.from);
@@ -148,57 +276,49 @@ void Reduction::issue(Key key, GradSteps& steps) {
 }
 
 // Where the collective leaves its result: in the gradient itself if it can.
-void Reduction::choose_result(Key key, GradSteps& steps) {
+void Reduction::choose_result(Key key, Steps& steps) {
   RegionState& state = state_.of(key);
   const bool wired = facts_.is_wired(key);
   const bool sharded = facts_.mesh_of(key.first).shards_optimizer;
-  state.result = wired          ? GradBuffer::Wire
-      : facts_.offloads_grads() ? GradBuffer::Full
-                                : GradBuffer::Kept;
+  state.result = wired ? Memory::Wire : facts_.offloads_grads() ? Memory::FullGrad : Memory::Kept;
   if (facts_.takes_scratch(key.first) ||
       (sharded && !wired && (state.adds || facts_.offloads_grads()))) {
-    packing_.take(key, GradBuffer::Scratch, steps);
-    state.result = GradBuffer::Scratch;
+    take(key, Memory::Scratch, steps);
+    state.result = Memory::Scratch;
   }
 }
 
-void Reduction::complete_until(size_t most, GradSteps& steps) {
+void Reduction::complete_until(size_t most, Steps& steps) {
   std::vector<Key> oldest;
   for (; in_flight_.size() > most; in_flight_.pop_front()) {
     oldest.insert(oldest.end(), in_flight_.front().begin(), in_flight_.front().end());
   }
   if (!facts_.options.on_host && oldest.size() > 1) {
     // The last one first: on a stream it is behind the others, so one wait is enough.
-    wait(oldest.back(), steps);
+    steps.run(make_step(StepKind::Wait, oldest.back()));
   }
   for (const Key& key : oldest) {
     complete(key, steps);
   }
 }
 
-// Where the sum over the replicas runs right behind the reduction, it is what is waited for.
-void Reduction::wait(Key key, GradSteps& steps) {
-  steps.run(make_step(
-      facts_.runs_across(key.first) ? GradStepKind::WaitAcross : GradStepKind::Wait, key));
-}
-
 // Waits for a reduction and adds its result to the gradient that is kept.
-void Reduction::complete(Key key, GradSteps& steps) {
+void Reduction::complete(Key key, Steps& steps) {
   RegionState& state = state_.of(key);
-  wait(key, steps);
+  steps.run(make_step(StepKind::Wait, key));
   if (facts_.mesh_of(key.first).sums_in_order) {
     complete_in_order(key, steps);
   } else if (facts_.hands_across(key.first)) {
     complete_across(key, steps);
   } else if (facts_.offloads_grads()) {
     if (facts_.mesh_of(key.first).parts() > 1) {
-      sum_parts(key, GradBuffer::Scratch, ScalePart::None, steps);
+      sum_parts(key, Memory::Scratch, ScalePart::None, steps);
     }
     offload_grad(key, state.result, steps);
-  } else if (state.result != GradBuffer::Kept) {
+  } else if (state.result != Memory::Kept) {
     add_to_kept(key, state.result, facts_.mesh_of(key.first).parts(), steps);
   }
-  packing_.give_back_all(key, state.result, steps);
+  free_all(key, state.result, steps);
   for (const int param : facts_.region_of(key).params) {
     state_.params(key.first)[param] = {/*valid=*/true, /*local=*/false};
   }
@@ -208,37 +328,44 @@ void Reduction::complete(Key key, GradSteps& steps) {
 }
 
 // See Note [Sums in order].
-void Reduction::complete_in_order(Key key, GradSteps& steps) {
+void Reduction::complete_in_order(Key key, Steps& steps) {
   const bool offloads = facts_.offloads_grads();
   if (offloads || facts_.mesh_of(key.first).sums_across()) {
-    packing_.take(key, GradBuffer::Sums, steps);
+    take(key, Memory::Sums, steps);
   }
   if (!offloads) {
     zero_invalid(key, steps);
   }
-  GradStep last = make_step(GradStepKind::Sum, key);
-  last.to = offloads ? GradBuffer::Sums : GradBuffer::Kept;
+  Step last = make_move(How::Sum, key);
+  last.to = offloads ? Memory::Sums : Memory::Kept;
   last.adds = state_.of(key).adds && !offloads;
   last.scale = rest_of_scale(key);
   state_.of(key).across = sum_in_order(facts_, last, steps);
   if (offloads) {
     wait_across(key, steps);
-    offload_grad(key, GradBuffer::Sums, steps);
+    offload_grad(key, Memory::Sums, steps);
   }
 }
 
-void Reduction::grad_ready(Key key, GradSteps& steps) {
-  if (facts_.options.sharding.tiers.has_host_states()) {
-    steps.run(make_step(GradStepKind::GradReady, key));
+// The host may have it.
+void Reduction::grad_ready(Key key, Steps& steps) {
+  if (!facts_.options.sharding.tiers.has_host_states() || !final_[key.first]) {
+    return;
   }
+  Step step = make_step(StepKind::Ready, key);
+  if (!facts_.offloads_grads()) { // else it was counted when it was copied
+    step.op = TraceOp::ToHost;
+    step.nbytes = facts_.region_of(key).grad.itemsize * facts_.region_of(key).shard_numel;
+  }
+  steps.run(step);
 }
 
 // See Note [Replicas].
-void Reduction::complete_across(Key key, GradSteps& steps) {
+void Reduction::complete_across(Key key, Steps& steps) {
   const RegionState& state = state_.of(key);
   const bool in_place =
       !state.adds && !facts_.is_wired(key) && !facts_.mesh_of(key.first).shards_across;
-  const GradBuffer sum = in_place ? GradBuffer::Kept : state.result;
+  const Memory sum = in_place ? Memory::Kept : state.result;
   if (facts_.mesh_of(key.first).parts() > 1) {
     sum_parts(key, sum, in_place ? rest_of_scale(key) : ScalePart::None, steps);
   }
@@ -250,54 +377,55 @@ void Reduction::complete_across(Key key, GradSteps& steps) {
 }
 
 // Of what an exchange has left.
-void Reduction::sum_parts(Key key, GradBuffer to, ScalePart scale, GradSteps& steps) {
-  GradStep step = make_step(GradStepKind::Sum, key, GradBuffer::Scratch, to);
+void Reduction::sum_parts(Key key, Memory to, ScalePart scale, Steps& steps) {
+  Step step = make_move(How::Sum, key, Memory::Scratch, to);
   step.scale = scale;
   step.parts = facts_.mesh_of(key.first).parts();
   steps.run(step);
 }
 
-void Reduction::start_across(Key key, GradBuffer place, GradSteps& steps) {
-  const GradBuffer to = facts_.last_result(key.first, place);
-  GradStep step = make_step(GradStepKind::StartAcross, key, place, to);
+void Reduction::start_across(Key key, Memory from, Steps& steps) {
+  Step step = make_step(StepKind::Start, key, from, facts_.last_result(key.first, from));
   step.op = facts_.mesh_of(key.first).shards_across ? TraceOp::ReduceScatter : TraceOp::AllReduce;
+  step.axis = AxisName::Replicas;
   step.nbytes = facts_.result_nbytes(key);
   state_.of(key).across = facts_.options.on_host;
   steps.run(step);
 }
 
-void Reduction::wait_across(Key key, GradSteps& steps) {
+void Reduction::wait_across(Key key, Steps& steps) {
   if (std::exchange(state_.of(key).across, false)) {
-    steps.run(make_step(GradStepKind::WaitAcross, key));
+    steps.run(make_step(StepKind::Wait, key));
   }
 }
 
 // A gradient that is added to holds no old value.
-void Reduction::zero_invalid(Key key, GradSteps& steps) {
+void Reduction::zero_invalid(Key key, Steps& steps) {
   for (const int param : facts_.region_of(key).params) {
     if (state_.of(key).adds && !is_valid(key.first, param)) {
-      GradStep step = make_step(GradStepKind::Zero, key);
+      Step step = make_move(How::Zero, key);
       step.param = param;
       steps.run(step);
     }
   }
 }
 
-void Reduction::offload_grad(Key key, GradBuffer from, GradSteps& steps) {
+void Reduction::offload_grad(Key key, Memory from, Steps& steps) {
   zero_invalid(key, steps);
   const Region& region = facts_.region_of(key);
   state_.of(key).result = from;
-  GradStep step = make_step(GradStepKind::OffloadGrad, key, from);
+  Step step = make_move(How::Copy, key, from);
+  step.op = TraceOp::ToHost;
   step.adds = state_.of(key).adds;
-  const bool is_kept_type = from == GradBuffer::Full || from == GradBuffer::Sums;
+  const bool is_kept_type = from == Memory::FullGrad || from == Memory::Sums;
   const ElementType& type = is_kept_type ? region.grad : region.reduce;
   step.nbytes = type.itemsize * region.shard_numel;
   steps.run(step);
 }
 
-void Reduction::add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps) {
+void Reduction::add_to_kept(Key key, Memory from, int64_t parts, Steps& steps) {
   zero_invalid(key, steps);
-  GradStep step = make_step(GradStepKind::Sum, key, facts_.last_result(key.first, from));
+  Step step = make_move(How::Sum, key, facts_.last_result(key.first, from));
   const UnitMesh& mesh = facts_.mesh_of(key.first);
   step.parts = mesh.shards_across ? mesh.replicas.parts() : parts;
   step.adds = state_.of(key).adds;
@@ -312,7 +440,7 @@ ScalePart Reduction::rest_of_scale(Key key) const {
 int64_t Reduction::kept_nbytes(UnitId unit) const {
   int64_t nbytes = 0;
   for (const Key& key : state_.regions(unit)) {
-    nbytes += state_.of(key).kept ? facts_.nbytes_at(key, GradBuffer::Kept) : 0;
+    nbytes += state_.of(key).kept ? facts_.nbytes_at(key, Memory::Kept) : 0;
   }
   return nbytes;
 }

@@ -1,8 +1,5 @@
 // Decides where gradients are packed, whether they add, and when they are reduced; integers only.
 //
-// The reducer carries out the steps with tensors, the planner with sizes: what the one does is what
-// the other predicts. Each step is carried out before the next one is decided.
-//
 // Note [Where gradients live]
 // stage 0, 1   packed into memory that stays, reduced in place. The gradient that the optimizer
 //              sees is this rank's slice of it (stage 0: all of it).
@@ -47,10 +44,8 @@
 #include <vector>
 
 #include "common/types.h"
-#include "plan/grad_packing.h"
-#include "plan/grad_steps.h"
-#include "plan/reduction_facts.h"
 #include "plan/reduction_state.h"
+#include "plan/steps.h"
 
 namespace zerocore {
 
@@ -63,11 +58,11 @@ class Reduction {
 
   // Packs the unit's gradients and starts their reduction. Without sync they may only be summed on
   // this rank; false then.
-  bool reduce(UnitId unit, bool sync, GradSteps& steps);
+  bool reduce(UnitId unit, bool sync, Steps& steps);
   // Ends a backward: completes everything.
-  void finish(GradSteps& steps);
+  void finish(Steps& steps);
   // Forgets reductions and local sums. Gives back all blocks, whatever was carried out.
-  void reset(GradSteps& steps);
+  void reset(Steps& steps);
 
   // Whether the region's parameters get gradients; at first as its layout says.
   void set_trainable(UnitId unit, int region, bool trainable) {
@@ -86,8 +81,11 @@ class Reduction {
   }
   // During a Pack: the parameter's elements of the region that are added to; empty, at its
   // beginning, for none. The others are overwritten.
-  Range added(const GradStep& pack, int param) const {
-    return packing_.added(pack, param);
+  Range added(const Step& pack, int param) const;
+  // Whether the ranks are not to add to the unit's gradients in this step: it was reduced last with
+  // sync.
+  bool is_final(UnitId unit) const {
+    return final_.at(unit);
   }
   // Whether this rank has sums of the unit that were not reduced.
   bool has_local(UnitId unit) const {
@@ -111,25 +109,31 @@ class Reduction {
   bool is_in_flight(UnitId unit) const;
   size_t most_beside(UnitId unit) const;
 
-  void issue(Key key, GradSteps& steps);
-  void choose_result(Key key, GradSteps& steps);
-  void complete_until(size_t most, GradSteps& steps);
-  void wait(Key key, GradSteps& steps);
-  void complete(Key key, GradSteps& steps);
-  void complete_across(Key key, GradSteps& steps);
-  void complete_in_order(Key key, GradSteps& steps);
-  void start_across(Key key, GradBuffer place, GradSteps& steps);
-  void wait_across(Key key, GradSteps& steps);
-  void grad_ready(Key key, GradSteps& steps);
+  Memory target(Key key, bool holds) const;
+  bool holds_bare(Key key) const;
+  void pack(Key key, bool holds, Steps& steps);
+  // Takes a block of the pool unless it is held; gives all back, of which the host copies `copied`.
+  void take(Key key, Memory memory, Steps& steps);
+  void free_all(Key key, Memory copied, Steps& steps);
+
+  void issue(Key key, Steps& steps);
+  void choose_result(Key key, Steps& steps);
+  void complete_until(size_t most, Steps& steps);
+  void complete(Key key, Steps& steps);
+  void complete_across(Key key, Steps& steps);
+  void complete_in_order(Key key, Steps& steps);
+  void start_across(Key key, Memory from, Steps& steps);
+  void wait_across(Key key, Steps& steps);
+  void grad_ready(Key key, Steps& steps);
   ScalePart rest_of_scale(Key key) const;
-  void sum_parts(Key key, GradBuffer to, ScalePart scale, GradSteps& steps);
-  void zero_invalid(Key key, GradSteps& steps);
-  void offload_grad(Key key, GradBuffer from, GradSteps& steps);
-  void add_to_kept(Key key, GradBuffer from, int64_t parts, GradSteps& steps);
+  void sum_parts(Key key, Memory to, ScalePart scale, Steps& steps);
+  void zero_invalid(Key key, Steps& steps);
+  void offload_grad(Key key, Memory from, Steps& steps);
+  void add_to_kept(Key key, Memory from, int64_t parts, Steps& steps);
 
   ReductionFacts facts_;
   ReductionState state_;
-  GradPacking packing_;
+  std::vector<bool> final_; // by unit
   std::deque<std::vector<Key>> in_flight_; // by unit, oldest first
 };
 

@@ -12,16 +12,13 @@
 
 namespace zerocore {
 
-// Parameters are what layers compute with, main weights what is updated, and Sent these as they are
-// sent to the device. The moments are those of AdamW. Gradients are kept, or sent for the update.
-enum class StatePart : uint8_t { Parameters, Main, Sent, ExpAvg, ExpAvgSq, Gradients };
-inline constexpr int kNumStateParts = 6;
+// In the order in which they lie on the host or on disk.
+inline constexpr std::array kStateParts =
+    {Memory::Shard, Memory::Main, Memory::Sent, Memory::ExpAvg, Memory::ExpAvgSq, Memory::Kept};
 
-// By StatePart.
-using PartSizes = std::array<int64_t, kNumStateParts>;
-
-// Sizes of the parts of a unit that the mesh's rank has on the host or on disk.
-inline PartSizes part_sizes(
+// Bytes of the parts of a unit that the mesh's rank has on the host or on disk. Gradients are kept,
+// or sent for the update.
+inline ByMemory<int64_t> part_sizes(
     Tier tier,
     const Layout& layout,
     const Tiers& tiers,
@@ -32,14 +29,13 @@ inline PartSizes part_sizes(
   const bool has_states = tiers.states == tier;
   const bool has_parameters = tiers.parameters == tier && mesh.shards_parameters;
   const bool has_gradients = tier == Tier::Host && tiers.has_host_gradients();
-  const int64_t moment = has_states ? main.nbytes_of(trained) : 0;
-  return {
-      has_parameters ? own.nbytes() : 0,
-      has_states ? main.nbytes_of(tiers.main_regions(layout)) : 0,
-      has_states ? own.nbytes_of(tiers.sent_regions(layout)) : 0,
-      moment,
-      moment,
-      has_gradients ? own.retyped(&Region::grad).nbytes_of(trained) : 0};
+  ByMemory<int64_t> sizes;
+  sizes[Memory::Shard] = has_parameters ? own.nbytes() : 0;
+  sizes[Memory::Main] = has_states ? main.nbytes_of(tiers.main_regions(layout)) : 0;
+  sizes[Memory::Sent] = has_states ? own.nbytes_of(tiers.sent_regions(layout)) : 0;
+  sizes[Memory::ExpAvg] = sizes[Memory::ExpAvgSq] = has_states ? main.nbytes_of(trained) : 0;
+  sizes[Memory::Kept] = has_gradients ? own.retyped(&Region::grad).nbytes_of(trained) : 0;
+  return sizes;
 }
 
 } // namespace zerocore

@@ -65,7 +65,11 @@ StepSimulation::StepSimulation(
       gathered_(units.size()) {
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
     unsharding_.emplace_back(
-        static_cast<UnitId>(unit), meshes_[unit], options_.sharding.tiers, layouts_[unit]);
+        static_cast<UnitId>(unit),
+        meshes_[unit],
+        options_.sharding.tiers,
+        options_.sums_on_host,
+        layouts_[unit]);
     schedule_.residency().set_staying(static_cast<UnitId>(unit), {units[unit].stays, false});
     schedule_.passes().set_reducible(
         static_cast<UnitId>(unit),
@@ -195,81 +199,25 @@ void StepSimulation::unshard(UnitId unit) {
       *this);
 }
 
-void StepSimulation::run(const GatherStep& step) {
-  switch (step.kind) {
-    case GatherStepKind::Take:
-      take(block_of(step), step.nbytes);
-      break;
-    case GatherStepKind::GiveBack:
-      give_back(block_of(step), step.nbytes);
-      break;
-    case GatherStepKind::Count:
-      add(step.op, step.unit, step.nbytes);
-      break;
-    case GatherStepKind::StartAcross:
-      add(step.op, step.unit, step.nbytes, meshes_[step.unit].replicas.name);
-      break;
-    case GatherStepKind::Start:
-      add(step.op,
-          step.unit,
-          step.nbytes,
-          step.op == TraceOp::GatherNear ? meshes_[step.unit].near.name : AxisName::State);
-      break;
-    case GatherStepKind::Load:
-      add(TraceOp::ToDevice, step.unit, step.nbytes);
-      break;
-    default:
-      break; // moves values, not bytes
+void StepSimulation::run(const Step& step) {
+  if (step.kind == StepKind::Take && step.nbytes > 0) {
+    const BlockKey key = block_of(step);
+    pool_.acquire(key, step.nbytes, pool_.find_place(key, step.nbytes));
+  } else if (step.kind == StepKind::Free && step.nbytes > 0) {
+    pool_.release(block_of(step));
+  } else if (step.op) {
+    const UnitMesh& mesh = meshes_[step.unit];
+    const bool communicates = step.kind == StepKind::Start;
+    const AxisName axis = communicates ? mesh.axis(step.axis).name : AxisName::State;
+    events_.push_back(
+        {*step.op,
+         step.unit,
+         step.nbytes,
+         pool_.stats().in_use_nbytes,
+         moment_,
+         axis,
+         mesh.num_ranks(axis)});
   }
-}
-
-void StepSimulation::run(const GradStep& step) {
-  switch (step.kind) {
-    case GradStepKind::Take:
-      take(block_of(step), step.nbytes);
-      break;
-    case GradStepKind::GiveBack:
-      give_back(block_of(step), step.nbytes);
-      break;
-    case GradStepKind::Start:
-      add(step.op, step.unit, step.nbytes, meshes_[step.unit].state.name);
-      break;
-    case GradStepKind::StartAcross:
-      add(step.op, step.unit, step.nbytes, meshes_[step.unit].axis(step.axis).name);
-      break;
-    case GradStepKind::OffloadGrad:
-      add(TraceOp::ToHost, step.unit, step.nbytes);
-      break;
-    case GradStepKind::GradReady:
-      grad_ready(step);
-      break;
-    default:
-      break; // moves values, not bytes
-  }
-}
-
-void StepSimulation::grad_ready(const GradStep& step) {
-  if (sync_ && !options_.sharding.tiers.lands_gradients(options_.sums_on_host)) {
-    const Region& region = layouts_[step.unit].regions()[step.region];
-    add(TraceOp::ToHost, step.unit, region.grad.itemsize * region.shard_numel);
-  }
-}
-
-void StepSimulation::take(const BlockKey& key, int64_t nbytes) {
-  if (nbytes > 0) {
-    pool_.acquire(key, nbytes, pool_.find_place(key, nbytes));
-  }
-}
-
-void StepSimulation::give_back(const BlockKey& key, int64_t nbytes) {
-  if (nbytes > 0) {
-    pool_.release(key);
-  }
-}
-
-void StepSimulation::add(TraceOp op, UnitId unit, int64_t nbytes, AxisName axis) {
-  const int64_t num_ranks = meshes_[unit].num_ranks(axis);
-  events_.push_back({op, unit, nbytes, pool_.stats().in_use_nbytes, moment_, axis, num_ranks});
 }
 
 } // namespace zerocore

@@ -15,7 +15,7 @@
 
 namespace zerocore {
 
-class StepSimulation final : private GradSteps, private GatherSteps {
+class StepSimulation final : private Steps {
  public:
   StepSimulation(
       const std::vector<UnitPlan>& units,
@@ -54,12 +54,7 @@ class StepSimulation final : private GradSteps, private GatherSteps {
   int32_t first_enter(UnitId unit) const;
   void run(Actions& actions);
   void unshard(UnitId unit);
-  void run(const GatherStep& step) override;
-  void run(const GradStep& step) override;
-  void grad_ready(const GradStep& step);
-  void take(const BlockKey& key, int64_t nbytes);
-  void give_back(const BlockKey& key, int64_t nbytes);
-  void add(TraceOp op, UnitId unit, int64_t nbytes, AxisName axis = AxisName::State);
+  void run(const Step& step) override;
 
   PlanOptions options_;
   std::vector<CallEvent> order_;

@@ -5,27 +5,26 @@
 
 namespace zerocore {
 
-void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps& steps) {
+void Unsharding::begin(const std::vector<int>& regions, bool again, Steps& steps) {
   wait(steps); // a rank that skipped the unit may not have waited for its last gather
-  const bool in_use = has_full_ && mesh_.shards_parameters;
-  if (in_use) {
-    steps.run({.kind = GatherStepKind::Order, .unit = unit_});
+  if (has_full_ && mesh_.shards_parameters) { // in use: what computes reads it
+    steps.run({.kind = StepKind::Order, .unit = unit_, .stream = StreamRole::AllGather});
   }
   is_near_ = again && mesh_.gathers_near() && (has_near_ || has_full_);
   has_near_ = has_near_ && is_near_;
   is_whole_ = false;
   receives_ = copies_out_ && !is_near_;
   if (receives_) {
-    take(ParamMemory::Received, StreamRole::AllGather, steps);
+    take(Memory::Received, StreamRole::AllGather, steps);
   } else if (!has_full_) {
-    take(ParamMemory::Full, StreamRole::AllGather, steps);
+    take(Memory::Full, StreamRole::AllGather, steps);
   }
   if (state_ == UnitState::Sharded) {
-    steps.run({.unit = unit_, .nbytes = layout_.nbytes(), .op = TraceOp::Unshard});
+    steps.run({.unit = unit_, .op = TraceOp::Unshard, .nbytes = layout_.nbytes()});
   }
   state_ = UnitState::Unsharding;
   if (tiers_.parameters == Tier::Disk && !is_near_) {
-    steps.run({.kind = GatherStepKind::Read, .unit = unit_});
+    steps.run({.kind = StepKind::Ready, .unit = unit_, .to = Memory::Shard});
   }
   if (mesh_.shards_across && !is_near_) {
     start_across(regions, steps);
@@ -33,100 +32,116 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, GatherSteps&
   for (const int region : regions) {
     is_near_ ? start_near(region, steps) : start(region, steps);
   }
-  steps.run({.kind = GatherStepKind::Launch, .unit = unit_});
   is_whole_ = true;
 }
 
-// See Note [Sharded across].
-void Unsharding::start_across(const std::vector<int>& regions, GatherSteps& steps) const {
-  const ParamMemory from = mesh_.shards_parameters ? ParamMemory::Own : ParamMemory::Full;
+// See Note [Sharded across]. On a device the stream of the gathers keeps the order.
+void Unsharding::start_across(const std::vector<int>& regions, Steps& steps) const {
   for (const int region : regions) {
-    const int64_t nbytes = layout_.regions()[region].nbytes() / mesh_.state.size;
     steps.run(
-        {GatherStepKind::StartAcross,
-         unit_,
-         region,
-         from,
-         ParamMemory::Full,
-         nbytes,
-         TraceOp::AllGather});
+        {.kind = StepKind::Start,
+         .unit = unit_,
+         .region = region,
+         .from = mesh_.shards_parameters ? Memory::Shard : Memory::Full,
+         .op = TraceOp::AllGather,
+         .axis = AxisName::Replicas,
+         .nbytes = layout_.regions()[region].nbytes() / mesh_.state.size});
   }
-  steps.run({.kind = GatherStepKind::WaitAcross, .unit = unit_});
+  if (on_host_) {
+    steps.run({.kind = StepKind::Wait, .unit = unit_});
+  }
 }
 
-void Unsharding::start(int index, GatherSteps& steps) const {
+void Unsharding::start(int index, Steps& steps) const {
   const Region& region = layout_.regions()[index];
-  const ParamMemory to = receives_ ? ParamMemory::Received : ParamMemory::Full;
+  const Memory to = receives_ ? Memory::Received : Memory::Full;
+  Step step = {.kind = StepKind::Move, .unit = unit_, .region = index, .to = to};
   const bool loads = tiers_.has_host_parameters();
   if (loads) {
-    steps.run({GatherStepKind::Load, unit_, index, ParamMemory::Own, to, region.shard_nbytes()});
+    Step load = step;
+    load.op = TraceOp::ToDevice;
+    load.nbytes = region.shard_nbytes();
+    steps.run(load);
   }
-  if (layout_.num_shards() > 1) {
-    const bool encodes = region.is_encoded();
-    if (encodes) {
-      steps.run({GatherStepKind::Encode, unit_, index, ParamMemory::Own, to});
-    }
-    const bool is_in_place = loads || encodes || !mesh_.shards_parameters || mesh_.shards_across;
-    const ParamMemory from = is_in_place ? to : ParamMemory::Own;
-    const int64_t nbytes = received_.regions()[index].nbytes();
-    steps.run({GatherStepKind::Start, unit_, index, from, to, nbytes, TraceOp::AllGather});
+  if (layout_.num_shards() == 1) {
+    return;
   }
+  if (region.is_encoded()) {
+    step.how = How::Encode;
+    steps.run(step);
+  }
+  step.kind = StepKind::Start;
+  if (loads || region.is_encoded() || !mesh_.shards_parameters || mesh_.shards_across) {
+    step.from = to;
+  }
+  step.op = TraceOp::AllGather;
+  step.nbytes = received_.regions()[index].nbytes();
+  steps.run(step);
 }
 
 // A rank that still uses the unit has its part of Full.
-void Unsharding::start_near(int region, GatherSteps& steps) const {
-  const ParamMemory from = has_near_ ? ParamMemory::Near : ParamMemory::Full;
-  const int64_t nbytes = layout_.regions()[region].nbytes();
+void Unsharding::start_near(int region, Steps& steps) const {
   steps.run(
-      {GatherStepKind::Start, unit_, region, from, ParamMemory::Full, nbytes, TraceOp::GatherNear});
+      {.kind = StepKind::Start,
+       .unit = unit_,
+       .region = region,
+       .from = has_near_ ? Memory::Near : Memory::Full,
+       .op = TraceOp::GatherNear,
+       .axis = AxisName::Near,
+       .nbytes = layout_.regions()[region].nbytes()});
 }
 
-void Unsharding::wait(GatherSteps& steps) {
+void Unsharding::wait(Steps& steps) {
   if (state_ != UnitState::Unsharding) {
     return;
   }
-  steps.run({.kind = GatherStepKind::Wait, .unit = unit_});
+  steps.run({.kind = StepKind::Wait, .unit = unit_});
+  if (layout_.num_shards() == 1) { // it was loaded
+    steps.run({.kind = StepKind::Order, .unit = unit_, .behind = StreamRole::AllGather});
+  }
   if (receives_) {
     if (!has_full_) {
-      take(ParamMemory::Full, StreamRole::Compute, steps);
+      take(Memory::Full, StreamRole::Compute, steps);
     }
-    steps.run({.kind = GatherStepKind::CopyOut, .unit = unit_});
     steps.run(
-        {.kind = GatherStepKind::GiveBack,
-         .unit = unit_,
-         .from = ParamMemory::Received,
-         .nbytes = received_.nbytes()});
+        {.kind = StepKind::Move, .unit = unit_, .from = Memory::Received, .how = How::CopyOut});
+    free(Memory::Received, received_.nbytes(), steps);
   }
-  steps.run({.kind = GatherStepKind::Show, .unit = unit_});
+  steps.run({.kind = StepKind::Ready, .unit = unit_});
   state_ = UnitState::Unsharded;
 }
 
-void Unsharding::reshard(GatherSteps& steps) {
+void Unsharding::reshard(Steps& steps) {
   wait(steps);
   TORCH_INTERNAL_ASSERT(
       has_full_ && mesh_.shards_parameters, "unit ", unit_, " has nothing to give back");
   if (mesh_.gathers_near() && keeps_near_ && is_whole_ && !has_near_) {
-    steps.run({.kind = GatherStepKind::Keep, .unit = unit_});
+    steps.run(
+        {.kind = StepKind::Move,
+         .unit = unit_,
+         .from = Memory::Full,
+         .to = Memory::Near,
+         .how = How::Keep});
     has_near_ = true;
   }
   state_ = UnitState::Sharded;
   has_full_ = false;
-  steps.run(
-      {.kind = GatherStepKind::GiveBack,
-       .unit = unit_,
-       .from = ParamMemory::Full,
-       .nbytes = layout_.nbytes()});
-  steps.run({.unit = unit_, .nbytes = layout_.nbytes(), .op = TraceOp::Reshard});
+  free(Memory::Full, layout_.nbytes(), steps);
+  steps.run({.unit = unit_, .op = TraceOp::Reshard, .nbytes = layout_.nbytes()});
 }
 
-void Unsharding::take(ParamMemory memory, StreamRole user, GatherSteps& steps) {
+void Unsharding::take(Memory memory, StreamRole user, Steps& steps) {
   steps.run(
-      {.kind = GatherStepKind::Take,
+      {.kind = StepKind::Take,
        .unit = unit_,
        .to = memory,
-       .nbytes = (memory == ParamMemory::Received ? received_ : layout_).nbytes(),
-       .user = user});
-  has_full_ = has_full_ || memory == ParamMemory::Full;
+       .nbytes = (memory == Memory::Received ? received_ : layout_).nbytes(),
+       .stream = user});
+  has_full_ = has_full_ || memory == Memory::Full;
+}
+
+void Unsharding::free(Memory memory, int64_t nbytes, Steps& steps) const {
+  steps.run({.kind = StepKind::Free, .unit = unit_, .from = memory, .nbytes = nbytes});
 }
 
 } // namespace zerocore

@@ -18,60 +18,35 @@ namespace {
 
 // A step, and for a Pack the elements of each parameter of the region that are added to.
 struct RecordedStep {
-  GradStep step;
+  Step step;
   std::vector<Range> added;
 };
 
-const char* kind_name(GradStepKind kind) {
-  switch (kind) {
-    case GradStepKind::Keep:
-      return "keep";
-    case GradStepKind::Take:
-      return "take";
-    case GradStepKind::GiveBack:
-      return "give_back";
-    case GradStepKind::Pack:
-      return "pack";
-    case GradStepKind::Cast:
-      return "cast";
-    case GradStepKind::Order:
-      return "order";
-    case GradStepKind::Start:
-      return "start";
-    case GradStepKind::StartAcross:
-      return "start_across";
-    case GradStepKind::Wait:
-      return "wait";
-    case GradStepKind::WaitAcross:
-      return "wait_across";
-    case GradStepKind::Zero:
-      return "zero";
-    case GradStepKind::OffloadGrad:
-      return "offload_grad";
-    case GradStepKind::GradReady:
-      return "grad_ready";
-    case GradStepKind::Sum:
-      return "sum";
-  }
-  return "";
+const char* kind_name(const Step& step) {
+  constexpr const char* kKinds[] = {"take", "free", "order", "", "start", "wait", "ready", "count"};
+  constexpr const char* kMoves[] = {
+      "copy", "copy out", "encode", "keep", "pack", "cast", "sum", "zero"};
+  return step.kind == StepKind::Move ? kMoves[static_cast<size_t>(step.how)]
+                                     : kKinds[static_cast<size_t>(step.kind)];
 }
 
-const char* place_name(GradBuffer place) {
-  switch (place) {
-    case GradBuffer::Kept:
-      return "kept";
-    case GradBuffer::Full:
-      return "full";
-    case GradBuffer::Wire:
-      return "wire";
-    case GradBuffer::Scratch:
-      return "scratch";
-    case GradBuffer::Sums:
-      return "sums";
-    case GradBuffer::Across:
-      return "across";
-  }
-  return "";
+const char* memory_name(Memory memory) {
+  constexpr const char* kNames[] = {
+      "shard",
+      "main",
+      "sent",
+      "exp_avg",
+      "exp_avg_sq",
+      "full parameters",
+      "received",
+      "near",
+      "kept",
+      "full",
+      "wire",
+      "scratch",
+      "sums",
+      "across"};
+  return kNames[static_cast<size_t>(memory)];
 }
 
 const char* scale_name(ScalePart part) {
@@ -85,13 +60,13 @@ struct PyReductionOptions {
 };
 
 // A reduction whose steps are only written down.
-struct PyReduction final : GradSteps {
+struct PyReduction final : Steps {
   PyReduction(const PyReductionOptions& options, std::vector<Layout> layouts_)
       : layouts(std::move(layouts_)), reduction(options.options, units_over(options.mesh)) {}
 
-  void run(const GradStep& step) override {
+  void run(const Step& step) override {
     RecordedStep recorded{step, {}};
-    if (step.kind == GradStepKind::Pack) {
+    if (step.kind == StepKind::Move && step.how == How::Pack) {
       for (const int param : layouts[step.unit].regions()[step.region].params) {
         recorded.added.push_back(reduction.added(step, param));
       }
@@ -131,21 +106,21 @@ PyReductionOptions make_options(
 
 void register_step(py::module_& module) {
   using R = RecordedStep;
-  py::class_<R>(module, "GradStep")
-      .def_property_readonly("kind", [](const R& r) { return kind_name(r.step.kind); })
+  py::class_<R>(module, "Step")
+      .def_property_readonly("kind", [](const R& r) { return kind_name(r.step); })
       .def_property_readonly("unit", [](const R& r) { return r.step.unit; })
       .def_property_readonly("region", [](const R& r) { return r.step.region; })
-      .def_property_readonly("source", [](const R& r) { return place_name(r.step.from); })
-      .def_property_readonly("target", [](const R& r) { return place_name(r.step.to); })
+      .def_property_readonly("source", [](const R& r) { return memory_name(r.step.from); })
+      .def_property_readonly("target", [](const R& r) { return memory_name(r.step.to); })
       .def_property_readonly("nbytes", [](const R& r) { return r.step.nbytes; })
       .def_property_readonly("parts", [](const R& r) { return r.step.parts; })
       .def_property_readonly("adds", [](const R& r) { return r.step.adds; })
       .def_property_readonly("param", [](const R& r) { return r.step.param; })
-      .def_property_readonly("op", [](const R& r) { return trace_op_name(r.step.op); })
+      .def_property_readonly(
+          "op", [](const R& r) { return r.step.op ? trace_op_name(*r.step.op) : ""; })
       .def_property_readonly("scale", [](const R& r) { return scale_name(r.step.scale); })
       .def_property_readonly("axis", [](const R& r) { return axis_name(r.step.axis); })
-      .def_property_readonly(
-          "last_use", [](const R& r) { return stream_role_name(r.step.last_use); })
+      .def_property_readonly("stream", [](const R& r) { return stream_role_name(r.step.stream); })
       .def_readonly("added", &R::added);
 }
 

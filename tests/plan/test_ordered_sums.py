@@ -36,7 +36,7 @@ def test_ranks_gather_what_others_have_summed_in_order() -> None:
         f"gather_sums state kept {FP32}",
         "give back scratch",
         "give back wire",
-        "wait_across",
+        "wait",
     ]
     replicas.reduce(0)
     assert texts(replicas.finish()) == [
@@ -44,13 +44,13 @@ def test_ranks_gather_what_others_have_summed_in_order() -> None:
         f"take sums {2 * FP32 // WORLD}",
         "sum scratch 4 parts sums",
         f"reduce_scatter replicas across {FP32 // WORLD}",
-        "wait_across",
+        "wait",
         "sum across 2 parts kept",
         f"gather_sums replicas kept {FP32 // WORLD}",
         "give back sums",
         "give back scratch",
         "give back wire",
-        "wait_across",
+        "wait",
     ]
 
 
@@ -62,7 +62,7 @@ def test_sums_in_order_that_are_kept_on_the_host_come_from_a_block() -> None:
         f"take sums {FP32}",
         "sum scratch 4 parts sums",
         f"gather_sums state sums {FP32}",
-        "wait_across",
+        "wait",
         f"offload sums {FP32}",
         "give back sums when it is copied",
         "give back scratch",

@@ -43,32 +43,39 @@ def make(stage: int, world: int = WORLD, units: int = 1, **options: Any) -> _C_t
 GIVEN = {"compute": "", "device_to_host": " when it is copied"}
 
 
-def across(step: _C_testing.GradStep) -> str:
-    """A collective that follows the first one; by default sums over the replicas."""
+def start(step: _C_testing.Step) -> str:
+    """A collective: those that follow the first one are, by default, sums over the replicas."""
+    parts = f" {step.parts} parts" if step.parts > 1 else ""
+    if step.axis == "state" and step.op != "gather_sums":
+        return f"{step.op} {step.source} {step.target} {step.nbytes}{parts}"
     named = step.op == "gather_sums" or (step.op == "reduce_scatter" and step.source == "sums")
-    return f"{step.op} {step.axis}" if named else "across"
+    return f"{f'{step.op} {step.axis}' if named else 'across'} {step.target} {step.nbytes}"
 
 
-def text(step: _C_testing.GradStep) -> str:
+def text(step: _C_testing.Step) -> str:
     """A step in words: those of its fields that mean something for its kind."""
     adds = " added to" if step.adds else ""
     parts = f" {step.parts} parts" if step.parts > 1 else ""
     return {
         "take": f"take {step.target} {step.nbytes}",
-        "give_back": f"give back {step.source}{GIVEN[step.last_use]}",
+        "free": f"give back {step.source}{GIVEN[step.stream]}" if step.stream in GIVEN else "",
         "pack": f"pack {step.target}",
         "cast": f"cast {step.source} {step.target}",
-        "start": f"{step.op} {step.source} {step.target} {step.nbytes}{parts}",
-        "start_across": f"{across(step)} {step.target} {step.nbytes}",
+        "start": start(step),
         "zero": f"zero {step.param}",
-        "offload_grad": f"offload {step.source} {step.nbytes}{adds}",
+        "copy": f"offload {step.source} {step.nbytes}{adds}",
         "sum": f"sum {step.source}{parts}{adds} {step.target}",
     }.get(step.kind, step.kind)
 
 
-def texts(steps: list[_C_testing.GradStep]) -> list[str]:
+def texts(steps: list[_C_testing.Step]) -> list[str]:
     """All but the memory that stays and the order of streams."""
-    return [text(step) for step in steps if step.kind not in ("keep", "order")]
+    stays = [step.kind == "take" and step.target == "kept" for step in steps]
+    return [
+        text(step)
+        for step, is_kept in zip(steps, stays, strict=True)
+        if not is_kept and step.kind != "order"
+    ]
 
 
 def test_gradients_that_are_not_sharded_are_reduced_where_they_stay() -> None:
@@ -143,7 +150,7 @@ def test_gradients_on_the_host_come_off_the_wire_and_off_one_rank() -> None:
     assert texts(parts.finish())[1:3] == summed
     replicas = make(3, gradients="cpu", num_replicas=2)
     assert texts(replicas.reduce(0))[-1] == f"across scratch {FP32 // WORLD}"
-    assert texts(replicas.finish())[0] == "wait_across"
+    assert texts(replicas.finish())[0] == "wait"
     alike = make(3, world=1, gradients="cpu", num_replicas=4)
     assert texts(alike.reduce(0))[-1] == f"all_reduce full full {FP32}"
 
@@ -269,7 +276,7 @@ def test_replicas_on_a_stream_sum_right_behind() -> None:
         f"reduce_scatter full kept {FP32}",
         f"across kept {FP32 // WORLD}",
     ]
-    assert texts(reduction.finish()) == ["wait_across", "give back full"]
+    assert texts(reduction.finish()) == ["wait", "give back full"]
 
 
 def test_replicas_on_the_host_sum_what_is_known() -> None:
@@ -282,7 +289,7 @@ def test_replicas_on_the_host_sum_what_is_known() -> None:
         f"across kept {FP32 // WORLD}",
         "give back scratch",
     ]
-    assert texts(reduction.finish()) == [*done, "wait_across"]
+    assert texts(reduction.finish()) == [*done, "wait"]
     added = make(3, num_replicas=2, on_host=True)
     for _ in range(2):
         added.reduce(0)
@@ -290,7 +297,7 @@ def test_replicas_on_the_host_sum_what_is_known() -> None:
     assert steps[:4] == [
         "wait",
         f"across scratch {FP32 // WORLD}",
-        "wait_across",
+        "wait",
         "sum scratch added to kept",
     ]
 
@@ -322,7 +329,7 @@ def test_reset_gives_everything_back_and_begins_anew() -> None:
     reduction.reduce(0, sync=False)
     reduction.reduce(0)
     dropped = texts(reduction.reset())
-    assert dropped == ["wait", "wait_across", *(f"give back {p}" for p in BLOCKS)]
+    assert dropped == ["wait", *(f"give back {p}" for p in BLOCKS)]
     assert reduction.finish() == []
     assert texts(reduction.reduce(0))[:2] == [f"take wire {FP32}", "pack wire"]
 
@@ -338,15 +345,15 @@ def watch_backwards(reduction: _C_testing.Reduction, holds: bool) -> None:
     for sync, _ in product((True, False, False, True), range(2)):
         steps = [step for unit in (1, 0, 1) for step in reduction.reduce(unit, sync)]
         for step in steps + reduction.finish():
-            if step.kind == "take":
+            if step.kind == "take" and step.target != "kept":
                 assert (step.unit, step.target) not in held
                 held.add((step.unit, step.target))
-            elif step.kind == "give_back":
+            elif step.kind == "free":
                 held.remove((step.unit, step.source))
-            elif step.kind == "start":
+            elif step.kind == "start" and step.axis == "state" and step.op != "gather_sums":
                 assert step.unit not in flying
                 flying.add(step.unit)
-            elif step.kind in ("wait", "wait_across"):
+            elif step.kind == "wait":
                 flying.discard(step.unit)
         assert held == ({(0, "full"), (1, "full")} if holds and not sync else set())
         assert not flying

@@ -16,7 +16,7 @@ GradViews::GradViews(const Units& units, const UnitContext& context, Reduction& 
   }
 }
 
-void GradViews::take_changes(UnitId unit, std::vector<GradientMemory>& memory) {
+void GradViews::take_changes(UnitId unit) {
   for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
     const at::Tensor& current = gradient_of(units_[unit]->params()[i].shard);
     const at::Tensor& sums = params_[unit][i].sums;
@@ -26,7 +26,7 @@ void GradViews::take_changes(UnitId unit, std::vector<GradientMemory>& memory) {
     } else if (!current.defined()) {
       reduction_.drop(unit, i);
     } else if (!current.is_same(own) && !current.is_same(grad(unit, i)) && own.defined()) {
-      memory[units_[unit]->layout().places()[i].region].keep();
+      units_[unit]->memory().keep_grad(units_[unit]->layout().places()[i].region);
       own.copy_(current);
       reduction_.set_valid(unit, i, true);
     }

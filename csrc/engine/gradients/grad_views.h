@@ -20,7 +20,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/gradients/gradient_memory.h"
 #include "engine/unit/unit.h"
 #include "plan/reduction.h"
 
@@ -47,8 +46,8 @@ class GradViews {
   }
 
   // Takes over what the user did to the unit's gradients since the last backward: dropped, kept,
-  // replaced. `memory` by region.
-  void take_changes(UnitId unit, std::vector<GradientMemory>& memory);
+  // replaced.
+  void take_changes(UnitId unit);
   // Takes copies of the unit's gradients out of the way of those of this backward; once in it.
   void set_apart(UnitId unit);
   // Adds them to the gradients of this backward, or drops these.

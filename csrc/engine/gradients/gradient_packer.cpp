@@ -23,48 +23,11 @@ const at::Tensor* checked_gradient(const UnitParam& param) {
   return &grad;
 }
 
-// A power of two near the square root of a number of ranks, as FSDP2 divides float16 gradients
-// before they are summed: neither small ones nor sums leave its range.
-int64_t near_square_root(int64_t num_ranks) {
-  int64_t factor = 1;
-  while (num_ranks % factor == 0 && num_ranks / factor > factor) {
-    factor *= 2;
-  }
-  return factor;
-}
-
-// The part that gradients get when they are packed.
-double packed_scale(const Region& region, const UnitMesh& mesh, double all) {
-  if (static_cast<at::ScalarType>(region.reduce.dtype) == at::kHalf) {
-    return 1.0 / static_cast<double>(near_square_root(mesh.world_size()));
-  }
-  return mesh.sums_in_order ? 1.0 : all;
-}
-
 } // namespace
-
-double scale_of(const GradStep& step, const Unit& unit) {
-  const double all = unit.settings().gradient_scale;
-  const double packed =
-      packed_scale(unit.layout().regions()[step.region], unit.context().mesh, all);
-  switch (step.scale) {
-    case ScalePart::None:
-      return 1.0;
-    case ScalePart::All:
-      return all;
-    case ScalePart::Packed:
-      return packed;
-    case ScalePart::Rest:
-      return all / packed;
-    case ScalePart::RestUndone:
-      return packed / all;
-  }
-  TORCH_INTERNAL_ASSERT(false);
-}
 
 void GradientPacker::pack(
     const Unit& unit,
-    const GradStep& step,
+    const Step& step,
     const Reduction& reduction,
     const at::Tensor& bucket) {
   segments_.clear();
@@ -77,10 +40,7 @@ void GradientPacker::pack(
   kernels::pack(bucket, segments_, scale_of(step, unit));
 }
 
-void GradientPacker::add_params(
-    const Unit& unit,
-    const GradStep& step,
-    const Reduction& reduction) {
+void GradientPacker::add_params(const Unit& unit, const Step& step, const Reduction& reduction) {
   const Region& region = unit.layout().regions()[step.region];
   int64_t end = 0;
   for (const int i : region.params) {
@@ -94,7 +54,7 @@ void GradientPacker::add_params(
 
 // Rank after rank the rows of every parameter, see Note [Shards of rows]. Either all of a parameter
 // is added to or nothing.
-void GradientPacker::add_rows(const Unit& unit, const GradStep& step, const Reduction& reduction) {
+void GradientPacker::add_rows(const Unit& unit, const Step& step, const Reduction& reduction) {
   const Layout& layout = unit.layout();
   const auto add = [this](const at::Tensor* source, const WireRuns& runs, bool adds) {
     segments_.push_back({source, 0, runs.begin, runs.numel, adds, {runs.run, runs.stride}});

@@ -11,9 +11,6 @@
 
 namespace zerocore {
 
-// Of the unit's gradient scale, the factor that a step applies: see Note [Scale of gradients].
-double scale_of(const GradStep& step, const Unit& unit);
-
 class GradientPacker {
  public:
   // Carries out a Pack, scaled, into `bucket` (1-D, the region's elements, on the compute stream).
@@ -21,13 +18,13 @@ class GradientPacker {
   // c10::ValueError for a sparse gradient, or one of another dtype than its parameter.
   void pack(
       const Unit& unit,
-      const GradStep& step,
+      const Step& step,
       const Reduction& reduction,
       const at::Tensor& bucket);
 
  private:
-  void add_params(const Unit& unit, const GradStep& step, const Reduction& reduction);
-  void add_rows(const Unit& unit, const GradStep& step, const Reduction& reduction);
+  void add_params(const Unit& unit, const Step& step, const Reduction& reduction);
+  void add_rows(const Unit& unit, const Step& step, const Reduction& reduction);
   void add_param(const UnitParam& param, const Range& place, const Range& added);
   void add_segment(const at::Tensor* source, int64_t start, const Range& range, bool add);
 

@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "engine/graph/autograd.h"
-#include "kernels/ops.h"
 
 namespace zerocore {
 
@@ -26,18 +25,8 @@ Reducer::Reducer(
               units,
               [](const auto& unit) { return ReducedUnit{&unit->layout(), unit->context().mesh}; })),
       shown_(units, context, reduction_),
-      memory_(units.size()),
       touched_(units.size()),
-      reduced_(units.size()),
-      leaves_(units.size()) {
-  for (const auto& unit : units_) {
-    const auto num_regions = static_cast<int>(unit->layout().regions().size());
-    in_flight_.emplace_back(num_regions);
-    for (int region = 0; region < num_regions; ++region) {
-      memory_[unit->id()].emplace_back(*unit, region);
-    }
-  }
-}
+      reduced_(units.size()) {}
 
 at::Tensor Reducer::make_grad(UnitId id, int param) const {
   const Layout& layout = units_.at(id)->layout();
@@ -45,18 +34,18 @@ at::Tensor Reducer::make_grad(UnitId id, int param) const {
   if (!c10::isFloatingType(static_cast<c10::ScalarType>(layout.regions()[region].dtype))) {
     return {};
   }
-  return memory_[id][region].view(
+  return units_[id]->memory().grad_view(
+      region,
       layout.offset_in_shard(param, units_[id]->context().mesh.shard()),
       units_[id]->shard_sizes(param));
 }
 
 at::Tensor Reducer::make_sums(UnitId id, int param) const {
   const Layout& layout = units_.at(id)->layout();
-  const Range place = layout.places().at(param).range();
-  const GradientMemory& memory = memory_[id][layout.places()[param].region];
+  const ParamPlace& place = layout.places().at(param);
   return units_[id]->context().mesh.shards_gradients
       ? make_grad(id, param)
-      : memory.view_of_all(place.begin, {place.size()});
+      : units_[id]->memory().sums_view(place.region, place.offset, {place.numel});
 }
 
 // -- a backward -----------------------------------------------------------------------------
@@ -72,11 +61,10 @@ void Reducer::reduce(UnitId id) {
   if (sync && units_[id]->settings().after_reduce) {
     shown_.set_apart(id);
   }
-  leaves_[id] = sync;
   note_trainable(id);
   shown_.note_used(id);
   const bool is_reduced = reduction_.reduce(id, sync, *this);
-  launches_.start_joint();
+  units_[id]->runner().launch();
   clear_full_grads(id);
   reduced_[id] = reduced_[id] || is_reduced;
 }
@@ -84,7 +72,7 @@ void Reducer::reduce(UnitId id) {
 void Reducer::take_changes(UnitId id) {
   if (!touched_[id]) {
     offload_.recall(id);
-    shown_.take_changes(id, memory_[id]);
+    shown_.take_changes(id);
     touched_[id] = true;
   }
 }
@@ -106,7 +94,7 @@ bool Reducer::has_grads(UnitId id) const {
 // Users freeze and thaw parameters between steps.
 void Reducer::note_trainable(UnitId id) {
   const Unit& unit = *units_[id];
-  for (int region = 0; region < static_cast<int>(memory_[id].size()); ++region) {
+  for (int region = 0; region < static_cast<int>(unit.layout().regions().size()); ++region) {
     const auto& params = unit.layout().regions()[region].params;
     reduction_.set_trainable(id, region, std::any_of(params.begin(), params.end(), [&](int param) {
                                return unit.params()[param].full.requires_grad();
@@ -136,7 +124,7 @@ std::vector<bool> Reducer::finish() {
     if (touched_[id]) {
       note_use(id);
       after_reduce(id);
-      shown_.show(id, reduced_[id], !leaves_[id]);
+      shown_.show(id, reduced_[id], !reduction_.is_final(id));
       offload_.note_shown(id);
     } else if (sync_ && any_reduced && !reduction_.has_local(id)) {
       shown_.show_averages(id);
@@ -156,16 +144,16 @@ void Reducer::after_reduce(UnitId id) {
   if (!function || !reduced_[id]) {
     return;
   }
-  for (const GradientMemory& memory : memory_[id]) {
-    if (memory.is_kept()) {
-      function(memory.own(GradBuffer::Kept));
-    }
+  for (const at::Tensor& kept : units_[id]->memory().kept_grads()) {
+    function(kept);
   }
   shown_.put_back(id, /*adds=*/true);
 }
 
 void Reducer::reset() {
-  launches_.forget();
+  for (const auto& unit : units_) {
+    unit->runner().forget_launch();
+  }
   if (context_.lands_gradients()) { // blocks that are given back may be on their way to the host
     context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
   }
@@ -185,126 +173,61 @@ void Reducer::forget_backward() {
 
 int64_t Reducer::persistent_nbytes() const {
   int64_t nbytes = 0;
-  for (const std::vector<GradientMemory>& unit : memory_) {
-    for (const GradientMemory& memory : unit) {
-      nbytes += memory.kept_nbytes();
+  for (const auto& unit : units_) {
+    for (const at::Tensor& bytes : unit->memory().grad_bytes()) {
+      nbytes += bytes.numel();
     }
   }
   return nbytes;
 }
 
 std::vector<at::Tensor> Reducer::device_memory(UnitId unit) const {
-  std::vector<at::Tensor> found;
-  for (const GradientMemory& memory : memory_.at(unit)) {
-    if (memory.kept_nbytes() > 0 && memory.bytes().device() == context_.streams->device()) {
-      found.push_back(memory.bytes());
-    }
-  }
+  std::vector<at::Tensor> found = units_.at(unit)->memory().grad_bytes();
+  std::erase_if(found, [this](const at::Tensor& bytes) {
+    return bytes.device() != context_.streams->device() || bytes.numel() == 0;
+  });
   return found;
 }
 
 // -- steps ----------------------------------------------------------------------------------
 
-void Reducer::run(const GradStep& step) {
-  GradientMemory& memory = memory_[step.unit][step.region];
-  switch (step.kind) {
-    case GradStepKind::Keep:
-      return memory.keep();
-    case GradStepKind::Take:
-      return memory.take(step, *context_.pool);
-    case GradStepKind::GiveBack:
-      return memory.give_back(step, *context_.pool);
-    case GradStepKind::Pack:
-      return packer_.pack(*units_[step.unit], step, reduction_, memory.whole(step.to));
-    case GradStepKind::Cast:
-      return cast(step, memory);
-    case GradStepKind::Order:
-      return context_.streams->order(StreamRole::ReduceScatter, StreamRole::Compute);
-    case GradStepKind::Start:
-      return start_within(step, memory);
-    case GradStepKind::StartAcross:
-      return start_across(step, memory);
-    case GradStepKind::Wait: {
-      RECORD_USER_SCOPE("zerocore::wait_reduce (" + units_[step.unit]->name() + ")");
-      return in_flight_[step.unit][step.region].within.wait(*context_.streams);
-    }
-    case GradStepKind::WaitAcross:
-      return in_flight_[step.unit][step.region].across.wait(*context_.streams);
-    case GradStepKind::Zero:
+void Reducer::run(const Step& step) {
+  UnitMemory& memory = units_[step.unit]->memory();
+  if (step.kind == StepKind::Ready) {
+    offload_.grad_ready(step.unit, step.region, memory.own(Memory::Kept, step.region));
+  } else if (step.kind != StepKind::Move || !move(step, memory)) {
+    units_[step.unit]->runner().run(step);
+  }
+}
+
+// False for what the unit does.
+bool Reducer::move(const Step& step, UnitMemory& memory) {
+  switch (step.how) {
+    case How::Pack:
+      packer_.pack(*units_[step.unit], step, reduction_, memory.whole(step.to, step.region));
+      return true;
+    case How::Zero:
       shown_.grad(step.unit, step.param).zero_();
-      return;
-    case GradStepKind::Sum:
-      return sum(step, memory);
-    case GradStepKind::OffloadGrad:
-      return offload_.offload_grad(
-          step.unit, memory.own(step.from), memory.own(GradBuffer::Kept), step.adds);
-    case GradStepKind::GradReady:
-      if (leaves_[step.unit]) {
-        offload_.grad_ready(step.unit, step.region, memory.own(GradBuffer::Kept));
-      }
-      return;
+      return true;
+    case How::Copy:
+      offload_.offload_grad(
+          step.unit,
+          memory.own(step.from, step.region),
+          memory.own(Memory::Kept, step.region),
+          step.adds);
+      return true;
+    default:
+      return false;
   }
-}
-
-void Reducer::cast(const GradStep& step, const GradientMemory& memory) const {
-  const std::string& name = units_[step.unit]->name();
-  const at::Tensor& from = memory.whole(step.from);
-  const at::Tensor& to = memory.whole(step.to);
-  context_.streams->note_read(StreamRole::Compute, from, "casts", name);
-  context_.streams->note_write(StreamRole::Compute, to, "casts", name);
-  kernels::pack(to, {{&from, 0, 0, from.numel()}}, scale_of(step, *units_[step.unit]));
-}
-
-void Reducer::start_within(const GradStep& step, const GradientMemory& memory) {
-  const at::Tensor& sent = memory.whole(step.from);
-  const at::Tensor& to =
-      step.op == TraceOp::AllReduce ? sent : memory.received(step.to, step.parts);
-  PendingCollective& pending = in_flight_[step.unit][step.region].within;
-  const Unit& unit = *units_[step.unit];
-  launches_.start(unit, step, *unit.context().collectives, to, sent, pending);
-}
-
-void Reducer::start_across(const GradStep& step, const GradientMemory& memory) {
-  if (step.op == TraceOp::GatherSums) {
-    return gather_sums(step, memory);
-  }
-  const at::Tensor& to = memory.own(step.to);
-  const at::Tensor from = memory.summed(step.from, to.numel());
-  PendingCollective& pending = in_flight_[step.unit][step.region].across;
-  const Unit& unit = *units_[step.unit];
-  launches_.start(unit, step, *unit.context().replicas, to, from, pending);
-}
-
-void Reducer::gather_sums(const GradStep& step, const GradientMemory& memory) {
-  const Unit& unit = *units_[step.unit];
-  const UnitContext& context = unit.context();
-  const bool is_whole = step.axis == AxisName::State;
-  const Region& region = unit.layout().regions()[step.region];
-  const int64_t numel = region.numel() / (is_whole ? 1 : context.mesh.state.size);
-  const at::Tensor to = memory.summed(step.to, numel);
-  const at::Tensor own = memory.summed(step.to, numel / context.mesh.axis(step.axis).size);
-  Collectives& collectives = is_whole ? *context.collectives : *context.replicas;
-  context_.streams->order(collectives.reducing(), StreamRole::ReduceScatter);
-  in_flight_[step.unit][step.region].across =
-      collectives.gather_sums(to, own, unit.tag(step.op, step.nbytes));
-}
-
-void Reducer::sum(const GradStep& step, const GradientMemory& memory) {
-  const std::string& name = units_[step.unit]->name();
-  const at::Tensor& from = memory.received(step.from, step.parts);
-  const at::Tensor to = memory.summed(step.to, from.numel() / step.parts);
-  context_.streams->note_read(StreamRole::Compute, from, "sums", name);
-  context_.streams->note_write(StreamRole::Compute, to, "sums", name);
-  kernels::accumulate(to, from, step.parts, step.adds, scale_of(step, *units_[step.unit]));
 }
 
 // The optimizer may read and write the gradients from here on.
 void Reducer::note_use(UnitId id) const {
-  for (const GradientMemory& memory : memory_[id]) {
-    if (memory.is_kept() && !context_.lands_gradients()) {
-      context_.streams->note_write(
-          StreamRole::Compute, memory.own(GradBuffer::Kept), "gives gradients", units_[id]->name());
-    }
+  if (context_.lands_gradients()) {
+    return;
+  }
+  for (const at::Tensor& kept : units_[id]->memory().kept_grads()) {
+    context_.streams->note_write(StreamRole::Compute, kept, "gives gradients", units_[id]->name());
   }
 }
 

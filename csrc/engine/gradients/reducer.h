@@ -1,6 +1,5 @@
-// Carries out reductions of gradients with tensors and collectives; decides nothing.
-//
-// See the notes in plan/reduction.h, which decides.
+// Reductions of the units' gradients: what parameters have goes in, what their shards show comes
+// out. See the notes in plan/reduction.h, which decides the steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,9 +8,7 @@
 #include <vector>
 
 #include "engine/gradients/grad_views.h"
-#include "engine/gradients/gradient_memory.h"
 #include "engine/gradients/gradient_packer.h"
-#include "engine/gradients/reduction_launches.h"
 #include "engine/offload/offload.h"
 #include "engine/unit/unit.h"
 #include "plan/reduction.h"
@@ -19,7 +16,7 @@
 
 namespace zerocore {
 
-class Reducer final : private GradSteps {
+class Reducer final : private Steps {
  public:
   Reducer(
       const Units& units,
@@ -83,17 +80,9 @@ class Reducer final : private GradSteps {
   int64_t persistent_nbytes() const;
 
  private:
-  struct InFlight {
-    PendingCollective within; // the ranks that share the state
-    PendingCollective across; // the replicas
-  };
-
-  void run(const GradStep& step) override;
-  void cast(const GradStep& step, const GradientMemory& memory) const;
-  void start_within(const GradStep& step, const GradientMemory& memory);
-  void start_across(const GradStep& step, const GradientMemory& memory);
-  void gather_sums(const GradStep& step, const GradientMemory& memory);
-  void sum(const GradStep& step, const GradientMemory& memory);
+  // Carries out steps that need more than the unit's memory, and hands the unit the others.
+  void run(const Step& step) override;
+  bool move(const Step& step, UnitMemory& memory);
   void note_trainable(UnitId unit);
   void take_changes(UnitId unit);
   void clear_full_grads(UnitId unit);
@@ -107,13 +96,9 @@ class Reducer final : private GradSteps {
   Reduction reduction_;
   GradViews shown_;
   GradientPacker packer_;
-  std::vector<std::vector<GradientMemory>> memory_; // by unit and region
-  std::vector<std::vector<InFlight>> in_flight_; // by unit and region
-  ReductionLaunches launches_;
   bool sync_ = true; // reductions communicate
   bool deferred_ = false;
   std::vector<bool> touched_, reduced_; // units, in this backward
-  std::vector<bool> leaves_; // units whose gradients the ranks are not to add to in this step
 };
 
 } // namespace zerocore

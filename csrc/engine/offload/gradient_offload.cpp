@@ -43,7 +43,7 @@ void GradientOffload::grad_ready(UnitId id, int region, const at::Tensor& kept) 
 void GradientOffload::make_landing(UnitId id) {
   Bucket& landing = *states_[id].landing;
   if (!landing.attached()) {
-    landing.attach(context_.memory_of(Tier::Host, id, StatePart::Gradients, landing));
+    landing.attach(context_.memory_of(Tier::Host, id, Memory::Kept, landing));
   }
 }
 

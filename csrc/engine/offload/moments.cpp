@@ -14,8 +14,8 @@ Moments::Moments(const Units& units, const UnitContext& context) {
       continue;
     }
     const std::string owner = "the moments of unit '" + unit->name() + "'";
-    for (const StatePart part : {StatePart::ExpAvg, StatePart::ExpAvgSq}) {
-      auto& bucket = own.buckets[part == StatePart::ExpAvg ? 0 : 1];
+    for (const Memory part : {Memory::ExpAvg, Memory::ExpAvgSq}) {
+      auto& bucket = own.buckets[part == Memory::ExpAvg ? 0 : 1];
       bucket.emplace(main, regions, 0, c10::kCPU, owner);
       bucket->attach(context.memory_of(context.tiers.states, unit->id(), part, *bucket));
     }

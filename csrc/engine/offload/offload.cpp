@@ -156,7 +156,7 @@ void Offload::update(HostUpdate given) {
   begin_disk_step();
   OffloadedUnit& state = states_[held->unit];
   state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
-  const StreamEvent loaded = units_[held->unit]->gathers().loaded();
+  const StreamEvent loaded = units_[held->unit]->runner().loaded();
   last_update_ = worker_->submit(state.record, [this, held, loaded, step = std::move(step)] {
     Streams::synchronize(loaded); // a device may still read parameters that are going to change
     bring_states(held->unit);
@@ -275,7 +275,7 @@ void Offload::synchronize() {
   wait_work();
   for (const auto& unit : units_) {
     if (worker_ != nullptr) {
-      Streams::synchronize(unit->gathers().loaded());
+      Streams::synchronize(unit->runner().loaded());
     }
   }
   order_compute();

@@ -20,14 +20,14 @@ void DiskStates::open(
   file_ = std::make_shared<FileMemory>(folder, name, layout_->file_nbytes());
 }
 
-c10::DataPtr DiskStates::memory(UnitId unit, StatePart part) const {
+c10::DataPtr DiskStates::memory(UnitId unit, Memory part) const {
   TORCH_INTERNAL_ASSERT(file_ != nullptr, "the disk was not opened");
-  return file_->at(layout_->units().at(unit).part(part).begin);
+  return file_->at(layout_->units().at(unit).parts[part].begin);
 }
 
 void DiskStates::store(UnitId unit) const {
   const DiskUnit& place = layout_->units().at(unit);
-  file_->write({place.parts.front().begin, place.parts.back().end}, labels_[unit]);
+  file_->write({place.parts[Memory::Shard].begin, place.parts[Memory::Kept].end}, labels_[unit]);
 }
 
 void DiskStates::check() const {

@@ -32,7 +32,7 @@ class DiskStates {
       const Units& units,
       const UnitContext& context);
   // Of a unit's part, zeros at first.
-  c10::DataPtr memory(UnitId unit, StatePart part) const;
+  c10::DataPtr memory(UnitId unit, Memory part) const;
   // Writes what was filled by hand, and frees its memory.
   void store(UnitId unit) const;
   // Throws what went wrong with an update, every time, for bytes are lost.
@@ -78,7 +78,7 @@ class DiskStates {
   void finish_write();
   void read_ahead(std::jthread& thread, const Range& range);
   const Range& parameters(UnitId unit) const {
-    return layout_->units().at(unit).part(StatePart::Parameters);
+    return layout_->units().at(unit).parts[Memory::Shard];
   }
 
   std::optional<DiskLayout> layout_;

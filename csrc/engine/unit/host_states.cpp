@@ -26,7 +26,7 @@ c10::DataPtr HostStates::at(const Range& range) const {
   return memory_->at(range.begin);
 }
 
-c10::DataPtr HostStates::memory(UnitId unit, StatePart part) const {
+c10::DataPtr HostStates::memory(UnitId unit, Memory part) const {
   return at(layout_->part(unit, part));
 }
 

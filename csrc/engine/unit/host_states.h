@@ -25,7 +25,7 @@ class HostStates {
   // there is too little.
   void open();
   // Of a unit's part, zeros at first.
-  c10::DataPtr memory(UnitId unit, StatePart part) const;
+  c10::DataPtr memory(UnitId unit, Memory part) const;
   // Of a region's gradient. One that was frozen when the model was sharded has none.
   c10::DataPtr gradient(UnitId unit, int region) const;
 

@@ -30,10 +30,10 @@ at::Tensor MainWeights::written_view(int region, int64_t offset, at::IntArrayRef
 void MainWeights::allocate(UnitId id) {
   const Tier tier = context_.tiers.states;
   if (main_ && !main_->attached()) {
-    main_->attach(context_.memory_of(tier, id, StatePart::Main, *main_));
+    main_->attach(context_.memory_of(tier, id, Memory::Main, *main_));
   }
   if (sent_ && !sent_->attached()) {
-    sent_->attach(context_.memory_of(tier, id, StatePart::Sent, *sent_));
+    sent_->attach(context_.memory_of(tier, id, Memory::Sent, *sent_));
   }
 }
 

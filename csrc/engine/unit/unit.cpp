@@ -1,6 +1,8 @@
 // One unit and its states.
 #include "engine/unit/unit.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -9,39 +11,18 @@
 
 namespace zerocore {
 
-namespace {
-
-// This rank's parameters where they have memory of their own.
-std::optional<Bucket> shards_of(
-    const Layout& layout,
-    const UnitContext& context,
-    const std::string& unit) {
-  if (!context.mesh.shards_parameters) {
-    return std::nullopt;
-  }
-  const c10::Device device = context.device_of(context.tiers.parameters);
-  const Layout own = layout.of_shard(context.mesh.shard());
-  return Bucket(own, layout.gathered_regions(), 0, device, "unit '" + unit + "'");
-}
-
-} // namespace
-
 Unit::Unit(UnitId id, UnitSpec spec, const UnitContext& context)
     : id_(id),
       name_(std::move(spec.name)),
       params_(std::move(spec.params)),
       context_(context),
       layout_(context.mesh.layout_of(specs_of(params_), context.by_rows)),
-      bucket_(
-          layout_,
-          layout_.gathered_regions(),
-          context.mesh.shard(),
-          context.streams->device(),
-          "unit '" + name_ + "'",
-          /*hides=*/context.mesh.shards_parameters),
-      shards_(shards_of(layout_, context_, name_)),
+      memory_(id, name_, layout_, context_),
+      bucket_(memory_.full()),
+      shards_(memory_.shards()),
       main_(layout_, context_, name_),
-      gathers_(*this, bucket_, shards_ ? &*shards_ : nullptr),
+      unsharding_(id, context_.mesh, context_.tiers, !context_.streams->has_streams(), layout_),
+      runner_(*this, memory_),
       settings_{1.0 / static_cast<double>(context.mesh.divisor), /*syncs=*/true, spec.stays},
       versions_(params_, layout_),
       gathered_(layout_.regions().size(), -1) {
@@ -120,7 +101,7 @@ void Unit::unshard() {
   written.insert(written.end(), written_params_.begin(), written_params_.end());
   gathered_version_ = version();
   mark_caught_up();
-  gathers_.begin(regions, gathered_version_);
+  begin_gathers(regions);
   mark_gathered();
   if (in_use || own.defined()) {
     wait_for_unshard();
@@ -148,7 +129,22 @@ void Unit::note_change() const {
 void Unit::reshard() {
   wait_for_unshard();
   note_use();
-  gathers_.reshard();
+  unsharding_.reshard(runner_);
+}
+
+void Unit::begin_gathers(const std::vector<int>& regions) {
+  RECORD_USER_SCOPE("zerocore::all_gather (" + name_ + ")"); // made for a profiler alone
+  runner_.forget_launch(); // of gathers that failed
+  const bool again = std::exchange(begun_version_, gathered_version_) == gathered_version_;
+  unsharding_.begin(regions, again, runner_);
+  runner_.launch();
+}
+
+void Unit::set_keeps_near(bool keeps) {
+  unsharding_.set_keeps_near(keeps);
+  if (!keeps) {
+    runner_.drop_near();
+  }
 }
 
 bool Unit::mark_fresh() {
@@ -178,10 +174,11 @@ bool Unit::holds_values(int param) const {
 }
 
 int64_t Unit::persistent_nbytes() const {
-  return gathers_.near_nbytes() + (context_.tiers.has_host_parameters() ? 0 : kept().nbytes());
+  const int64_t near = memory_.has_near() ? context_.mesh.near_nbytes(layout_.nbytes()) : 0;
+  return near + (context_.tiers.has_host_parameters() ? 0 : kept().nbytes());
 }
 
-c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, StatePart part, const Bucket& bucket)
+c10::DataPtr UnitContext::memory_of(Tier tier, UnitId unit, Memory part, const Bucket& bucket)
     const {
   switch (tier) {
     case Tier::Host:

@@ -9,12 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "engine/unit/gathers.h"
 #include "engine/unit/main_weights.h"
 #include "engine/unit/param_versions.h"
+#include "engine/unit/step_runner.h"
 #include "engine/unit/unit_context.h"
+#include "engine/unit/unit_memory.h"
 #include "engine/unit/unit_param.h"
 #include "plan/layout.h"
+#include "plan/unsharding.h"
 #include "runtime/bucket.h"
 
 namespace zerocore {
@@ -48,7 +50,7 @@ class Unit {
     return {&name_, context_.note(op, id_, nbytes), id_};
   }
   UnitState state() const {
-    return gathers_.state();
+    return unsharding_.state();
   }
 
   UnitSettings& settings() {
@@ -103,7 +105,7 @@ class Unit {
   void unshard();
   // Unsharding > Unsharded: orders compute behind the gathers.
   void wait_for_unshard() {
-    gathers_.wait();
+    unsharding_.wait(runner_);
   }
   // For the checker: the compute stream reads the unsharded parameters now.
   void note_use() const;
@@ -168,11 +170,17 @@ class Unit {
   const MainWeights& main() const {
     return main_;
   }
-  Gathers& gathers() {
-    return gathers_;
+  // See Unsharding; false frees the memory, too.
+  void set_keeps_near(bool keeps);
+  UnitMemory& memory() {
+    return memory_;
+  }
+  StepRunner& runner() {
+    return runner_;
   }
 
  private:
+  void begin_gathers(const std::vector<int>& regions);
   at::Tensor model_part(int param) const;
   // Persistent memory, 1-D, this rank's part of a region: what gathers send, what is updated.
   const at::Tensor& model_shard(int region) const;
@@ -192,14 +200,17 @@ class Unit {
   std::vector<UnitParam> params_;
   UnitContext context_;
   Layout layout_;
-  Bucket bucket_; // unsharded
-  std::optional<Bucket> shards_; // own memory where parameters are sharded
+  UnitMemory memory_;
+  Bucket& bucket_; // of it: unsharded
+  const std::optional<Bucket>& shards_; // the same: where parameters are sharded
   MainWeights main_;
-  Gathers gathers_;
+  Unsharding unsharding_;
+  StepRunner runner_;
   UnitSettings settings_;
   ParamVersions versions_;
   std::vector<int64_t> gathered_; // version of each region that is in the buffer
   int64_t gathered_version_ = -1;
+  int64_t begun_version_ = -1; // when the last gather began
   int64_t shards_version_ = -1; // of_shards() then
   bool written_ = false; // by calls, since mark_fresh()
   at::Tensor written_full_; // bytes, see Note [Writes in a forward]

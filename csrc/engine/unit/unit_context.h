@@ -40,6 +40,9 @@ struct UnitContext {
   HostStates* host = nullptr; // null where nothing is on the host
   DiskStates* disk = nullptr; // null where nothing is on disk
 
+  Collectives& collectives_of(AxisName axis) const {
+    return axis == AxisName::State ? *collectives : axis == AxisName::Near ? *near : *replicas;
+  }
   c10::Device device_of(Tier tier) const {
     return tier == Tier::Device ? streams->device() : c10::Device(c10::kCPU);
   }
@@ -49,7 +52,7 @@ struct UnitContext {
     return tiers.lands_gradients(!streams->has_streams());
   }
   // For the bucket of a part of the unit, which lies in that tier.
-  c10::DataPtr memory_of(Tier tier, UnitId unit, StatePart part, const Bucket& bucket) const;
+  c10::DataPtr memory_of(Tier tier, UnitId unit, Memory part, const Bucket& bucket) const;
   // For the storage of `bytes`, outside of the tiers.
   c10::DataPtr memory_for(const at::Tensor& bytes) const {
     const auto nbytes = static_cast<int64_t>(bytes.storage().nbytes());

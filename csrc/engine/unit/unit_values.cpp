@@ -53,7 +53,7 @@ void Unit::allocate_persistent() {
   main_.allocate(id_);
   if (shards_ && !shards_->attached()) {
     const Tier tier = context_.tiers.parameters;
-    shards_->attach(context_.memory_of(tier, id_, StatePart::Parameters, *shards_));
+    memory_.shards()->attach(context_.memory_of(tier, id_, Memory::Shard, *shards_));
   } else if (!shards_ && !bucket_.attached()) {
     bucket_.attach(context_.memory_for(bucket_.bytes()));
   }
