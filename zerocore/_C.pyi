@@ -91,10 +91,28 @@ class EmulatedGroup(Backend):
     def shut_down_all() -> None: ...
 
 def define_grad(type: type) -> None: ...
+def define_shown_grad(
+    type: type,
+    marks: tuple[str, ...],
+    get: Callable[[Tensor], Tensor | None],
+    set: Callable[[Tensor, Tensor | None], None],
+) -> None:
+    """The attribute ``grad`` of objects with one of the ``marks`` as an attribute."""
+
 def counted(tensor: Tensor) -> Tensor: ...  # see csrc/engine/unit/data_writes.h
 def counted_view(leaf: Tensor, view: Tensor) -> Tensor: ...
 def count_as_data(tensor: Tensor, alias: Tensor) -> None: ...
 def count_view_as_data(view: Tensor, alias: Tensor) -> None: ...
+
+class HeldNode:
+    """A node of autograd's graph, which lives as long as this."""
+
+def take_node_hooks(from_: Tensor, to: Tensor) -> HeldNode:
+    """Hooks on the node that accumulates the gradient of one leaf become those of another."""
+
+def exchange_impls(first: Tensor, second: Tensor) -> None:
+    """The tensors of two objects change places; their classes and attributes stay."""
+
 def show_grad(param: Tensor, grad: Tensor) -> None: ...
 def window_on(memory: Tensor) -> Tensor: ...
 def move_window(window: Tensor, memory: Tensor) -> None: ...
@@ -324,10 +342,14 @@ class Engine:
         full: Tensor,
         shard: Tensor,
         grad: Tensor | None,
-        owners: Sequence[ParamOwner],
         local: Tensor | None = None,
+        is_seen: bool = True,
+    ) -> None:
+        """``shard`` is the object that programs hold, unless none is ``is_seen`` by them."""
+
+    def set_view(
+        self, unit: int, param: int, owners: Sequence[ParamOwner], make: Callable[[], Tensor]
     ) -> None: ...
-    def set_view(self, unit: int, param: int, make: Callable[[], Tensor]) -> None: ...
     def renew_views(self, unit: int) -> None: ...
     def set_kept(self, unit: int, kept: bool) -> None: ...
     def show(self, unit: int) -> None: ...
@@ -342,7 +364,11 @@ class Engine:
     def adopt(self, unit: int) -> None: ...
     in_call: bool
     def hold_unsharded(self, units: Sequence[int]) -> None: ...
-    def release_unsharded(self, units: Sequence[int], write_back: bool) -> None: ...
+    def release_unsharded(self, units: Sequence[int], write_back: bool) -> list[str]:
+        """Returns the names of parameters that were changed, if they are not written back."""
+    def set_hiding(self, hides: bool) -> None:
+        """While it hides, programs see shards, also within calls."""
+
     def begin_hold(self, unit: int) -> None:
         """Begins to gather a unit for reads outside of calls, until ``release_unsharded``."""
 

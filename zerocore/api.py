@@ -55,8 +55,9 @@ def shard(
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
     Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, of the full
-    shape); build the optimizer from them. During forward and backward the modules see full
-    parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is given.
+    shape); the objects stay, also in optimizers and lists. During forward and backward they are the
+    full parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is
+    given.
 
     Args:
         model: any module; on the meta device it is initialised unit by unit.
@@ -145,7 +146,6 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     state = state_of(module, by_rows=False)
     units = state.units_of(module)
     indices = [unit.index for unit in units]
-    params = [param for unit in units for param in unit.params]
     if write_back:
         state.finish_reads()
     _check_write_back(units, write_back)
@@ -153,31 +153,18 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
         state.encode()
         state.engine.hold_unsharded(indices)
     state.shown_full.update(indices)
-    versions = [_version_of(param.full) for param in params]
-    changed: list[str] = []
+    lost: list[str] = []
     try:
         yield
-        for param, version in zip(params, versions, strict=True):
-            if _version_of(param.full) not in (version, param.written_version):
-                changed.append(param.fqn)
     finally:
         state.shown_full.subtract(indices)
         with _disable_current_modes():
-            state.engine.release_unsharded(indices, write_back)
-        if write_back:
-            for param in params:
-                param.written_version = _version_of(param.full)
-    if changed and not write_back:
+            lost += state.engine.release_unsharded(indices, write_back)
+    if lost:
         raise RuntimeError(
-            f"parameter '{changed[0]}' was changed inside of unsharded(write_back=False); pass "
+            f"parameter '{lost[0]}' was changed inside of unsharded(write_back=False); pass "
             "write_back=True to keep changes"
         )
-
-
-def _version_of(full: Tensor) -> tuple[int, ...]:
-    """Another one after each write, also through ``data``, whose writes have a counter of their
-    own."""
-    return full._version, full.data._version, full.untyped_storage()._cdata
 
 
 def _check_write_back(units: list[Unit], write_back: bool) -> None:

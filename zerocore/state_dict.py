@@ -73,11 +73,11 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
 def param_keys(model: nn.Module, state: ShardState, by_name: bool = False) -> Keys:
     """Each parameter's name in ``model.state_dict()``; wrappers in the model rename theirs.
     ``by_name``: also where a hook has put another tensor there."""
-    faces = {id(face): param for param in state.params() for face in (param.shard, param.full)}
+    objects = {id(param.object): param for param in state.params()}
     keys: dict[Param, list[str]] = {param: [] for param in state.params()}
     for key, value in model.state_dict(keep_vars=True).items():
-        if id(value) in faces:
-            keys[faces[id(value)]].append(key)
+        if id(value) in objects:
+            keys[objects[id(value)]].append(key)
     saved = model.state_dict().keys() if by_name else ()
     for param, names in keys.items():
         names.extend(() if names else (fqn for fqn in param.fqns if fqn in saved))

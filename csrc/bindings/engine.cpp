@@ -1,4 +1,4 @@
-// Python face of the engine, and the registrar that writes parameters into module dicts.
+// Python face of the engine.
 #include <ATen/core/functional.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -86,7 +86,7 @@ PyEngine make_engine(
     const at::Device& device,
     std::vector<UnitSpec> units,
     std::vector<CallEvent> order) {
-  auto registrar = std::make_shared<DictRegistrar>(units.size());
+  auto registrar = std::make_shared<Registrar>(units.size());
   // It communicates, and a thread of gloo that ends a program's collective may need the GIL.
   const py::gil_scoped_release released;
   auto made = std::make_unique<Engine>(
@@ -104,8 +104,8 @@ void bind_param(
     const py::object& full,
     const py::object& shard,
     const py::object& grad,
-    std::vector<ParamOwner> owners,
-    std::optional<at::Tensor> local) {
+    std::optional<at::Tensor> local,
+    bool is_seen) {
   self.engine->unit(unit).bind(
       index,
       THPVariable_Unpack(full.ptr()),
@@ -114,7 +114,7 @@ void bind_param(
   if (!grad.is_none()) {
     self.engine->reducer().bind_grad(unit, index, THPVariable_Unpack(grad.ptr()));
   }
-  self.registrar->bind(unit, RegisteredParam{full, shard, std::move(owners)});
+  self.registrar->bind(unit, {is_seen ? shard : py::object(), full});
 }
 
 py::dict counters(PyEngine& self) {
@@ -192,10 +192,10 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("full"),
           py::arg("shard"),
           py::arg("grad"),
-          py::arg("owners"),
-          py::arg("local") = py::none())
-      .def("set_view", method(&DictRegistrar::set_view))
-      .def("renew_views", method(&DictRegistrar::renew_views))
+          py::arg("local") = py::none(),
+          py::arg("is_seen") = true)
+      .def("set_view", method(&Registrar::set_view))
+      .def("renew_views", method(&Registrar::renew_views))
       .def("start", method(&Engine::start));
 }
 
@@ -223,10 +223,15 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("keep") = false,
           py::arg("reads") = true)
       .def("adopt", method(&ModelCalls::adopt), no_gil)
-      .def_property_readonly("in_call", method(&ModelCalls::in_call))
+      .def_property_readonly(
+          "in_call",
+          [](PyEngine& self) {
+            return self.engine->calls().in_call() && !self.engine->lifecycle().is_hiding();
+          })
       .def("hold_unsharded", method(&Engine::hold_unsharded), no_gil)
       .def("release_unsharded", method(&UnitLifecycle::release_unsharded), no_gil)
       .def("begin_hold", method(&Engine::begin_hold), no_gil)
+      .def("set_hiding", method(&UnitLifecycle::set_hiding), no_gil)
       .def("wait_held", method(&UnitLifecycle::wait_held), no_gil)
       .def("set_recycling", method(&BucketPool::set_recycling))
       .def("set_parked", method(&Engine::set_parked), no_gil)

@@ -12,7 +12,7 @@ namespace zerocore {
 
 struct PyEngine {
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<DictRegistrar> registrar; // which the engine calls
+  std::shared_ptr<Registrar> registrar; // which the engine calls
 };
 
 // The object whose method is called.

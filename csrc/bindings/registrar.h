@@ -1,4 +1,4 @@
-// Writes parameters into the dicts of the modules that own them.
+// Shows full parameters and shards: in the parameters' own objects, and in modules' dicts.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/exchange.h"
 #include "engine/engine.h"
 
 namespace zerocore {
@@ -17,20 +18,22 @@ struct ParamOwner {
 };
 
 struct RegisteredParam {
-  pybind11::object full;
-  pybind11::object shard;
-  std::vector<ParamOwner> owners;
-  pybind11::object make_view = {}; // of the full one, which modules see in its place
+  pybind11::object object; // the user's, see Note [One object]; null if no program sees it
+  pybind11::object hidden;
+  bool is_full = false; // the user's is the full one
+  // Of a parameter that is no plain tensor. Modules see a view of the full one, which stays hidden.
+  std::vector<ParamOwner> owners = {};
+  pybind11::object make_view = {};
   pybind11::object view = {};
   bool is_fresh = false; // no call has seen the view
 };
 
-class DictRegistrar {
+class Registrar {
  public:
-  explicit DictRegistrar(size_t num_units) : units_(num_units) {}
-  DictRegistrar(const DictRegistrar&) = delete;
-  DictRegistrar& operator=(const DictRegistrar&) = delete;
-  ~DictRegistrar() {
+  explicit Registrar(size_t num_units) : units_(num_units) {}
+  Registrar(const Registrar&) = delete;
+  Registrar& operator=(const Registrar&) = delete;
+  ~Registrar() {
     const pybind11::gil_scoped_acquire gil;
     units_.clear();
   }
@@ -43,22 +46,26 @@ class DictRegistrar {
   void show(UnitId unit, bool full) {
     const pybind11::gil_scoped_acquire gil;
     for (RegisteredParam& param : units_[unit]) {
-      if (full && param.make_view && !param.view) {
+      if (param.is_full == full || !param.object) {
+        continue;
+      }
+      if (!param.make_view) {
+        exchange(param.object.ptr(), param.hidden.ptr());
+      } else if (full) {
         param.view = param.make_view();
         param.is_fresh = true;
-      }
-      const pybind11::object& unsharded = param.view ? param.view : param.full;
-      if (full) {
-        replace(param, param.shard, unsharded);
+        replace(param, param.object, param.view);
       } else {
-        replace(param, unsharded, param.shard);
+        replace(param, param.view, param.object);
         param.view = {};
       }
+      param.is_full = full;
     }
   }
 
   // Modules see `make()`, a view of the full parameter, wherever they would see that.
-  void set_view(UnitId unit, int index, pybind11::object make) {
+  void set_view(UnitId unit, int index, std::vector<ParamOwner> owners, pybind11::object make) {
+    units_.at(unit).at(index).owners = std::move(owners);
     units_.at(unit).at(index).make_view = std::move(make);
   }
 

@@ -151,9 +151,10 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   check_not_capturing(
       context_.streams->device(), "an optimizer stepped parameters of a sharded model");
   calls_.check_not_parked();
-  if (calls_.has_calls()) {
+  if (calls_.has_calls() || lifecycle_.holds_any()) {
     lifecycle_.begin_inner_step();
   }
+  lifecycle_.set_hiding(true);
   lifecycle_.begin_update(units, casts);
   calls_.begin_step();
 }
@@ -167,8 +168,12 @@ void Engine::sync_requires_grad(UnitId unit) {
 void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   lifecycle_.end_update(units, casts);
   calls_.end_step();
-  if (calls_.has_calls()) {
+  if (calls_.has_calls() || lifecycle_.holds_any()) {
     lifecycle_.end_inner_step();
+  } else if (lifecycle_.in_backward_pass()) {
+    lifecycle_.set_hiding(false);
+  } else {
+    lifecycle_.stop_hiding();
   }
 }
 

@@ -137,6 +137,8 @@ void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
   }
   if (any_recorded(outputs)) {
     backward_run_.expect(outputs, call.first_node);
+  } else {
+    lifecycle_.hide_unused();
   }
   backward_run_.untracked().expect_backward();
 }

@@ -8,6 +8,15 @@
 
 namespace zerocore {
 
+void TrainableParams::take_from_full(UnitId id) {
+  for (UnitParam& param : units_[id]->params()) {
+    if (param.full.requires_grad() != param.trained) {
+      param.trained = param.full.requires_grad();
+      param.shard.set_requires_grad(param.trained);
+    }
+  }
+}
+
 void TrainableParams::sync(UnitId id) {
   Trainable& use = trainable_[id];
   use.count = 0;

@@ -29,6 +29,8 @@ class TrainableParams {
   // Makes shards and full parameters agree on requires_grad: before a forward records, and before
   // a backward, which leaves frozen parameters alone.
   void sync(UnitId unit);
+  // Shards are about to be shown: what programs have set on full parameters holds for them.
+  void take_from_full(UnitId unit);
   // Parameters that were trained in the unit's last use, or in the backward under way.
   int count(UnitId unit) const {
     return trainable_[unit].count;

@@ -83,14 +83,35 @@ void UnitLifecycle::wait_for(UnitId id) {
 
 void UnitLifecycle::use(UnitId id) {
   wait_for(id);
+  set_hiding(false);
   update_registration(id);
 }
 
+void UnitLifecycle::set_hiding(bool hides) {
+  if (std::exchange(hides_, hides) != hides) {
+    for (const auto& unit : units_) {
+      update_registration(unit->id());
+    }
+  }
+}
+
+void UnitLifecycle::hide_unused() {
+  for (const auto& unit : units_) {
+    if (!schedule_.is_active(unit->id())) {
+      show(unit->id(), false);
+    }
+  }
+}
+
 void UnitLifecycle::update_registration(UnitId id) {
-  const bool full = schedule_.is_shown(id);
+  show(id, !hides_ && schedule_.is_shown(id));
+}
+
+void UnitLifecycle::show(UnitId id, bool full) {
   if (full_shown_[id] != full) {
     if (!full) {
       keep_writes(id);
+      trainable_.take_from_full(id);
     }
     if (full && !in_backward_pass_) {
       trainable_.sync(id);
@@ -183,6 +204,7 @@ void UnitLifecycle::end_inner_step() {
     carry_out();
     use(id);
   }
+  set_hiding(false);
 }
 
 void UnitLifecycle::begin_hold(UnitId id) {
@@ -218,10 +240,13 @@ void UnitLifecycle::hold_unsharded(const std::vector<UnitId>& units) {
   }
 }
 
-void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool write_back) {
+std::vector<std::string> UnitLifecycle::release_unsharded(
+    const std::vector<UnitId>& units,
+    bool write_back) {
   const at::NoGradGuard no_grad;
+  std::vector<std::string> lost;
   for (const UnitId id : units) {
-    units_[id]->take_back(write_back);
+    std::vector<int> changed = units_[id]->take_back(write_back);
     if (write_back) {
       if (units_[id]->take_writes()) {
         write_check_.add(id);
@@ -229,11 +254,18 @@ void UnitLifecycle::release_unsharded(const std::vector<UnitId>& units, bool wri
       units_[id]->write_back(/*all=*/true);
       units_[id]->versions().mark_written();
     }
-    units_[id]->versions().take_writes(/*keeps=*/false); // now that they are, or are not
+    const auto written = units_[id]->versions().take_writes(/*keeps=*/false);
+    if (!write_back) {
+      changed.insert(changed.end(), written.begin(), written.end());
+      for (const int param : changed) {
+        lost.push_back(units_[id]->params()[param].spec.fqn);
+      }
+    }
     schedule_.residency().release_unsharded(id, actions_);
     carry_out();
     update_registration(id);
   }
+  return lost;
 }
 
 void UnitLifecycle::set_kept(UnitId id, bool kept) {
@@ -261,6 +293,7 @@ void UnitLifecycle::order_gathers() {
 // Actions may have failed, so the two may differ.
 void UnitLifecycle::settle() {
   schedule_.abort(actions_);
+  hides_ = false;
   actions_.clear();
   late_.clear();
   finish_writes();

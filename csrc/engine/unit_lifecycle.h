@@ -9,8 +9,10 @@
 // CPU nothing computes behind the host, so there it would only come late.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "engine/gradients/reducer.h"
@@ -22,8 +24,7 @@
 
 namespace zerocore {
 
-// Writes a unit's parameters into the modules that own them: the full ones, or shards. Called from
-// any thread.
+// Shows a unit's parameters to programs: the full ones, or shards. Called from any thread.
 using ShowParams = std::function<void(UnitId unit, bool full)>;
 
 // A unit that an optimizer updates, and which parameters in it; none for all that are trained.
@@ -64,7 +65,12 @@ class UnitLifecycle {
   void use(UnitId unit);
   // See Engine::hold_unsharded. All of the units, or none where it throws.
   void hold_unsharded(const std::vector<UnitId>& units);
-  void release_unsharded(const std::vector<UnitId>& units, bool write_back);
+  // Returns the names of parameters that were changed, if they are not written back.
+  std::vector<std::string> release_unsharded(const std::vector<UnitId>& units, bool write_back);
+  bool holds_any() const {
+    return std::ranges::any_of(
+        units_, [this](const auto& unit) { return schedule_.is_held_unsharded(unit->id()); });
+  }
   void begin_hold(UnitId unit);
   void wait_held(UnitId unit);
   // See Engine::set_kept. The modules show a unit that is kept once use() has waited for it.
@@ -72,8 +78,20 @@ class UnitLifecycle {
   void set_staying(UnitId unit, Staying staying) {
     schedule_.residency().set_staying(unit, staying);
   }
-  // Shows in the modules what the schedule says: the unit's full parameters or its shards.
+  // Shows what the schedule says: the unit's full parameters or its shards.
   void update_registration(UnitId unit);
+  // While it hides, all units show shards, also within calls: for an optimizer's step and for what
+  // is saved. The next use of a unit ends it.
+  void set_hiding(bool hides);
+  bool is_hiding() const {
+    return hides_;
+  }
+  // Units show what they have to when they are used next.
+  void stop_hiding() {
+    hides_ = false;
+  }
+  // Units that stay for a backward show shards, too: no backward comes.
+  void hide_unused();
   // Takes note of changed shards. True if there are: call order_gathers() before the next gather.
   bool refresh(UnitId unit);
   void order_gathers();
@@ -106,9 +124,10 @@ class UnitLifecycle {
     in_backward_pass_ = in_backward_pass;
   }
 
-  // Around an optimizer's step inside of a call, on all ranks. First what calls under way have
-  // gathered has arrived, and what they have changed in place is in the shards. After it units
-  // that changed are stale: those in use are gathered again at once, others when they are entered.
+  // Around an optimizer's step inside of a call, or of a hold, on all ranks. First what calls under
+  // way have gathered has arrived, and what they have changed in place is in the shards. After it
+  // units that changed are stale: those in use are gathered again at once, others when they are
+  // entered.
   void begin_inner_step();
   void end_inner_step();
 
@@ -118,6 +137,7 @@ class UnitLifecycle {
 
  private:
   void carry_out();
+  void show(UnitId unit, bool full);
   void take_change(UnitId unit);
   bool take_behind(Unit& unit);
   void wait_for(UnitId unit);
@@ -135,7 +155,8 @@ class UnitLifecycle {
   ShowParams show_params_;
   Actions actions_; // not carried out yet; reused
   bool in_backward_pass_ = false;
-  std::vector<bool> full_shown_; // by unit: in its modules
+  bool hides_ = false;
+  std::vector<bool> full_shown_; // by unit
   std::vector<UnitId> late_; // to be gathered; see Note [Gathers behind a call]
 };
 

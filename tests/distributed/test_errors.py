@@ -85,26 +85,6 @@ def test_units_that_overlap_or_match_nothing() -> None:
     run_ranks(choose_bad_units, 2)
 
 
-def step_stale_optimizer(stage: int, kind: str) -> None:
-    case = case_named("plain")
-    model = case.seeded_build()
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-    zerocore.shard(model, stage=stage)
-    accumulate(model, case, 0)
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=r"after.*shard|shard.*before"):
-        optimizer.step()
-    with zerocore.unsharded(model):
-        within = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"inside zerocore.unsharded: it holds .*'\w+\.weight'"):
-        within.step()
-    still_works(stage)
-
-
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_optimizer_built_before_shard(stage: int, kind: str) -> None:
-    run_ranks(step_stale_optimizer, 2, stage, kind)
-
-
 class WiderNet(Net):
     """The last rank's model differs in a shape."""
 

@@ -382,28 +382,6 @@ def test_data_of_a_dtensor_takes_values(cut: int) -> None:
     run_ranks(assigned, 2 if cut else 3, cut)
 
 
-def kept_from_before() -> None:
-    torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    listed, named = list(net.parameters()), dict(net.named_parameters())
-    for module in (net.norm, net):
-        zerocore.fsdp.fully_shard(module)
-    net(batch(0)).sum().backward()
-    with pytest.raises(ValueError, match="built before fully_shard: it holds the old parameter"):
-        optimizer.step()
-    for old in (listed[0], named["norm.scale"]):
-        with pytest.raises(RuntimeError, match="as it was before fully_shard"):
-            old.square().sum()
-    with pytest.raises(RuntimeError, match=r"'(norm\.)?scale' as it was before fully_shard"):
-        torch.func.functional_call(net.norm, {"scale": named["norm.scale"]}, (batch(0),))
-    train(net, net)
-
-
-def test_parameters_from_before_fully_shard_are_an_error() -> None:
-    run_ranks(kept_from_before, 2)
-
-
 def held_in_full(stage: int) -> None:
     """Inside of `unsharded` writes through `data` are kept with `write_back`, else an error."""
     net, _ = build(stage)

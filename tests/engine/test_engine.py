@@ -87,7 +87,7 @@ def test_modules_show_full_parameters_only_while_they_run(fake_group: None) -> N
 def test_reading_a_released_parameter_is_an_error(fake_group: None) -> None:
     model = zerocore.shard(make(), stage=3)
     kept: list[Tensor] = []
-    model[0].register_forward_pre_hook(lambda module, _: kept.append(module.linear.weight))
+    model[0].register_forward_pre_hook(lambda module, _: kept.append(module.linear.weight.t()))
     model(torch.randn(2, 8))
     with pytest.raises(RuntimeError, match=r"unit '0' were used while they are sharded"):
         kept[0].sum()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zerocore
 from tests.distributed.harness import run_ranks
 from tests.integrations.lightning_training import MICRO_BATCHES, make_trainer, quiet_trainer
 
@@ -248,8 +249,9 @@ def fabric_alike(directory: str) -> None:
     fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=ShardedFabricStrategy())
     fabric.launch()
     net = build_net()
-    with pytest.raises(ValueError, match="built before the model was sharded"):
-        fabric.setup(net, torch.optim.SGD(net.parameters()))
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters()))
+    assert zerocore.is_sharded(next(model.parameters()))
+    assert optimizer.param_groups[0]["params"][0] is next(net.parameters())
 
 
 @pytest.mark.nightly

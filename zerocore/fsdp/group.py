@@ -20,15 +20,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
 from zerocore.fsdp.mesh import DataMesh, device_of
-from zerocore.fsdp.rows import Rows, shard_rows
-from zerocore.hooks.optimizer_steps import mark_replaced
+from zerocore.fsdp.rows import LOCAL_TYPE, Rows, shard_rows
 from zerocore.model.extensions import Extension
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
-from zerocore.tensor.implicit_unshard import make_replaced
-from zerocore.tensor.place import as_view
-from zerocore.tensor.rows import IS_ROWS, local_part
+from zerocore.tensor.earlier import stands_for
+from zerocore.tensor.place import IS_ROWS, as_view
+from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import PRE, gathers_itself
 
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
@@ -41,7 +40,7 @@ class RowParam:
     """A parameter and where it is registered."""
 
     owners: list[tuple[nn.Module, str]]  # modules and the name in each; more than one if tied
-    shard: nn.Parameter  # the DTensor that is registered between steps, which optimizers update
+    param: nn.Parameter  # of programs: a DTensor, but in full while modules compute with it
     fqn: str
     rows: Rows  # which part of the parameter that is
     origin: object  # the same as another's if both were one parameter
@@ -49,8 +48,8 @@ class RowParam:
     kind: type[nn.Parameter]  # the class that it had
     attributes: dict[str, Any]  # what was set on it
     local: torch.Tensor | None = None  # its memory in the engine, once there is one
-    full: nn.Parameter | None = None  # what the engine gathers into then
-    shown: torch.Tensor | None = None  # what layers compute with, if that is a view of ``full``
+    hidden: Any = None  # the object that it exchanges its tensor with then
+    shown: torch.Tensor | None = None  # what layers compute with, if that is a view of the full one
     extension: Any = None  # where the parameter says itself what is gathered of it
 
     def registered(self) -> Any:
@@ -61,26 +60,34 @@ class RowParam:
     def is_in_place(self) -> bool:
         """Whether the engine and the modules have the same tensors."""
         found = self.registered()
-        return self._knows(found) and (
-            self.shard._local_tensor is self.local  # type: ignore[attr-defined]
+        return (found is self.param or self._is_view(found)) and (
+            self.shard._local_tensor is self.local
         )
 
-    def _knows(self, found: Any) -> bool:
-        return found is not None and any(
-            found is known for known in (self.shard, self.full, self.shown)
-        )
+    def _is_view(self, found: Any) -> bool:
+        return found is not None and found is self.shown
+
+    @property
+    def is_full(self) -> bool:
+        """Whether modules have the full parameter, or a view of it."""
+        return not hasattr(self.param, "_spec") or self.registered() is not self.param
+
+    @property
+    def shard(self) -> Any:
+        """The DTensor, which optimizers update."""
+        return self.param if hasattr(self.param, "_spec") else self.hidden
 
     @property
     def is_viewed(self) -> bool:
         """Whether modules see another tensor than the engine's."""
-        return self.extension is not None or not self.rows.is_plain
+        is_plain = self.rows.is_plain and LOCAL_TYPE not in self.attributes
+        return self.extension is not None or not is_plain
 
     def make_view(self) -> torch.Tensor:
         """Makes ``shown`` anew, with what was set on the parameter."""
-        assert self.full is not None
         with torch.enable_grad():  # a backward that computes a call once more records, too
-            shown = (self.rows if self.extension is None else self.extension).show(self.full)
-            self.shown = as_view(shown, self.full)
+            shown = (self.rows if self.extension is None else self.extension).show(self.hidden)
+            self.shown = as_view(shown, self.hidden)
         for key, value in self.attributes.items():
             setattr(self.shown, key, value)
         return self.shown
@@ -89,8 +96,10 @@ class RowParam:
         """Another parameter may have been put in its place (a load that assigns, ``to_empty``);
         raises ValueError if it is no DTensor of the same shape on the same mesh."""
         found = self.registered()
-        if found is not self.shard and self._knows(found):
+        if self._is_view(found):
             return
+        if found is self.param:
+            found = self.shard
         old: Any = self.shard
         if not isinstance(found, DTensor) or (
             (found.shape, found.placements, found.device_mesh)
@@ -103,7 +112,8 @@ class RowParam:
                 "sharded alike, or set values in place"
             )
         assert isinstance(found, nn.Parameter)
-        self.shard = found
+        if found is not old:
+            self.param = found
 
 
 class Tree(ABC):
@@ -210,7 +220,7 @@ class Group:
     @property
     def is_unsharded(self) -> bool:
         """Whether modules have the full parameters."""
-        return any(param.registered() is not param.shard for param in self.params)
+        return any(param.is_full for param in self.params)
 
     def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf) -> None:
         """Puts DTensors in the place of all parameters that belong to the group; those that
@@ -237,14 +247,15 @@ class Group:
             attributes = _attributes_of(param)
             origin = param.__dict__.setdefault(_ORIGIN, object())
             extent = extent_of(local_part(param))
+            vars(shard).update(attributes)
+            vars(shard).pop(LOCAL_TYPE, None)  # of what modules see
             shard.__dict__[IS_ROWS] = True
             for owner, key in places:
                 owner._parameters[key] = shard
             self._over(data).params.append(
                 RowParam(places, shard, names[param], rows, origin, extent, type(param), attributes)
             )
-            mark_replaced(param, names[param], "fully_shard")
-            make_replaced(param, names[param], "fully_shard")
+            stands_for(param, names[param], shard)
 
     def _over(self, data: DataMesh) -> Group:
         """The group of this call over a mesh; a new sibling if need be."""

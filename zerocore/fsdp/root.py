@@ -8,7 +8,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +36,16 @@ from zerocore.model.units import backward_reads, call_order, units_by_module
 from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates
-from zerocore.tensor.parameter import as_parameter, make_alike
-from zerocore.tensor.rows import RowShard, as_dtensor, at_origin, forget_rows, local_part, note_rows
+from zerocore.tensor.earlier import give_rows_to_all
+from zerocore.tensor.rows import (
+    RowShard,
+    as_dtensor,
+    at_origin,
+    forget_rows,
+    full_rows,
+    local_part,
+    note_rows,
+)
 
 _COMMUNICATION = Communication(accumulate="full")
 _CONFIG = ShardConfig(communication=_COMMUNICATION, by_rows=True)
@@ -57,6 +65,7 @@ class Root(Tree):
             # The messages of ranks are none of the program's, nor part of a torch.func transform.
             with _disable_current_modes(), temporarily_clear_interpreter_stack():
                 self._make()
+                give_rows_to_all()
         assert self.state is not None
         return self.state
 
@@ -73,8 +82,8 @@ class Root(Tree):
             for module in group.modules:
                 note_unit_call(module, None)
         for param in self.params():
-            forget_rows(param.shard)
-            param.full = param.shown = param.local = param.extension = None
+            forget_rows(param.param, param.hidden)
+            param.hidden = param.shown = param.local = param.extension = None
 
     def _make(self) -> None:
         meshes = list(dict.fromkeys([self.group.mesh, *(group.mesh for _, group in self.groups)]))
@@ -352,31 +361,29 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
 def _bind_param(state: ShardState, group: Group, position: int) -> Param:
     engine, unit, param = state.engine, group.unit, group.params[position]
     shard, rows = param.shard, param.rows
-    made = engine.make_full(unit, position)
-    full: nn.Parameter = as_parameter(made, nn.Parameter, shard.requires_grad)
-    make_alike(full, param.kind, param.attributes)
+    full = full_rows(engine.make_full(unit, position), shard, param.kind)
     local = engine.make_shard(unit, position)
-    param.full = full
+    param.hidden = full
     if param.extension is None:
         local = counted(rows.outward(at_origin(local)))
         param.local = local
         with torch.no_grad():
             param.local.copy_(local_part(shard))
-        shard._local_tensor = param.local  # type: ignore[attr-defined]
+        shard._local_tensor = param.local
     else:
         param.local = local_part(shard)
     grad = None
     if shard.is_floating_point():
         grad = as_dtensor(rows.outward(engine.make_grad(unit, position)), shard)
-    owners = [ParamOwner(owner._parameters, key) for owner, key in param.owners]
-    for owner, key in param.owners:
-        owner._parameters[key] = shard
-    engine.bind(unit, position, full, shard, grad, owners, local)
+    engine.bind(unit, position, full, shard, grad, local)
     if param.is_viewed:
-        engine.set_view(unit, position, param.make_view)
+        owners = [ParamOwner(owner._parameters, key) for owner, key in param.owners]
+        engine.set_view(unit, position, owners, param.make_view)
     spec = engine.spec(unit, position)
     written = engine.make_model_shard(unit, position)
     model_weight = None if written is None else rows.outward(written)
     on_host = engine.is_updated_on_host(unit, position)
-    note_rows(shard, RowShard(spec.fqn, ref(state), unit, position, model_weight, on_host))
-    return Param([spec.fqn], param.owners, full, shard, spec, types_of(param, group))
+    elements = local_part(shard).detach()
+    known = RowShard(spec.fqn, ref(state), unit, position, elements, model_weight, on_host)
+    note_rows(shard, full, known)
+    return Param([spec.fqn], param.owners, shard, full, spec, types_of(param, group))

@@ -24,7 +24,7 @@ from zerocore.fsdp.mesh import DataMesh
 from zerocore.tensor.dtensors import show_dtensor, waited
 from zerocore.tensor.wrapped import own_chunk
 
-_LOCAL_TYPE = "_local_type"  # set by spmd_types.assert_type
+LOCAL_TYPE = "_local_type"  # set by spmd_types.assert_type
 
 
 def _annotation_of(
@@ -38,7 +38,7 @@ def _annotation_of(
         ValueError: a mesh without dp_mesh_dims, a dimension of the mesh without a type, a
             dimension of data parallelism that is not R, or one that the mesh does not have.
     """
-    if isinstance(param, DTensor) or not getattr(param, _LOCAL_TYPE, None):
+    if isinstance(param, DTensor) or not getattr(param, LOCAL_TYPE, None):
         return None
     import spmd_types as spmd
 

@@ -18,7 +18,7 @@ from zerocore.model.traced import TracedParam, call_traced
 def call_group_traced(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls ``function``, a method of one of the group's modules, and sends nothing."""
     params = [
-        TracedParam(param.fqn, param.owners, param.shard, param.full, _maker_of(param, each))
+        TracedParam(param.fqn, param.owners, param.param, param.is_full, _maker_of(param, each))
         for _, each in groups_below(*group.modules)
         for param in each.params
     ]

@@ -21,7 +21,7 @@ from zerocore._C import forget_backward_call, note_backward_call
 from zerocore.common.patching import around
 from zerocore.model.state import find_state, live_states
 from zerocore.tensor.implicit_unshard import call_with_full
-from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.parameter import KINDS, ShardedParameter
 from zerocore.tensor.place import PlacedParameter, leaf_of, leaves
 from zerocore.tensor.rows import shard_of
 
@@ -79,8 +79,7 @@ def _full(inputs: Any) -> Any:
 
 
 _apply: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
-# Arguments of other types hold no parameter. Asked of each call, so it is one set operation.
-_MAY_HOLD = frozenset({ShardedParameter, list, tuple, dict})
+_CONTAINERS = frozenset({list, tuple, dict})
 
 
 def reads_in_full(apply: Any) -> Any:
@@ -92,7 +91,8 @@ def reads_in_full(apply: Any) -> Any:
 
 
 def _apply_with_full(cls: type, *args: Any, **kwargs: Any) -> Any:
-    if _MAY_HOLD.isdisjoint(map(type, args)):
+    kinds = set(map(type, args))  # those of other types hold no parameter
+    if KINDS.isdisjoint(kinds) and _CONTAINERS.isdisjoint(kinds):
         return _apply(cls, *args, **kwargs)
     params = [value for value in leaves(args) if isinstance(value, PlacedParameter)]
     if not params:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import wraps
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import together
 from zerocore.common.patching import around
 from zerocore.hooks.optimizer_states import fit_states, params_of, place_states, wrap_states
+from zerocore.model.ranks import Ranks
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import shard_in
 
 _EAGER = "_zerocore_eager"
 # Each element's update depends on that element alone, so their steps need none of the rules.
@@ -59,21 +63,54 @@ _REFUSED: dict[type[Optimizer], tuple[str, str]] = {
 def checks_shards(add: Any, self: Optimizer, param_group: dict[str, Any]) -> None:
     """``Optimizer.add_param_group`` that refuses shards which the optimizer cannot update."""
     add(self, param_group)
-    params = self.param_groups[-1]["params"]
-    sharded = [param for param in params if isinstance(param, ShardedParameter)]
-    if sharded:
+    try:
+        prepare(self)
+    except ValueError:
+        self.param_groups.pop()
+        raise
+
+
+def prepare(optimizer: Optimizer) -> None:
+    """Makes state dicts and steps of an optimizer those of shards, if it holds some; ValueError if
+    it cannot update them."""
+    sharded: Any = [shard for p in params_of(optimizer) if (shard := shard_in(p)) is not None]
+    if not sharded:
+        return
+    _refuse(optimizer, sharded)
+    if wrap_states not in optimizer._optimizer_state_dict_post_hooks.values():
+        optimizer.register_state_dict_post_hook(wrap_states)
+        optimizer.register_load_state_dict_pre_hook(_fit_states)
+    cls: Any = type(optimizer)
+    if not hasattr(cls.step, _EAGER):  # graphs of torch.compile cannot take shards
+        cls.step = _disable_dynamo(cls.step)
+        setattr(cls.step, _EAGER, True)
+
+
+def earlier_optimizers(params: Iterable[Tensor]) -> list[tuple[Optimizer, dict[str, Any]]]:
+    """Optimizers of parameters that are about to be sharded, in an order that ranks share, and
+    their state dicts, if they have stepped."""
+    numbers = {id(param): number for number, param in enumerate(params)}
+    found = []
+    for each in gc.get_objects():
+        if issubclass(type(each), Optimizer) and (groups := getattr(each, "param_groups", ())):
+            own = [numbers.get(id(param), -1) for group in groups for param in group["params"]]
+            if max(own, default=-1) >= 0:
+                found.append(((type(each).__qualname__, own), each))
+    return [(each, each.state_dict()) for _, each in sorted(found, key=itemgetter(0))]
+
+
+def take_over(earlier: Sequence[tuple[Optimizer, dict[str, Any]]], ranks: Ranks) -> None:
+    """Cuts the states of optimizers whose parameters have been sharded since; collective. An
+    optimizer that cannot update shards says so in its next step."""
+    with together(ranks.groups) as facts:
+        facts += [f"a {type(each).__name__} with states" for each, own in earlier if own["state"]]
+    for optimizer, state_dict in earlier:
         try:
-            _refuse(self, sharded)
+            prepare(optimizer)
         except ValueError:
-            self.param_groups.pop()
-            raise
-        if wrap_states not in self._optimizer_state_dict_post_hooks.values():
-            self.register_state_dict_post_hook(wrap_states)
-            self.register_load_state_dict_pre_hook(_fit_states)
-        cls: Any = type(self)
-        if not hasattr(cls.step, _EAGER):  # graphs of torch.compile cannot take shards
-            cls.step = _disable_dynamo(cls.step)
-            setattr(cls.step, _EAGER, True)
+            continue
+        if state_dict["state"]:
+            optimizer.load_state_dict(state_dict)
 
 
 def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Place, Placed, local_of
+from zerocore.tensor.place import Place, Placed, local_of, shard_in
 from zerocore.tensor.rows import as_part, own_elements
 from zerocore.tensor.shard import as_shard
 
@@ -104,11 +104,12 @@ def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _wrapped(param: Any, state: Any) -> Any:
-    if not isinstance(param, ShardedParameter) or not isinstance(state, dict):
+    shard: Any = shard_in(param)
+    if shard is None or not isinstance(state, dict):
         return state
     return {
-        key: as_shard(value, param.place)
-        if isinstance(value, Tensor) and is_part(value, param)
+        key: as_shard(value, shard.place)
+        if isinstance(value, Tensor) and is_part(value, shard)
         else value
         for key, value in state.items()
     }

@@ -1,4 +1,4 @@
-"""Watches optimizer steps: finds optimizers built before ``shard``, marks updated units.
+"""Watches optimizer steps: marks updated units.
 
 A step of torch's over shards on the host, whose gradients a device keeps, wants both in one memory.
 It is shown the gradients that were sent to the host, and the device's are back when it is over.
@@ -14,21 +14,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from zerocore._C import UpdatedUnit, show_grad
+from zerocore._C import Engine, UpdatedUnit, show_grad
+from zerocore.hooks.optimizer_rules import prepare
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
 from zerocore.tensor import pending_host_updates
+from zerocore.tensor.earlier import give_rows
 from zerocore.tensor.functions import Args, Kwargs
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, UnreducedGrad
 from zerocore.tensor.rows import shard_of
-from zerocore.tensor.rules import check_not_shown_full
 
 _log = logging.getLogger("zerocore")
-_MISTAKE = "_zerocore_mistake"  # what to say to an optimizer that holds the parameter
 
 
 # The tensors that each optimizer sees in a step: the parameter, the device's gradient, the host's.
@@ -41,12 +41,27 @@ def with_host_gradients(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Shows the host's gradients to a step, and again where its closure goes backward."""
     _show_host_gradients(optimizer)
+    return _with_closure(args, kwargs, lambda closure: _wrapped(closure, optimizer))
+
+
+def _with_closure(args: Args, kwargs: Kwargs, wrap: Callable[[Any], Any]) -> tuple[Args, Kwargs]:
     own, *rest = args
     if rest and rest[0] is not None:
-        return (own, _wrapped(rest[0], optimizer), *rest[1:]), kwargs
+        return (own, wrap(rest[0]), *rest[1:]), kwargs
     if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": _wrapped(kwargs["closure"], optimizer)}
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
     return args, kwargs
+
+
+def _hiding_after(closure: Callable[[], Any], engines: list[Engine]) -> Callable[[], Any]:
+    @wraps(closure)
+    def run() -> Any:
+        result = closure()
+        for engine in engines:  # calls in it have shown full parameters
+            engine.set_hiding(True)
+        return result
+
+    return run
 
 
 def show_device_gradients(optimizer: Optimizer) -> None:
@@ -123,33 +138,6 @@ _updates: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[_Updated]]]
 _updates = WeakKeyDictionary()
 
 
-def mark_replaced(param: nn.Parameter, fqn: str, by: str = "zerocore.shard") -> None:
-    mistake = (
-        f"the optimizer was built before {by}: it holds the old parameter '{fqn}', which the model "
-        f"does not use any more. Build the optimizer after {by.rpartition('.')[2]}, from "
-        "model.parameters()"
-    )
-    setattr(param, _MISTAKE, mistake)
-
-
-def mark_full(param: nn.Parameter, fqn: str) -> None:
-    """Remembers that ``param`` is what layers compute with, not what an optimizer updates."""
-    mistake = (
-        f"the optimizer was built inside zerocore.unsharded: it holds the full parameter '{fqn}', "
-        "whose updates the shards do not see. Build the optimizer outside of it, from "
-        "model.parameters()"
-    )
-    setattr(param, _MISTAKE, mistake)
-
-
-def check_not_stale(optimizer: Optimizer) -> None:
-    """Raises ValueError if the optimizer holds other parameters of a sharded model than shards."""
-    for param in params_of(optimizer):
-        mistake = getattr(param, _MISTAKE, None)
-        if mistake is not None:
-            raise ValueError(mistake)
-
-
 def optimizers_of(state: ShardState) -> list[Optimizer]:
     """Optimizers that began an update of parameters of ``state``."""
     return [
@@ -187,7 +175,7 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
     """A head or an adapter outside of the sharded model would train apart on every rank."""
     live = [state for state in (ref() for ref in states) if state is not None]
     shared = any(state.world_size > 1 and not state.config.by_rows for state in live)
-    outside = [p for p in params if p.requires_grad and not isinstance(p, ShardedParameter)]
+    outside = [p for p in params if p.requires_grad and shard_of(p) is None]
     if shared and outside:
         _log.warning(
             "the optimizer holds %d parameters that are in no sharded model (the first one of "
@@ -200,18 +188,18 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
 
 @_disable_dynamo  # a compiled step of DTensors goes on behind its graphs
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Torch's hook before each step; returns other arguments for it, or None."""
+    """Torch's hook before each step; returns the arguments for it."""
     known = _updates.get(optimizer)
     key = (sum(len(group["params"]) for group in optimizer.param_groups), ShardState.num_made)
     if known is None or known[0] != key:
-        check_not_stale(optimizer)
+        give_rows(optimizer)
+        prepare(optimizer)
         _updates[optimizer] = (key, _find_updates(optimizer))
     pairs = [(each, state) for each in _updates[optimizer][1] if (state := each.state_ref())]
-    if any(state.shown_full.total() > 0 for _, state in pairs):
-        check_not_shown_full("optimizer.step", params_of(optimizer))
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose backward may reduce
+    engines = [state.engine for _, state in pairs]
     for updated, state in pairs:
         _check_offload(optimizer, state)
         if not has_closure:
@@ -219,7 +207,11 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         reads_on_host = reads_on_host or _reads_on_host(optimizer, state)
         state.finish_reads()
         state.engine.begin_update(updated.units, casts)
-    return with_host_gradients(optimizer, args, kwargs) if reads_on_host else None
+    if reads_on_host:
+        args, kwargs = with_host_gradients(optimizer, args, kwargs)
+    if engines:
+        args, kwargs = _with_closure(args, kwargs, lambda each: _hiding_after(each, engines))
+    return args, kwargs
 
 
 def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch.nn import init
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
-from torch.utils import _foreach_utils
 from torch.utils._device import _device_constructors
 
 from zerocore._C import ask_before_typed, replace_in_modules
@@ -27,8 +26,8 @@ from zerocore.hooks import (
     registration,
 )
 from zerocore.model import refusals, state, unit_call
-from zerocore.tensor import conversions, rows, rules
-from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, UnreducedGrad
+from zerocore.tensor import conversions, rows, rules, shown
+from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, UnreducedGrad, note_kind
 from zerocore.tensor.shard import LocalShard
 
 
@@ -69,6 +68,9 @@ PATCHES = (
     Patch("torch.Tensor", "_make_subclass", conversions.subclasses_in_full),
     Patch("torch.Tensor", "data", conversions.takes_full_data),
     Patch("torch.Tensor", "__new__", conversions.constructs_in_full),
+    Patch("torch.Tensor", "register_post_accumulate_grad_hook", shown.waits_for_the_shard),
+    Patch("torch.nn.Parameter", "__deepcopy__", shown.as_plain),
+    Patch("torch.nn.Parameter", "__reduce_ex__", shown.as_plain),
     Patch("torch.autograd.Variable", "__new__", conversions.constructs_in_full),
     Patch("torch.autograd", "backward", backwards.noted),
     Patch("torch.autograd", "grad", backwards.noted),
@@ -121,8 +123,6 @@ def install(others: tuple[Patch, ...]) -> None:
     torch_modules.register_module_module_registration_hook(registration.check_module)
     torch_optimizers.register_optimizer_step_pre_hook(optimizer_steps.before_step)
     torch_optimizers.register_optimizer_step_post_hook(optimizer_steps.after_step)
-    # Torch updates lists of unknown kinds of tensors in a for-loop.
-    kinds: list[Any] = [ShardedParameter, ShardedGrad, UnreducedGrad, LocalShard]
-    for known in (torch_optimizers, _foreach_utils):
-        known._foreach_supported_types.extend(kinds)
+    for kind in (ShardedParameter, ShardedGrad, UnreducedGrad, LocalShard):
+        note_kind(kind)
     os.register_at_fork(after_in_child=state.mark_forked)

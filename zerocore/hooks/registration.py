@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 
 from zerocore.common.agreement import together
@@ -56,7 +57,7 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
     fqn = f"{prefix}.{name}" if prefix else name
     for known in state.params():
         if any(owner is module and key == name for owner, key in known.owners):
-            if param is not known.shard and param is not known.full:
+            if param is not known.object:
                 raise ValueError(
                     f"parameter '{fqn}' is sharded and cannot be replaced by another "
                     f"{type(param).__name__}. Change its values in place inside of `with "
@@ -87,7 +88,7 @@ def check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
         return
     state, prefix = home
     path = f"{prefix}.{name}" if prefix else name
-    ours = {id(face) for param in state.params() for face in (param.shard, param.full)}
+    ours = {id(param.object) for param in state.params()}
     for fqn, param in child.named_parameters(prefix=path):
         if id(param) not in ours:
             raise _refusal(fqn)
@@ -103,9 +104,9 @@ def _refusal(fqn: str) -> ValueError:
     )
 
 
-def watch_loads(model: nn.Module, state: ShardState) -> None:
-    """From now on what is loaded into sharded parameters is checked. All ranks must load, and
-    refuse what does not fit on one of them together."""
+def watch_state_dicts(model: nn.Module, state: ShardState) -> None:
+    """From now on what is loaded into sharded parameters is checked, and what is saved are shards,
+    also within calls. All ranks must load, and refuse what does not fit on one of them together."""
 
     @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -120,13 +121,35 @@ def watch_loads(model: nn.Module, state: ShardState) -> None:
     model.register_load_state_dict_pre_hook(check)
     for module in {owner for param in state.params() for owner, _ in param.owners}:
         module.register_load_state_dict_pre_hook(_check)
+    _watch_saves(model, state)
+
+
+def _watch_saves(model: nn.Module, state: ShardState) -> None:
+    under_way = 0
+
+    def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        nonlocal under_way
+        under_way = under_way + 1 if under_way or state.engine.in_call else 0
+        if under_way == 1:
+            state.engine.set_hiding(True)
+
+    def end(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        nonlocal under_way
+        if under_way == 1:
+            state.engine.set_hiding(False)
+        under_way = max(0, under_way - 1)
+
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            module.register_state_dict_pre_hook(begin)
+            module.register_state_dict_post_hook(end)
 
 
 recording = ContextVar("recording", default=False)  # a load that only notes what it would copy
 
 
 def is_our_hook(hook: Any) -> bool:
-    """Whether a hook of loading is one of :func:`watch_loads`."""
+    """Whether a hook of loading is one of :func:`watch_state_dicts`."""
     return getattr(hook, "hook", hook).__module__ == __name__
 
 

@@ -131,13 +131,11 @@ class _NoSync(_BackwardSyncControl):
 class ShardedFabricStrategy(_Sharding, FabricDDPStrategy):
     """``lightning.Fabric(strategy=ShardedFabricStrategy(stage=3))``: no DDP around models.
 
-    ``model = fabric.setup_module(model)`` shards; build the optimizer from its parameters, then
-    ``optimizer = fabric.setup_optimizers(optimizer)``. Precision and checkpoints are as of
-    :class:`ShardedStrategy`.
+    ``model, optimizer = fabric.setup(model, optimizer)`` shards, as ``fabric.setup_module(model)``
+    does. Precision and checkpoints are as of :class:`ShardedStrategy`.
 
     Raises:
-        ValueError: another mixed precision than ``"bf16-mixed"``; ``fabric.setup`` of a model that
-            is not sharded together with its optimizer.
+        ValueError: another mixed precision than ``"bf16-mixed"``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -157,16 +155,6 @@ class ShardedFabricStrategy(_Sharding, FabricDDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shards ``module`` in place, unless it is sharded."""
         return self._shard(module)
-
-    def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, *rest: Any) -> Any:
-        """As ever for a sharded module."""
-        if find_state(module) is None:
-            raise ValueError(
-                "the optimizer was built before the model was sharded: call "
-                "model = fabric.setup_module(model) first, then build the optimizer and call "
-                "fabric.setup_optimizers(optimizer)"
-            )
-        return super().setup_module_and_optimizers(module, optimizers, *rest)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Full values on rank 0, ``{}`` elsewhere; all ranks call."""

@@ -87,7 +87,7 @@ class Extension:
             position = len(unit.params) + len(unit.encoded)
             gathered = nn.Parameter(engine.make_full(unit.index, position), requires_grad=False)
             part = at_origin(engine.make_shard(unit.index, position))
-            engine.bind(unit.index, position, gathered, part, None, [], part)
+            engine.bind(unit.index, position, gathered, part, None, part, is_seen=False)
             own.append(part)
             full.append(gathered)
             unit.encoded.append(Encoded(engine.spec(unit.index, position), dtype))

@@ -33,6 +33,8 @@ def full_values(
         current = owner._parameters[name] if choice.param.is_meta else choice.param
         assert current is not None
         values.append(plain_part(local_part(current)).detach())
+        for each, key in choice.owners:  # to_empty() has put another object there
+            each._parameters[key] = choice.param
     return values
 
 

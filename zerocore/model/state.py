@@ -32,19 +32,33 @@ Explain = Callable[[BaseException, "ShardState"], BaseException | None]
 
 @dataclass(eq=False)
 class Param:
-    """One parameter: its names, its places in modules, its two faces."""
+    """One parameter: its names, its places in modules, its two objects."""
 
     fqns: list[str]
     owners: list[tuple[nn.Module, str]]
-    full: nn.Parameter
-    shard: Any  # a ShardedParameter; a DTensor, if shards are rows
+    object: Any  # that of programs
+    hidden: Any  # the other one
     spec: ParamSpec
     types: ParamTypes
-    written_version: tuple[int, ...] = ()  # of ``full`` when it was written back to the shards last
 
     @property
     def fqn(self) -> str:
         return self.fqns[0]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether programs see the full parameter in its object."""
+        return not (isinstance(self.object, Placed) or hasattr(self.object, "_spec"))
+
+    @property
+    def shard(self) -> Any:
+        """A ShardedParameter; a DTensor, if shards are rows."""
+        return self.hidden if self.is_full else self.object
+
+    @property
+    def full(self) -> Any:
+        """The full parameter, which layers compute with."""
+        return self.object if self.is_full else self.hidden
 
     def make_like(self) -> Tensor:
         """A tensor like the full parameter, without its values."""
@@ -140,7 +154,7 @@ class ShardState:
         """All parameters, for a call that is traced."""
         return [
             TracedParam(
-                p.fqn, p.owners, p.shard, p.full, None if p.shard.make_view else p.make_like
+                p.fqn, p.owners, p.object, p.is_full, None if p.shard.make_view else p.make_like
             )
             for unit in self.units
             for p in unit.params

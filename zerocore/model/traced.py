@@ -23,8 +23,8 @@ class TracedParam(NamedTuple):
 
     fqn: str
     owners: list[tuple[nn.Module, str]]
-    shard: Tensor  # modules hold it while the parameter is sharded
-    full: Tensor | None  # and while it is not
+    param: Tensor  # modules hold it, unless they hold a view or what a program has put there
+    is_full: bool  # it is not sharded now
     make: Callable[[], Tensor] | None  # a tensor like the full parameter; None where it is a view
 
 
@@ -58,9 +58,9 @@ def _fakes_shown(params: Iterable[TracedParam]) -> Iterator[None]:
     has_fakes = _C._get_dispatch_mode(_FAKE) is not None
     keeps_full = not has_fakes or _C._get_dispatch_mode(_PROXY) is not None  # as constants
     try:
-        for fqn, owners, shard, full, make in params:
+        for fqn, owners, param, is_full, make in params:
             found = owners[0][0]._parameters.get(owners[0][1])
-            if found is not shard and (found is not full or keeps_full or make is None):
+            if found is not param or (is_full and (keeps_full or make is None)):
                 continue
             if make is None or not has_fakes:
                 raise RuntimeError(
@@ -68,7 +68,7 @@ def _fakes_shown(params: Iterable[TracedParam]) -> Iterator[None]:
                     "torch.export inside `with zerocore.unsharded(model):`, which all ranks enter; "
                     "of a fully_shard model, trace a plain one that has loaded its full state dict"
                 )
-            fake = nn.Parameter(make(), requires_grad=shard.requires_grad)
+            fake = nn.Parameter(make(), requires_grad=param.requires_grad)
             for owner, name in owners:
                 hidden.append((owner._parameters, name, found))
                 owner._parameters[name] = fake

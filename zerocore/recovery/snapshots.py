@@ -28,7 +28,7 @@ class Snapshot:
         self, state: ShardState, model: nn.Module, optimizers: Sequence[Optimizer], objects: Any
     ) -> None:
         self._state, self._optimizers = state, optimizers
-        self._large = Large({param.fqn: param.shard for param in state.params()}, optimizers)
+        self._large = Large({param.fqn: param.object for param in state.params()}, optimizers)
         self._small = Small(model, optimizers, objects)
         self._changed = threading.Condition()
         self._num_reads = 0

@@ -140,7 +140,7 @@ def _weights(state: ShardState) -> Iterator[_Value]:
 
 def _states(state: ShardState, optimizers: Sequence[Optimizer]) -> Iterator[_Value]:
     known = {
-        id(param.shard): (unit, index, param)
+        id(param.object): (unit, index, param)
         for unit in state.units
         for index, param in enumerate(unit.params)
     }

@@ -169,9 +169,10 @@ def _units_in_use(state: ShardState) -> list[Unit]:
 
 def _shows_full(unit: Unit) -> Iterator[bool]:
     for param in unit.params:
+        yield param.is_full
         for owner, name in param.owners:
-            found = owner._parameters.get(name)  # of rows it may be a view of the full one
-            yield found is not None and found is not param.shard
+            found = owner._parameters.get(name)  # it may be a view of the full one
+            yield found is not None and found is not param.object
 
 
 def _buckets(state: ShardState) -> tuple[tuple[str, int], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
@@ -23,8 +24,8 @@ from zerocore.common.agreement import together
 from zerocore.common.alarm import watch
 from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
 from zerocore.hooks.module_moves import keep_in_place
-from zerocore.hooks.optimizer_steps import mark_full, mark_replaced
-from zerocore.hooks.registration import watch_loads, watch_registrations
+from zerocore.hooks.optimizer_rules import earlier_optimizers, take_over
+from zerocore.hooks.registration import watch_registrations, watch_state_dicts
 from zerocore.model.as_ddp import behave_as_ddp
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.config import ShardConfig, shard_options
@@ -48,8 +49,7 @@ from zerocore.sharding.extensions import bind_extensions, encoded_params, make_e
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.cuts import Cut
-from zerocore.tensor.implicit_unshard import make_replaced
-from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, as_parameter
+from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard, full_class
 from zerocore.tensor.place import PartOf, Place, spread
 from zerocore.tensor.wrapped import show_made
 
@@ -57,6 +57,7 @@ from zerocore.tensor.wrapped import show_made
 def build(request: ShardRequest) -> ShardState:
     """Shards ``request.model`` in place and returns its state; on all ranks alike."""
     model, config, planned = request.model, request.config, request.planned
+    earlier = earlier_optimizers(choice.param for unit in planned for choice in unit.params)
     if config.sync_params:
         check_same_values(request)
     meshes = _make_groups(request)
@@ -73,9 +74,7 @@ def build(request: ShardRequest) -> ShardState:
         name=request.name,
         stall_seconds=request.stall_seconds,
     )
-    if (factor := config.communication.gradient_divide_factor) is not None:
-        for index in range(len(planned)):
-            engine.settings(index).gradient_scale = 1.0 / factor
+    _scale_gradients(engine, config, len(planned))
     _take_host_memory(engine, config, meshes[0], request.device)
     state = ShardState(
         engine, config, all_ranks, tuple(meshes), request.device, request.tensor_ranks
@@ -88,13 +87,20 @@ def build(request: ShardRequest) -> ShardState:
     state.part_ranges = find_ranges(state)
     materialize_buffers(model, request.device, request.init_fn)
     _set_unit_calls(model, units_of, state)
-    watch_loads(model, state)
+    watch_state_dicts(model, state)
     start(model, state, config.sync_params or state.world_size == 1)
     loads_late = config.leaves("parameters") and request.device.type != "cpu"
     if engine.lands_gradients or loads_late:
         pending_host_updates.watch(ref(state))
     watch_registrations(model, state)
+    take_over(earlier, all_ranks)
     return state
+
+
+def _scale_gradients(engine: Engine, config: ShardConfig, num_units: int) -> None:
+    if (factor := config.communication.gradient_divide_factor) is not None:
+        for index in range(num_units):
+            engine.settings(index).gradient_scale = 1.0 / factor
 
 
 def _make_groups(request: ShardRequest) -> list[Ranks]:
@@ -241,38 +247,47 @@ def _shard_param(
     choice: ParamChoice,
     wholes: Mapping[str, PartOf],
 ) -> Param:
-    engine, old, fqn = state.engine, choice.param, choice.fqns[0]
+    engine, fqn = state.engine, choice.fqns[0]
+    param: Any = choice.param
+    types = types_of(choice, state.config)  # of the parameter as it was
     made = engine.make_full(unit.index, position)
-    full: nn.Parameter = as_parameter(made, nn.Parameter, old.requires_grad)
+    full: nn.Parameter = as_parameter(made, full_class(param), param.requires_grad)
     place = _place_of(state, unit, position, choice, full, wholes.get(fqn))
-    data = engine.make_shard(unit.index, position)
-    shard: ShardedParameter = as_parameter(data, ShardedParameter, old.requires_grad)
-    shard.place, shard.state_ref, shard.full = place, ref(state), full
-    shard.unit, shard.position, shard.spec = unit.index, position, choice.spec
-    shard.make_view = _view_of(choice, place)
-    shard.model_weight = engine.make_model_shard(unit.index, position)
-    shard.on_host = engine.is_updated_on_host(unit.index, position)
-    shard.on_disk = shard.on_host and state.config.place_of("states") == "disk"
+    shard = engine.make_shard(unit.index, position)
     grad = None
-    if old.is_floating_point():
+    if param.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place, ref(state))
-    shard.grad_device = shard.device if grad is None else grad.device
-    owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
-    engine.bind(unit.index, position, full, shard, grad, owners)
+    facts = _facts(state, unit, position, choice, place) | {"elements": shard.detach()}
+    facts["grad_device"] = shard.device if grad is None else grad.device
+    become_shard(param, shard, full, facts)
+    engine.bind(unit.index, position, full, param, grad)
     if grad is not None and place.group is not None:
-        shard.bind_sums()
-    if shard.make_view is not None:
-        engine.set_view(unit.index, position, shard.shown)
-    for owner, name in choice.owners:
-        owner._parameters[name] = shard
-    shard.adopt(old)
-    mark_replaced(old, fqn)
-    make_replaced(old, fqn)
-    mark_full(full, fqn)
-    for face in (shard, full):
-        keep_in_place(face, fqn)
+        param.bind_sums()
+    if param.make_view is not None:
+        owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
+        engine.set_view(unit.index, position, owners, param.shown)
+    keep_in_place(param, fqn)
     spec = engine.spec(unit.index, position)
-    return Param(choice.fqns, choice.owners, full, shard, spec, types_of(choice, state.config))
+    return Param(choice.fqns, choice.owners, param, full, spec, types)
+
+
+def _facts(
+    state: ShardState, unit: Unit, position: int, choice: ParamChoice, place: Place
+) -> dict[str, Any]:
+    """Attributes of a :class:`ShardedParameter`, by name."""
+    on_host = state.engine.is_updated_on_host(unit.index, position)
+    return {
+        "place": place,
+        "state_ref": ref(state),
+        "unit": unit.index,
+        "position": position,
+        "spec": choice.spec,
+        "make_view": _view_of(choice, place),
+        "model_weight": state.engine.make_model_shard(unit.index, position),
+        "on_host": on_host,
+        "on_disk": on_host and state.config.place_of("states") == "disk",
+        "aliases": [],
+    }
 
 
 def _place_of(

@@ -185,8 +185,8 @@ def _bind_several(engine: Engine, unit: Unit, extension: Extension) -> None:
     part = engine.make_shard(unit.index, position)
     shard = nn.Parameter(extension.rows, requires_grad=False)
     owners = [ParamOwner(owner._parameters, name) for owner, name in extension.owners]
-    engine.bind(unit.index, position, full, shard, None, owners, part)
-    engine.set_view(unit.index, position, lambda: extension.show(full))
+    engine.bind(unit.index, position, full, shard, None, part)
+    engine.set_view(unit.index, position, owners, lambda: extension.show(full))
     for owner, name in extension.owners:
         owner._parameters[name] = shard
     unit.encoded.append(Encoded(engine.spec(unit.index, position), None))

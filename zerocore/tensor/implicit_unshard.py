@@ -1,7 +1,4 @@
-"""Reads of parameters outside of a module's call: with the full values, as a call of the unit.
-
-One that a program has kept from before ``shard`` holds dead values: functions of it raise.
-"""
+"""Reads of parameters outside of a module's call: with the full values, as a call of the unit."""
 
 from __future__ import annotations
 
@@ -9,18 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zerocore.tensor.functions import (
-    ON_THE_SHARD,
-    SHAPES,
-    Args,
-    Function,
-    Kwargs,
-    is_in_place,
-    name_of,
-)
+from zerocore.tensor.functions import Args, Function, Kwargs, is_in_place, name_of
 from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of
 
 
@@ -87,6 +76,7 @@ def call_with_full(
     units = {(id(param.state_ref()), param.unit): param for param in params}
     entered: list[tuple[Any, int]] = []
     is_inside = any(in_call(param) for param in params)
+    shards = [(v.what, v.fqn) if _is_copied(v) else None for v in leaves((args, kwargs))]
     try:
         for (_, unit), param in sorted(units.items(), key=lambda item: item[0][1]):
             state = param.state_ref()
@@ -99,7 +89,7 @@ def call_with_full(
                 state.engine.enter(unit)
                 entered.append((state.engine, unit))
         full = tree_map_only(Placed, _with_full, (args, kwargs))
-        fulls = [] if is_inside else _replaced((args, kwargs), full)
+        fulls = [] if is_inside else _full_values(shards, full)
         output = func(*full[0], **full[1])
         if fulls:
             _check_unchanged(func, fulls)
@@ -118,22 +108,26 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _replaced(given: Any, full: Any) -> list[tuple[Any, Tensor, int]]:
-    """Shards, the copies in their place, and the versions of these."""
-    pairs = zip(leaves(given), leaves(full), strict=True)
-    copied = ((shard, value) for shard, value in pairs if value is not shard and _is_copied(shard))
-    return [(shard, value, _version(value)) for shard, value in copied]
+# How errors call a shard, its full value, and the version of that.
+_Full = tuple[tuple[str, str], Tensor, int]
 
 
-def _is_copied(shard: Placed) -> bool:
-    return isinstance(shard, PlacedParameter) or not shard.place.is_whole
+def _full_values(shards: Sequence[tuple[str, str] | None], full: Any) -> list[_Full]:
+    pairs = zip(shards, leaves(full), strict=True)
+    return [(shard, value, _version(value)) for shard, value in pairs if shard is not None]
 
 
-def _check_unchanged(func: Function, fulls: list[tuple[Any, Tensor, int]]) -> None:
-    for shard, full, version in fulls:
+def _is_copied(value: Any) -> bool:
+    return isinstance(value, PlacedParameter) or (
+        isinstance(value, Placed) and not value.place.is_whole
+    )
+
+
+def _check_unchanged(func: Function, fulls: list[_Full]) -> None:
+    for (what, fqn), full, version in fulls:
         if _version(full) != version:
             raise TypeError(
-                f"{name_of(func)}() changed {shard.what} '{shard.fqn}', and got a copy of the full "
+                f"{name_of(func)}() changed {what} '{fqn}', and got a copy of the full "
                 "value: the change would be lost. If it works element by element, declare it with "
                 "zerocore.register_elementwise; else call it inside of "
                 "`with zerocore.unsharded(model, write_back=True)`"
@@ -141,7 +135,8 @@ def _check_unchanged(func: Function, fulls: list[tuple[Any, Tensor, int]]) -> No
 
 
 def _with_full(shard: Placed) -> Tensor:
-    # A shard beside a parameter is wanted in full as well.
+    # A shard beside a parameter is wanted in full as well. A parameter is full by now, unless
+    # modules see a view of it.
     if isinstance(shard, PlacedParameter):
         return shard.shown()
     if _is_copied(shard):
@@ -166,39 +161,8 @@ def _without(fulls: list[tuple[Any, Tensor, int]], output: Any) -> Any:
         if of is None:
             return tensor
         if type(tensor) in plain:
-            return as_copy(tensor.clone(), of.fqn)
+            return as_copy(tensor.clone(), of[1])
         own = (tensor.detach() if tensor.is_leaf else tensor).clone().as_subclass(type(tensor))
         return own.requires_grad_(tensor.requires_grad)
 
     return tree_map_only(Tensor, copied, output)
-
-
-_REPLACED = "_zerocore_replaced"  # the parameter's name, and what has replaced it
-# Copies of the values that the model began with are no mistake.
-_ALLOWED = ON_THE_SHARD | SHAPES | {"clone", "cpu", "__repr__", "__deepcopy__", "__reduce_ex__"}
-
-
-class ReplacedParameter(nn.Parameter):
-    """A parameter from before ``shard``: it can be looked at and copied; functions of it raise."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        name = name_of(func)
-        with torch._C.DisableTorchFunctionSubclass():
-            if name in _ALLOWED:
-                return func(*args, **(kwargs or {}))
-            found = [v for v in leaves((args, kwargs)) if isinstance(v, ReplacedParameter)]
-            fqn, by = getattr(found[0], _REPLACED)
-            raise RuntimeError(
-                f"{name}() of parameter '{fqn}' as it was before {by}: the model trains another "
-                "one now. Read it from its module each time (self.linear.weight), and keep lists "
-                f"of parameters only after {by.rpartition('.')[2]}"
-            )
-
-
-def make_replaced(param: nn.Parameter, fqn: str, by: str = "zerocore.shard") -> None:
-    if type(param) is nn.Parameter:
-        param.__class__ = ReplacedParameter
-        setattr(param, _REPLACED, (fqn, by))

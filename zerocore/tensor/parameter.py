@@ -4,32 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
+from zerocore._C import exchange_impls, take_node_hooks
 from zerocore.tensor import pending_host_updates, rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.noted_writes import note_writes
 from zerocore.tensor.place import (
+    IS_ROWS,
+    OTHER,
     Place,
     Placed,
     PlacedParameter,
     as_view,
     leaves,
     local_of,
+    pair,
 )
 from zerocore.tensor.shard import InPlace, LocalShard
 from zerocore.tensor.wrapped import is_wrapped
 
 _grad: Any = torch._C.TensorBase.grad
 _data: Any = torch._C.TensorBase.data
-_AFTER_ACCUMULATION = "_post_accumulate_grad_hooks"
 
 
 class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[misc]
@@ -50,7 +55,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
 
     unit: int  # index of the unit it belongs to
     position: int  # in the unit
-    full: nn.Parameter  # what layers compute with
+    elements: Tensor  # plain, on the same memory
     # The same elements as layers compute with; None where they compute with this parameter.
     model_weight: Tensor | None = None
     spec: Any = None  # of the DTensor that modules see, under tensor parallelism
@@ -66,7 +71,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
             return self.full
         with torch.enable_grad():  # a backward that computes a call once more records, too
             view = self.make_view(self.full)
-        view.__dict__.update(vars(self.full))
+        view.__dict__.update(attributes_of(self))
         return as_view(view, self.full)
 
     def detach(self) -> Any:
@@ -145,7 +150,6 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
             is_own = value is self or any(alias() is value for alias in self._live_aliases())
             part = self._part_of(value, ".data")
             if not is_own:
-                rules.check_not_shown_full("data", [self])
                 local = self._own_data()
                 if self._live_aliases():
                     self._let_go(local.clone())
@@ -162,16 +166,6 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
         if self.requires_grad and not self.full.requires_grad:
             self.full.requires_grad_(True)
         return self.full.register_hook(_checked_hook(hook, self.fqn))
-
-    def adopt(self, old: nn.Parameter) -> None:
-        """Takes what was set on ``old``, and its hooks, whose handles still remove them."""
-        attributes = {} if is_wrapped(old) else vars(old)  # of a class they are its tensors
-        vars(self).update({key: attributes[key] for key in attributes if not hasattr(self, key)})
-        make_alike(self.full, type(old), attributes)
-        if old._backward_hooks:
-            self.full._backward_hooks = old._backward_hooks
-        if hooks := getattr(old, _AFTER_ACCUMULATION, None):
-            setattr(self, _AFTER_ACCUMULATION, hooks)
 
     def full_tensor(self) -> Tensor:
         """The full value, a new plain tensor of ``global_shape``; all ranks must call.
@@ -202,14 +196,71 @@ def as_parameter(tensor: Tensor, kind: type[nn.Parameter], requires_grad: bool) 
     return tensor
 
 
-def make_alike(full: nn.Parameter, kind: type[nn.Parameter], attributes: dict[str, Any]) -> None:
-    """Gives what layers compute with the class and the attributes of the parameter that it was.
+def become_shard(param: Any, data: Tensor, full: Tensor, facts: dict[str, Any]) -> None:
+    """``param`` is a :class:`ShardedParameter` over ``data`` from now on, and ``full`` its hidden
+    object. Its attributes stay, and its hooks.
 
-    Packed weights carry how they are unpacked.
+    Raises:
+        TypeError: memory of the class of ``param`` has other parts than that of tensors.
     """
-    vars(full).update(attributes)
-    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
-        full.__class__ = kind
+    kind, hooks, later = type(param), param._backward_hooks, param._post_accumulate_grad_hooks
+    inner = param.__tensor_flatten__()[0] if is_wrapped(param) else ()
+    slots = slots_of(kind)
+    try:
+        param.__class__ = with_slots(ShardedParameter, slots)
+    except TypeError as error:
+        name = facts["place"].fqn
+        raise TypeError(f"parameter '{name}' of class {kind.__name__}: {error}") from error
+    for name in (*slots, *inner):
+        if hasattr(param, name):
+            delattr(param, name)
+    data.requires_grad_(full.requires_grad)
+    node = take_node_hooks(param, full)
+    exchange_impls(param, data)
+    pair(param, full, facts)
+    vars(full)["_zerocore_node"] = node
+    if hooks:
+        full._backward_hooks = hooks
+    if later:
+        param._post_accumulate_grad_hooks = later
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Attributes that objects of a class have in their own memory, beside those of tensors."""
+    return tuple(name for cls in kind.__mro__ for name in vars(cls).get("__slots__", ()))
+
+
+@cache
+def with_slots(cls: Any, slots: tuple[str, ...]) -> Any:
+    """A class like ``cls`` whose objects have such memory."""
+    if not slots:
+        return cls
+    base = type(cls)("Slots", (torch.Tensor,), {"__slots__": slots})
+    made = type(cls)(cls.__name__, (cls, base), {"__module__": cls.__module__})
+    if issubclass(made, ShardedParameter):
+        note_kind(made)
+    return made
+
+
+KINDS: set[type] = set()  # of shards
+
+
+def note_kind(kind: type) -> None:
+    """Tells torch's optimizers, which update lists of unknown kinds of tensors in a for-loop."""
+    KINDS.add(kind)
+    for known in (optimizer, _foreach_utils):
+        known._foreach_supported_types.append(kind)
+
+
+def full_class(param: nn.Parameter) -> Any:
+    """The class of the full parameter, that of ``param``; a wrapper is made around it."""
+    kind = type(param)
+    return kind if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ else nn.Parameter
+
+
+def attributes_of(param: Tensor) -> dict[str, Any]:
+    """The attributes that programs have set on a parameter."""
+    return {key: value for key, value in vars(param).items() if key not in _FACTS}
 
 
 def _checked_hook(
@@ -227,6 +278,10 @@ def _checked_hook(
         return result
 
     return run
+
+
+_OWN = ("place", "state_ref", "aliases", OTHER, IS_ROWS, "_zerocore_kept_in_place")
+_FACTS = frozenset((*_OWN, *ShardedParameter.__annotations__))
 
 
 class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
@@ -345,7 +400,7 @@ class UnreducedGrad(ShardedGrad):
         if param is None:
             return super().detach()
         shard = UnreducedGrad.of(param, local_of(self))
-        self.aliases = [*self._live_aliases(), ref(shard)]
+        self._note_alias(shard)
         return shard
 
     def _let_go(self, values: Tensor) -> None:

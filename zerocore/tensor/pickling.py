@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from zerocore.tensor.place import Place, PlacedParameter, local_of
+from zerocore.tensor.place import Place, local_of, shard_in
 
 _as_parts = ContextVar("as_parts", default=False)
 _MEMORY = "_zerocore_pickled"  # of a parameter: its full values in the pickle under way
@@ -38,8 +38,8 @@ def goes_as_part(place: Place) -> bool:
 def keep_owner(copy: Any, source: Any) -> Any:
     """``copy`` has the values that a shard of a parameter has now: they are its parameter's as long
     as that does not change."""
-    param: Any = getattr(source, "owner", lambda: None)()
-    state = param.state_ref() if isinstance(param, PlacedParameter) else None
+    param: Any = shard_in(getattr(source, "owner", lambda: None)())
+    state = None if param is None else param.state_ref()
     if state is not None and type(copy) is type(source) and copy is not source:
         copy.owner = source.owner
         copy.version = getattr(source, "version", None)
@@ -51,8 +51,8 @@ def keep_owner(copy: Any, source: Any) -> Any:
 def whole_of(shard: Any) -> Tensor:
     """The full tensor of a shard, new and plain; asks no rank. TypeError if this rank lacks some of
     it, RuntimeError if it has old values of it."""
-    place, param = shard.place, getattr(shard, "owner", lambda: None)()
-    if not isinstance(param, PlacedParameter) or param.place != place:
+    place, param = shard.place, shard_in(getattr(shard, "owner", lambda: None)())
+    if param is not None and param.place != place:
         param = None
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if place.part is None and place.group is None:

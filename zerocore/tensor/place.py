@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from zerocore.tensor.cuts import Cut, move, ranges_of
 from zerocore.tensor.functions import BEHIND_OPERATORS, base_of, is_elementwise
 
 _LEAF = "_zerocore_leaf"  # on what modules see: the parameter that autograd knows
+IS_ROWS = "_zerocore_fsdp_rows"  # set on a parameter that fully_shard has made
+OTHER = "_zerocore_other"  # of the two objects that exchange their tensors: the other one
 
 
 def spread(
@@ -241,6 +244,29 @@ def _outline(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dt
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
+def pair(param: Tensor, hidden: Tensor, facts: dict[str, Any]) -> None:
+    """``hidden`` is what ``param``, the object of programs, exchanges its tensor with. Both have
+    the ``facts`` of the shard, which either may be."""
+    for each, other in ((param, hidden), (hidden, ref(param))):
+        each.__dict__.update(facts)
+        each.__dict__[OTHER] = other
+
+
+def other_of(param: Any) -> Any:
+    """The other object of a pair; None of a tensor that is in none."""
+    other = getattr(param, "__dict__", {}).get(OTHER)
+    return other() if isinstance(other, ref) else other
+
+
+def shard_in(param: Any) -> PlacedParameter | None:
+    """The shard of a parameter: itself, or the object that has it while this one is shown in full.
+    None of a tensor that is no parameter of a sharded model."""
+    if isinstance(param, PlacedParameter):
+        return param
+    other = other_of(param)
+    return other if isinstance(other, PlacedParameter) else None
+
+
 def as_view(view: Tensor, leaf: Tensor) -> Tensor:
     """``view``, which modules see in the place of ``leaf``, an engine's full parameter."""
     view.__dict__[_LEAF] = leaf
@@ -305,8 +331,12 @@ class PlacedParameter(Placed):
     what = "parameter"
     unit: int
     state_ref: Any
-    full: torch.nn.Parameter
     requires_grad: bool
+
+    @property
+    def full(self) -> Any:
+        """The full parameter, which layers compute with."""
+        return other_of(self)
 
     def shown(self) -> Tensor:
         """The tensor of modules while the unit is gathered."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerocore._C import count_as_data, count_view_as_data
+from zerocore._C import count_as_data, count_view_as_data, exchange_impls
+from zerocore.tensor import pending_host_updates
 from zerocore.tensor.noted_writes import note_full
-from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Place, Placed, leaf_of, local_of
+from zerocore.tensor.parameter import ShardedParameter, slots_of, with_slots
+from zerocore.tensor.place import IS_ROWS, OTHER, Place, Placed, leaf_of, local_of, shard_in
 from zerocore.tensor.shard import LocalShard, as_shard
 
 if TYPE_CHECKING:
@@ -30,33 +31,79 @@ class RowShard:
     state_ref: Callable[[], Any]
     unit: int
     position: int
+    elements: Tensor
     model_weight: Tensor | None = None
     on_host: bool = False
     on_disk: bool = False
+    # Of the two objects that exchange their tensors: the other one. Weak in that of the hidden one.
+    other: Any = None
 
 
-IS_ROWS = "_zerocore_fsdp_rows"  # set on a parameter that fully_shard has made
 _rows: Any = WeakTensorKeyDictionary()
 # Calls of fully_shard, and what makes the engine of one. Not by parameter: torch swaps no tensor
 # that has a weak reference.
 _late: WeakKeyDictionary[Any, Callable[[Any], Any]] = WeakKeyDictionary()
 
 
-def note_rows(param: Tensor, shard: RowShard) -> None:
-    """``param``, a DTensor, is a shard of an engine."""
-    _rows[param] = shard
+def note_rows(param: Tensor, hidden: Tensor, shard: RowShard) -> None:
+    """``param``, a DTensor, is a shard of an engine; it exchanges its tensor with ``hidden``."""
+    _rows[param], _rows[hidden] = replace(shard, other=hidden), replace(shard, other=ref(param))
 
 
-def forget_rows(param: Tensor) -> None:
-    """The engine of ``param`` is gone."""
-    _rows.pop(param, None)
+def forget_rows(*params: Tensor | None) -> None:
+    """The engine of the two objects of a parameter is gone."""
+    for param in params:
+        _rows.pop(param, None)
+
+
+def seen_shard(full: Any) -> Any:
+    """The shard of a full parameter, if programs see this object. None of a hidden one, and where a
+    pipeline's schedule adds the gradients of full parameters itself."""
+    known = _rows.get(full)
+    shard = vars(full).get(OTHER) if known is None else known.other
+    if (
+        shard is None
+        or isinstance(shard, ref)
+        or isinstance(full, Placed)
+        or hasattr(full, "_spec")
+    ):
+        return None
+    state = (known or shard).state_ref()
+    return None if state is None or state.engine.defers_reductions else shard
+
+
+class _FullRows(nn.Parameter):
+    """A DTensor's full parameter, while modules compute with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Between calls it has what the DTensor has: ``to_local()``, ``full_tensor()``."""
+        shard = None if name.startswith("_") else seen_shard(self)
+        if shard is not None and torch._C._current_graph_task_id() == -1:
+            engine = _rows[self].state_ref().engine
+            if not engine.in_call:
+                engine.set_hiding(True)  # keeps what was written to the full value
+                engine.set_hiding(False)
+                return getattr(shard, name)
+        raise AttributeError(f"'Parameter' object has no attribute '{name}'")
+
+
+def full_rows(made: Tensor, shard: Any, kind: type[nn.Parameter]) -> Any:
+    """A parameter of class ``kind`` over the memory of ``made``, whose tensor may be exchanged with
+    that of the DTensor ``shard``."""
+    is_plain = kind is nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    cls = with_slots(_FullRows if is_plain else kind, slots_of(type(shard)))
+    full: Any = torch.Tensor._make_subclass(cls, made.new_empty(0))
+    for each, other in ((full, type(shard)), (shard, cls)):
+        own, each.__class__ = type(each), other  # attributes become a dict of their own
+        each.__class__ = own
+    exchange_impls(full, made.requires_grad_(shard.requires_grad))
+    return full
 
 
 def shard_of(param: Any) -> ShardedParameter | RowShard | None:
     """The shard of an engine that a parameter is, of either kind; None for another parameter."""
-    if isinstance(param, ShardedParameter):
-        return param
-    return _rows.get(param)
+    shard: Any = shard_in(param)
+    return _rows.get(param) if shard is None else shard
 
 
 def note_late(group: Any, make: Callable[[Any], Any]) -> None:
@@ -70,7 +117,7 @@ def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
     if shard is not None:
         return shard
     for group, make in list(_late.items()):
-        if any(each.shard is param for each in group.params):
+        if any(each.param is param for each in group.params):
             make(group)
             return _rows.get(param)
     return None
@@ -135,7 +182,11 @@ def local_part(tensor: Any) -> Tensor:
 
 def own_elements(value: Any) -> Tensor:
     """This rank's part of a shard or DTensor, or all of a plain tensor, on its memory; changes
-    count as those of ``value``, and there is no gradient."""
+    count as those of ``value``, and there is no gradient. Of a parameter also while it is shown in
+    full, from any thread."""
+    if (known := shard_of(value)) is not None:
+        pending_host_updates.finish()
+        return known.elements.detach()
     return local_of(value) if isinstance(value, Placed) else local_part(value).detach()
 
 

@@ -70,7 +70,6 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if name in functions.MEMORY:
             refuse(name, found[0])
         if writes:
-            check_not_shown_full(name, changed)
             _check_no_leaf(name, changed)
             found = []  # full ones would be changed in their place
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
@@ -195,6 +194,8 @@ def _set_items(changed: Any, index: Any, value: Any) -> Any:
 
 def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
     """The shape of a shard is that of its full tensor, which the function itself would not see."""
+    if tensor is other and name == "expand_as" and is_recorded(tensor):
+        return tensor.full.expand_as(tensor.full)  # type: ignore[attr-defined]  # for its node
     view = getattr(Tensor, name.removesuffix("_as"))
     args = (tensor, outline_of(other).shape)
     return call(view, args, {}) if isinstance(tensor, Placed) else view(*args)
@@ -209,18 +210,6 @@ def _check_no_leaf(name: str, changed: list[Any]) -> None:
             )
 
 
-def check_not_shown_full(name: str, changed: list[Any]) -> None:
-    """Raises RuntimeError if one of the shards that ``name`` changes is shown in full now."""
-    for shard in changed:
-        state = shard.state_ref() if isinstance(shard, PlacedParameter) else None
-        if state is not None and state.shown_full[shard.unit] > 0:
-            raise RuntimeError(
-                f"{name}() inside of zerocore.unsharded: '{shard.fqn}' is shown in full there, and "
-                "the change of its shard would be lost. Change the parameter of the module, or "
-                "call this outside"
-            )
-
-
 def initialise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """A function of ``torch.nn.init`` on a shard: this rank's part of what the full one gets.
 
@@ -229,7 +218,6 @@ def initialise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     shard, rest = (args[0], args[1:]) if args else (kwargs["tensor"], ())
     kwargs = {key: value for key, value in kwargs.items() if key != "tensor"}
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        check_not_shown_full(name_of(func), [shard])
         local = local_of(shard)
         full = shard.place.like_full(local)
         func(full, *rest, **kwargs)

@@ -92,8 +92,12 @@ class InPlace(Shard):
     def _alias(self, local: Tensor) -> Any:
         shard: Any = local.as_subclass(self.result_type)
         shard.place, shard.owner = self.place, ref(self)
-        self.aliases = [*self._live_aliases(), ref(shard)]
+        self._note_alias(shard)
         return shard
+
+    def _note_alias(self, shard: Any) -> None:
+        live = [*self._live_aliases(), ref(shard)]
+        self.__dict__.setdefault("aliases", live)[:] = live  # both objects of a pair have the list
 
     def _live_aliases(self) -> list[ref[Any]]:
         return [alias for alias in getattr(self, "aliases", ()) if alias() is not None]
@@ -102,7 +106,7 @@ class InPlace(Shard):
         """Lets tensors that were taken from ``data`` keep their values, as elsewhere."""
         for alias in self._live_aliases():
             set_data(alias(), values)
-        self.aliases = []
+        self.__dict__.get("aliases", []).clear()
 
     def set_(self, source: Any) -> Any:
         """Copies ``source`` as setting ``data`` does; the memory stays where it is."""

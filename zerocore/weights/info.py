@@ -230,8 +230,7 @@ class _Builder:
         self.merges = merges
         self.keys = param_keys(model, state)
         self.sources: dict[str, str] = {}  # by name: the first that has it
-        faces = [(param, face) for param in state.params() for face in (param.shard, param.full)]
-        self.params = {id(face): param for param, face in faces}
+        self.params = {id(param.object): param for param in state.params()}
         adapters, inner = find_adapters(model) if merges else ({}, set())
         self.saved = saved_modules(model) if merges else {}
         self.adapters = {self.params[key]: found for key, found in adapters.items()}

@@ -104,6 +104,23 @@ bool accumulates_into(const at::Tensor& leaf) {
   return found != needed->end() && found->second.needed_;
 }
 
+std::shared_ptr<void> take_node_hooks(const at::Tensor& from, const at::Tensor& to) {
+  const auto old = torch::autograd::impl::try_get_grad_accumulator(from);
+  if (!old || !to.requires_grad()) {
+    return nullptr;
+  }
+  const auto node = torch::autograd::impl::grad_accumulator(to);
+  for (auto& hook : old->pre_hooks()) {
+    node->add_pre_hook(std::move(hook));
+  }
+  for (auto& hook : old->post_hooks()) {
+    node->add_post_hook(std::move(hook));
+  }
+  old->pre_hooks().clear();
+  old->post_hooks().clear();
+  return std::make_shared<std::remove_const_t<decltype(node)>>(node);
+}
+
 void run_accumulated_hooks(const at::Tensor& leaf) {
   const auto& hooks = torch::autograd::impl::post_acc_grad_hooks(leaf);
   if (hooks) {

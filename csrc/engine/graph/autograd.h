@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -27,6 +28,9 @@ inline const at::Tensor& gradient_of(const at::Tensor& leaf) {
 bool backward_is_selective();
 // Whether it adds to the gradient of `leaf`.
 bool accumulates_into(const at::Tensor& leaf);
+// Hooks on the node that adds to the gradient of `from` become hooks on that of `to`. Returns the
+// latter, which lives as long as the caller holds it; null if there is none.
+std::shared_ptr<void> take_node_hooks(const at::Tensor& from, const at::Tensor& to);
 // Runs the hooks that were registered to run after a gradient was accumulated into the leaf.
 void run_accumulated_hooks(const at::Tensor& leaf);
 

@@ -1,0 +1,57 @@
+// Exchanges what two Python tensors are: their TensorImpl, hooks, slots and class.
+//
+// Note [One object]
+// Programs key, mark and keep a parameter by its Python object, so that stays the one which the
+// user made. Between calls it is the shard. While a module shows the parameter it is the full
+// tensor, and a hidden object of the engine is the shard. Attributes stay with the object. Hooks
+// belong to an impl, which autograd calls, and go with it.
+#pragma once
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+namespace zerocore {
+
+// Torch 2.11 calls it `init_pyobj`, later releases `store_pyobj`.
+template <typename Slot>
+void set_object(Slot& slot, PyObject* object) {
+  if constexpr (requires { slot.store_pyobj(object); }) {
+    slot.store_pyobj(object);
+  } else {
+    slot.init_pyobj(object);
+  }
+}
+
+// The impls and their hooks alone. Needs the GIL.
+inline void exchange_impls(PyObject* first, PyObject* second) {
+  auto* a = reinterpret_cast<THPVariable*>(first);
+  auto* b = reinterpret_cast<THPVariable*>(second);
+  // An impl with a second owner holds its object. Both have one here, so that both hold theirs
+  // before and after.
+  const at::Tensor of_a = THPVariable_Unpack(a); // NOLINT(performance-unnecessary-copy-*)
+  const at::Tensor of_b = THPVariable_Unpack(b); // NOLINT(performance-unnecessary-copy-*)
+  std::swap(a->cdata, b->cdata);
+  set_object(*of_a.unsafeGetTensorImpl()->pyobj_slot(), second);
+  set_object(*of_b.unsafeGetTensorImpl()->pyobj_slot(), first);
+  std::swap(a->backward_hooks, b->backward_hooks);
+  std::swap(a->post_accumulate_grad_hooks, b->post_accumulate_grad_hooks);
+}
+
+// Needs the GIL. Python has assigned a `__class__` to both. So their types have one layout, and
+// their `__dict__` does not lie within the object by the keys of one type.
+inline void exchange(PyObject* first, PyObject* second) {
+  exchange_impls(first, second);
+  const auto slots = reinterpret_cast<PyTypeObject*>(ParameterClass)->tp_basicsize; // of DTensors
+  for (auto at = slots; at < Py_TYPE(first)->tp_basicsize; at += sizeof(PyObject*)) {
+    std::swap(
+        *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(first) + at),
+        *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(second) + at));
+  }
+  PyTypeObject* class_of_a = Py_TYPE(first); // an object holds its class: these change places, too
+  Py_SET_TYPE(first, Py_TYPE(second));
+  Py_SET_TYPE(second, class_of_a);
+}
+
+} // namespace zerocore
