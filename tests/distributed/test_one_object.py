@@ -244,6 +244,29 @@ def test_gradients_and_states_asked_in_calls(face: int | str) -> None:
     run_ranks(asked_in_calls, 2, face)
 
 
+def clipped_in_calls(face: int | str) -> None:
+    model, norms = seeded(), []
+    params = list(model.parameters())
+    sharded(model, face)
+    model(batch(0, dist.get_rank())).square().mean().backward()
+    clips: list[Any] = [torch.nn.utils.clip_grad_norm_, zerocore.clip_grad_norm_]
+    hooks = [
+        part.register_forward_hook(lambda *_: norms.extend(clip(params, 1e9) for clip in clips))
+        for part in (model, model.blocks[1], model.head)
+    ]
+    model(batch(1, dist.get_rank()))
+    for hook in hooks:
+        hook.remove()
+    right = zerocore.clip_grad_norm_(params, 1e9)
+    torch.testing.assert_close(torch.stack([full(norm) for norm in norms]), right.expand(6))
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_clipped_in_calls(face: int | str, world_size: int) -> None:
+    run_ranks(clipped_in_calls, world_size, face)
+
+
 def accumulator(param: Any) -> Any:
     """As Horovod finds the node that accumulates a gradient."""
     return param.expand_as(param).grad_fn.next_functions[0][0]

@@ -26,6 +26,7 @@ from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedParameter, UnreducedGrad
 from zerocore.tensor.reductions import reduce_norms
 from zerocore.tensor.rows import RowShard, groups_of, local_part, shard_of
+from zerocore.tensor.shown import shard_or_self
 
 # Elements that are widened to float64 at a time, where no kernel sums them.
 _PIECE_NUMEL = 1 << 20
@@ -119,7 +120,8 @@ def over_meshes(
     """``torch.nn.utils.clip_grad_norm_``, whose norms cannot be stacked if they are of several
     meshes, or of DTensors and of plain tensors."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    meshes = {getattr(param, "device_mesh", None) for param in params if param.grad is not None}
+    shards = [shard_or_self(param) for param in params]
+    meshes = {getattr(shard, "device_mesh", None) for shard in shards if shard.grad is not None}
     if len(meshes) < 2 or not any(isinstance(shard_of(param), RowShard) for param in params):
         return clip(params, max_norm, *args, **kwargs)
     kwargs.pop("foreach", None)
@@ -133,7 +135,8 @@ class _Parts:
         if isinstance(parameters, nn.Module):
             parameters = parameters.parameters()
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        self.params = list({id(param): param for param in given}.values())
+        shards = [shard_or_self(param) for param in given]
+        self.params = list({id(shard): shard for shard in shards}.values())
         self.grads = [None if p.grad is None else local_part(p.grad) for p in self.params]
         self.numbers: dict[Groups, list[int]] = {}  # of none: all elements are on every rank
         for number, param in enumerate(self.params):

@@ -49,10 +49,11 @@ def _set(full: Tensor, value: Any) -> None:
 @around
 def waits_for_the_shard(register: Any, self: Tensor, hook: Any) -> Any:
     """``Tensor.register_post_accumulate_grad_hook``."""
-    return register(_shard_or_self(self), hook)
+    return register(shard_or_self(self), hook)
 
 
-def _shard_or_self(tensor: Tensor) -> Any:
+def shard_or_self(tensor: Tensor) -> Any:
+    """The shard of a parameter that modules compute with in full."""
     shard = seen_shard(tensor) if _may_be_shown(tensor) else None
     return tensor if shard is None else shard
 
