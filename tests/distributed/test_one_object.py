@@ -245,9 +245,8 @@ def test_gradients_and_states_asked_in_calls(face: int | str) -> None:
 
 
 def clipped_in_calls(face: int | str) -> None:
-    model, norms = seeded(), []
+    model, norms = sharded(seeded(), face), []
     params = list(model.parameters())
-    sharded(model, face)
     model(batch(0, dist.get_rank())).square().mean().backward()
     clips: list[Any] = [torch.nn.utils.clip_grad_norm_, zerocore.clip_grad_norm_]
     hooks = [
