@@ -211,7 +211,7 @@ def trained(layout: str, stage: int, steps: int) -> tuple[nn.Module, torch.optim
 
 def save_everywhere(folder: str, layout: str, stage: int) -> dict[str, Any]:
     model, optimizer = trained(layout, stage, 2)
-    zerocore.Checkpoints(f"{folder}/own", model, optimizer).save(2)
+    zerocore.Checkpoints(f"{folder}/own", model, optimizer).save(2).wait()
     zerocore.save_safetensors(model, f"{folder}/files")
     states = zerocore.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
     full = zerocore.full_state_dict(model, rank0_only=False)
