@@ -1,7 +1,9 @@
-// Integer arithmetic on sizes: division, rounding, overflow-checked products.
+// Integer arithmetic on sizes: division, rounding, overflow-checked products; the units of files
+// and mappings, and of numbers of one byte as they travel.
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -33,6 +35,27 @@ inline Range intersect(const Range& a, const Range& b) {
 // A number for a pair of numbers, another one for another pair as far as can be.
 constexpr uint64_t mix(uint64_t seed, uint64_t value) {
   return (seed ^ value) * 0x9E3779B97F4A7C15ULL + 1;
+}
+
+// Offsets, sizes and addresses of direct transfers are multiples of it, as O_DIRECT requires.
+constexpr int64_t kDiskAlignment = 4096;
+
+// A multiple of both the pages of memory and what direct transfers are made of.
+inline int64_t page_nbytes() {
+  return std::max<int64_t>(kDiskAlignment, ::sysconf(_SC_PAGESIZE));
+}
+
+// Numbers of one byte travel with a scale for each block of them:
+//
+//   | 128 numbers | scale, float32 | 128 numbers | scale, float32 | ...
+constexpr int64_t kScaledNumel = 128;
+constexpr int64_t kScaledNbytes = kScaledNumel + 4;
+// A multiple of blocks that ends on a multiple of 16 bytes.
+constexpr int64_t kAlignedScaledNumel = 4 * kScaledNumel;
+
+// Bytes of `numel` numbers, a multiple of a block.
+constexpr int64_t scaled_nbytes(int64_t numel) {
+  return numel / kScaledNumel * kScaledNbytes;
 }
 
 } // namespace zerocore

@@ -1,7 +1,7 @@
 // The emulated link itself: carries out collectives, each in the time that a link would take.
 //
 // Note [Time on the link]
-// A collective lasts as long as runtime/link_model says, its real memory traffic included.
+// A collective lasts as long as LinkModel says, its real memory traffic included.
 // On the CPU they go one after the other in the order of issue, on one thread that mostly sleeps.
 // On a device kernels book the link and wait, on the current stream (asyncOp = false) or a stream
 // of the communicator's own. Those of a communicator go in the order of issue, as NCCL's do,
@@ -14,15 +14,93 @@
 #include <c10/core/Stream.h>
 
 #include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "emulation/emulated_work.h"
-#include "emulation/link_model.h"
-#include "emulation/link_worker.h"
 
 namespace zerocore {
+
+// -- how long a collective takes, by formula ------------------------------------------------------
+
+// A link between the ranks of a group.
+struct LinkModel {
+  double bandwidth = std::numeric_limits<double>::infinity(); // bytes per second and direction
+  double latency = 0.0; // seconds per call
+  int sms = 0; // multiprocessors that a collective occupies on a GPU; 0 = a corner of one
+
+  // Throws ValueError on a bandwidth or latency that no link has.
+  void validate() const;
+};
+
+enum class Traffic : uint8_t {
+  AllGather,
+  ReduceScatter,
+  AllReduce,
+  AllToAll,
+  Gather,
+  Scatter,
+  Broadcast,
+  Reduce,
+  Barrier,
+};
+
+// Time in which the bytes of one collective cross the link, without latency.
+double transfer_ns(const LinkModel& link, Traffic traffic, int64_t nbytes, int64_t world_size);
+
+// latency + transfer, to the nanosecond. Calls that are coalesced pay the latency once.
+int64_t duration_ns(const LinkModel& link, double transfer_ns);
+
+// -- a thread that carries out transfers, each in the time it is given ----------------------------
+
+// One end of a link. A job starts when it is submitted or when the one before it is over, whichever
+// is last, and is over `duration_ns` after that: its transfer is part of this time. A transfer that
+// takes longer delays the jobs behind it. The thread sleeps through nearly all of the time and is
+// started by the first job; who owns a worker must stop() it.
+class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
+  using Clock = std::chrono::steady_clock;
+
+ public:
+  struct Job {
+    int64_t duration_ns = 0;
+    std::function<void()> transfer;
+    // Called on the worker's thread when the job is over, with what went wrong or null. Must not
+    // throw. Every submitted job is finished exactly once.
+    std::function<void(std::exception_ptr)> finish;
+    Clock::time_point submitted = {}; // set by submit()
+  };
+
+  // Any thread. Throws c10::Error after stop().
+  void submit(Job job);
+
+  // Finishes all jobs with an error at once, also the one that waits, and joins the thread (but
+  // not itself: called by a finish callback, the thread ends on its own). Any number of times.
+  // The caller must hold no lock that a finish callback needs.
+  void stop();
+
+ private:
+  void run();
+  void carry_out(Job job);
+  // False when stopped before.
+  bool wait_until(Clock::time_point deadline);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Job> queue_;
+  bool stopping_ = false;
+  std::thread thread_;
+  // Only the thread.
+  Clock::time_point free_at_;
+  Clock::duration lateness_ = Clock::duration::zero(); // of its wake-ups
+};
 
 // A collective as the link carries it.
 struct Transfer {

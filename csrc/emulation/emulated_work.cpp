@@ -1,13 +1,122 @@
-// Completion of emulated collectives.
+// Collectives on the emulated link, and the messages of the mirrors of this rank.
 #include "emulation/emulated_work.h"
 
+#include <ATen/Dispatch.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <utility>
 
 namespace zerocore {
+
+namespace {
+
+bool is_plain(const Move& move) {
+  return move.to.is_cpu() && move.to.is_contiguous() && move.from.is_contiguous() &&
+      move.to.dtype() == move.from.dtype();
+}
+
+// One row goes to every row of a matrix.
+bool repeats_a_row(const Move& move) {
+  return move.to.dim() == 2 && move.to.is_contiguous() && move.from.stride(0) == 0 &&
+      move.from.stride(1) == 1 && move.to.dtype() == move.from.dtype();
+}
+
+// Not by one copy_ of the expanded row: on a CPU that would use the cores that compute, on a GPU a
+// kernel that goes element by element. Copies of contiguous ranges are memcpys, and each doubles
+// the rows that are there.
+void repeat_row(const Move& move) {
+  const int64_t rows = move.to.size(0);
+  const size_t nbytes = move.to.nbytes() / rows;
+  for (int64_t row = 0; move.to.is_cpu() && row < rows; ++row) {
+    auto* to = static_cast<char*>(move.to.data_ptr()) + row * nbytes;
+    std::memcpy(to, move.from.const_data_ptr(), nbytes);
+  }
+  for (int64_t done = 0; !move.to.is_cpu() && done < rows;) {
+    const int64_t count = std::min(std::max<int64_t>(done, 1), rows - done);
+    const at::Tensor from = done == 0 ? move.from.narrow(0, 0, 1) : move.to.narrow(0, 0, count);
+    move.to.narrow(0, done, count).copy_(from, /*non_blocking=*/true);
+    done += count;
+  }
+}
+
+void copy(const Move& move) {
+  if (is_plain(move)) {
+    if (move.to.data_ptr() != move.from.data_ptr()) {
+      std::memcpy(move.to.data_ptr(), move.from.const_data_ptr(), move.to.nbytes());
+    }
+  } else if (repeats_a_row(move)) {
+    repeat_row(move);
+  } else {
+    at::Tensor to = move.to;
+    to.copy_(move.from, /*non_blocking=*/true);
+  }
+}
+
+// Whole for whole numbers, so that their type is kept.
+at::Scalar factor_for(const Move& move) {
+  const double factor = move.combination.factor;
+  return at::isIntegralType(move.to.scalar_type(), /*includeBool=*/true)
+      ? at::Scalar(static_cast<int64_t>(factor))
+      : at::Scalar(factor);
+}
+
+void scale(const Move& move) {
+  if (!is_plain(move) || !at::isFloatingType(move.to.scalar_type())) {
+    at::Tensor to = move.to;
+    // A number as a tensor: with a Scalar, mul_out() multiplies into new memory and copies that.
+    at::mul_out(to, move.from, at::native::wrapped_scalar_tensor(factor_for(move)));
+    return;
+  }
+  // Not by at::mul: it would use the cores that compute.
+  AT_DISPATCH_FLOATING_TYPES_AND2(
+      at::kHalf, at::kBFloat16, move.to.scalar_type(), "emulated_scale", [&] {
+        using opmath_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+        const auto factor = static_cast<opmath_t>(move.combination.factor);
+        const scalar_t* from = move.from.const_data_ptr<scalar_t>();
+        auto* to = move.to.mutable_data_ptr<scalar_t>();
+        for (int64_t i = 0; i < move.to.numel(); ++i) {
+          to[i] = static_cast<scalar_t>(static_cast<opmath_t>(from[i]) * factor);
+        }
+      });
+}
+
+} // namespace
+
+at::Tensor alias_storage(const at::Tensor& tensor) {
+  return at::from_blob(
+      tensor.data_ptr(),
+      tensor.sizes(),
+      tensor.strides(),
+      [storage = tensor.storage()](void*) {},
+      tensor.options().requires_grad(false),
+      tensor.device());
+}
+
+void carry_out(const Move& move) {
+  const c10::InferenceMode normal(false);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  at::Tensor to = move.to;
+  switch (move.combination.kind) {
+    case Combination::Kind::Copy:
+      copy(move);
+      break;
+    case Combination::Kind::Scale:
+      scale(move);
+      break;
+    case Combination::Kind::Zero:
+      to.zero_();
+      break;
+  }
+}
 
 namespace {
 

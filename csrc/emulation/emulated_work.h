@@ -1,18 +1,42 @@
-// The handle of one collective on the emulated link.
+// The handle of one collective on the emulated link, and what its mirrored ranks send.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
+#include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-#include "emulation/mirror.h"
-
 namespace zerocore {
+
+// -- the result of a collective whose peers all mirror this rank: they send what it sends --------
+
+// How N equal values combine: into the value itself (average, minimum, maximum, bitwise and, or)
+// or a multiple of it (sum). Zero is what a mirror does not send.
+struct Combination {
+  enum class Kind : uint8_t { Copy, Scale, Zero };
+
+  Kind kind = Kind::Copy;
+  double factor = 1.0; // of Scale
+};
+
+// `to` becomes the combination of N times `from`; the two may be the same memory, but not overlap
+// otherwise. One shape, dtype and device.
+struct Move {
+  at::Tensor to;
+  at::Tensor from;
+  Combination combination;
+};
+
+// A tensor over the same memory as it is now: it keeps the storage alive, but does not follow it
+// when it is pointed elsewhere, and belongs to no Python object.
+at::Tensor alias_storage(const at::Tensor& tensor);
+
+// On the CPU in one thread, on a GPU on the current stream.
+void carry_out(const Move& move);
 
 // On the CPU the link's thread completes it, and wait() blocks the host. On a device it is handed
 // to the stream that carries it out, and wait() only orders the current stream behind it.

@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "emulation/emulated_link.h"
-#include "emulation/link_model.h"
-#include "emulation/mirror.h"
+#include "emulation/emulated_work.h"
 
 namespace zerocore {
 

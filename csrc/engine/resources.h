@@ -6,10 +6,9 @@
 #include <vector>
 
 #include "engine/engine_options.h"
-#include "engine/unit/disk_states.h"
-#include "engine/unit/host_states.h"
+#include "engine/unit/offloaded_states.h"
 #include "engine/unit/unit.h"
-#include "plan/backward_steps.h"
+#include "plan/call_order.h"
 #include "watch/alarm.h"
 
 namespace zerocore {

@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "common/pages.h"
+#include "common/math.h"
 
 namespace zerocore::io {
 

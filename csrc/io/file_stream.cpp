@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "common/pages.h"
+#include "common/math.h"
 #include "io/crc32.h"
 #include "io/system_calls.h"
 

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "common/pages.h"
+#include "common/math.h"
 #include "io/crc32.h"
 #include "io/system_calls.h"
 

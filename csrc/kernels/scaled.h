@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/scaled_blocks.h"
+#include "common/math.h"
 #include "kernels/host_device.h"
 
 namespace zerocore::kernels {

@@ -1,6 +1,11 @@
-// The order in which all ranks go through the calls of a pass, and this rank's own calls in it.
+// The order in which all ranks go through the calls of a pass, and how the lists of several ranks
+// become one.
 //
 // See Note [One order on every rank] in plan/schedule.h.
+//
+// A call is one entry of a unit. All ranks number the calls of a pass alike, whether they make them
+// or not; each makes some of them, in the order of their numbers. When a call was left is told by
+// the last call that was entered before.
 //
 // Note [Slots]
 // Where no unit is gathered (stage 0), a rank that makes calls which are not in the order asks
@@ -13,9 +18,89 @@
 #include <optional>
 #include <vector>
 
-#include "plan/pass_calls.h"
+#include "common/types.h"
 
 namespace zerocore {
+
+// -- the calls of one forward pass, and the ordered steps of its backward that they turn into
+// ------
+//
+// The list is the same on every rank, whichever of the calls it made, and every collective of the
+// backward is a position in it. A rank that finds a later step due first does all steps before it,
+// so no rank waits for a collective that another one leaves out.
+
+enum class EventKind : uint8_t { Enter, Exit };
+
+// A unit entered or left in a forward pass.
+struct CallEvent {
+  EventKind kind = EventKind::Enter;
+  UnitId unit = -1;
+  bool needs_backward = true; // of an Exit: its outputs require grad
+  int32_t call = -1; // number of the call in its pass
+  bool reads = true; // of an Exit: the call's backward reads the unit's parameters
+
+  bool is_enter(UnitId of) const {
+    return kind == EventKind::Enter && unit == of;
+  }
+};
+
+enum class BackwardStepKind : uint8_t {
+  Pre, // the backward of a call is about to run
+  Gather, // the unit must be (on its way to be) unsharded
+  Release, // the unit is not needed any more, and other calls of it follow or nothing is reduced
+  Reduce, // the unit's gradients are complete: reduce them and release the unit
+};
+
+struct BackwardStep {
+  BackwardStepKind kind = BackwardStepKind::Pre;
+  UnitId unit = -1;
+  int32_t call = -1; // whose backward begins or ends; not of a Gather
+  bool reads = true; // of a Pre: the unit must be unsharded
+
+  bool is_pre(int32_t of) const {
+    return kind == BackwardStepKind::Pre && call == of;
+  }
+};
+
+// -- how the lists of several ranks become one
+// ------------------------------------------------------
+
+struct PassCall {
+  UnitId unit = -1;
+  // Number of the last call that the rank made before it left this one; -1 of a slot for a call
+  // that the rank did not make, see Note [Slots].
+  int32_t last = -1;
+  bool needs_backward = true;
+  bool made = false; // by the rank, or by any
+  bool reads = true; // its backward, the unit's parameters; as all ranks expect it
+};
+
+using PassCalls = std::vector<PassCall>;
+
+// Numbers the calls of `events` (field `call`) by their enters.
+void number_calls(std::vector<CallEvent>& events);
+PassCalls calls_of(const std::vector<CallEvent>& events);
+// A call is left as soon as it may be: right after the enter of its last one.
+std::vector<CallEvent> events_of(const PassCalls& calls);
+
+// One list that holds for all ranks: a call is left when every rank that made it has left it, and
+// needs a backward if it does on any of them. Calls that nobody made are
+// as in the first list.
+PassCalls unite(const std::vector<PassCalls>& ranks);
+
+// The calls that ranks expect of the next pass.
+struct NextCalls {
+  PassCalls calls;
+  std::vector<int32_t> places; // of the first rank's calls among them; -1 for those not made
+};
+
+// The shortest list, within reach of merging pairs, that has each rank's calls in its own order.
+// Calls that nobody made stay where they are if `keeps_unmade` and nobody called the unit
+// elsewhere.
+NextCalls merge(const std::vector<PassCalls>& ranks, int own, bool keeps_unmade);
+
+// -- the order, and this rank's own calls in it
+// ----------------------------------------------------
 
 class CallOrder {
  public:

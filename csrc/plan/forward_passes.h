@@ -5,7 +5,7 @@
 #include <deque>
 #include <vector>
 
-#include "plan/backward_steps.h"
+#include "plan/call_order.h"
 
 namespace zerocore {
 

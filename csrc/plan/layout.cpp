@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "common/scaled_blocks.h"
+#include "common/math.h"
 
 namespace zerocore {
 

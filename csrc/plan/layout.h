@@ -52,7 +52,7 @@ struct ParamSpec {
   // Of a parameter that requires grad, the parameter's own where not given: the optimizer's copy,
   // gradients on their way, and gradients as they are kept.
   ElementType main = {}, reduce = {}, grad = {};
-  ElementType gather = {}; // of one byte, with scales, see common/scaled_blocks.h; else as it is
+  ElementType gather = {}; // of one byte, with scales, see common/math.h; else as it is
   // Else other parameters of the unit are gathered in its place, and the unit is laid out by rows.
   bool is_gathered = true;
   bool is_kept = true; // else its shards are no memory of the unit; only if it is not gathered

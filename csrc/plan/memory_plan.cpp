@@ -3,8 +3,7 @@
 
 #include <algorithm>
 
-#include "plan/disk_layout.h"
-#include "plan/host_layout.h"
+#include "plan/state_layout.h"
 #include "plan/step_simulation.h"
 
 namespace zerocore {

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "plan/pass_calls.h"
+#include "plan/call_order.h"
 #include "watch/control_link.h"
 
 namespace zerocore {

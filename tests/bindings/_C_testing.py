@@ -15,8 +15,8 @@ _PARTS = {
     *("csrc/runtime/hand_over.cpp", "csrc/runtime/stream.cpp"),
     "csrc/runtime/registered_memory.cpp",
     *("csrc/watch/control_link.cpp", "csrc/watch/issue_guard.cpp"),
-    *("csrc/watch/ledger.cpp", "csrc/watch/rank_report.cpp"),
-    *("csrc/watch/roll_call.cpp", "csrc/watch/store_connection.cpp"),
+    *("csrc/watch/ledger.cpp", "csrc/watch/ledger.cpp"),
+    *("csrc/watch/roll_call.cpp", "csrc/watch/roll_call.cpp"),
 }
 _LISTED = (CSRC / "sources.txt").read_text().split()
 _OWN = sorted(path.relative_to(ROOT) for path in Path(__file__).parent.glob("*.cpp"))

@@ -38,7 +38,7 @@ RESERVED = [
     (r"pybind11/|torch/extension\.h$|torch/csrc/utils/pybind\.h$", r"bindings/"),
     (
         r"torch/csrc/distributed/c10d/",
-        r"engine/|watch/(alarm|control_link|issue_guard|roll_call|store_connection|watchdog)\."
+        r"engine/|watch/(alarm|control_link|issue_guard|roll_call|watchdog)\."
         r"|emulation/(emulated_(group|link|work)|mirrored_call)\."
         r"|runtime/(collectives|control_channel|registered_memory|wire_calls)\.",
     ),

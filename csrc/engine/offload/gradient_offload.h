@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/offload/arrived_squares.h"
+#include "engine/offload/host_gradients.h"
 #include "engine/offload/step_worker.h"
 #include "engine/unit/unit.h"
 

@@ -25,10 +25,8 @@
 
 #include "engine/offload/gradient_offload.h"
 #include "engine/offload/host_gradients.h"
-#include "engine/offload/moments.h"
 #include "engine/offload/step_worker.h"
-#include "engine/unit/disk_states.h"
-#include "engine/unit/host_states.h"
+#include "engine/unit/offloaded_states.h"
 #include "engine/unit/unit.h"
 #include "kernels/optimizer_ops.h"
 #include "plan/memory_plan.h"

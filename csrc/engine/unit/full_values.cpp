@@ -8,7 +8,7 @@
 
 #include <utility>
 
-#include "common/scaled_blocks.h"
+#include "common/math.h"
 
 namespace zerocore {
 

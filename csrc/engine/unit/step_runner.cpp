@@ -5,8 +5,8 @@
 
 #include <utility>
 
-#include "engine/unit/disk_states.h"
 #include "engine/unit/full_values.h"
+#include "engine/unit/offloaded_states.h"
 #include "engine/unit/unit.h"
 #include "kernels/ops.h"
 

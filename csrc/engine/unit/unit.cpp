@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/unit/disk_states.h"
-#include "engine/unit/host_states.h"
+#include "engine/unit/offloaded_states.h"
 
 namespace zerocore {
 

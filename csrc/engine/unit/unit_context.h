@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "plan/state_parts.h"
-#include "plan/tiers.h"
+#include "plan/shard_options.h"
+#include "plan/state_layout.h"
 #include "plan/unit_mesh.h"
 #include "runtime/bucket.h"
 #include "runtime/bucket_pool.h"

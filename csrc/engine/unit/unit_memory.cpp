@@ -4,7 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/InferenceMode.h>
 
-#include "engine/unit/host_states.h"
+#include "engine/unit/offloaded_states.h"
 
 namespace zerocore {
 

@@ -1,5 +1,4 @@
-// The states of units on disk: the memory of their buckets and moments, read ahead of updates and
-// gathers and written behind them. See Note [Memory of a file].
+// The states of a model on the host and on disk: the memory of its units' buckets and moments.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -13,11 +12,48 @@
 #include <vector>
 
 #include "engine/unit/unit.h"
-#include "plan/disk_layout.h"
+#include "plan/state_layout.h"
 #include "runtime/file_memory.h"
+#include "runtime/host_memory.h"
 
 namespace zerocore {
 
+// The states of a model in the host's memory: one mapping, of the size that the plan says, and the
+// memory of the units' buckets in it.
+class HostStates {
+ public:
+  HostStates() = default; // of nothing until plan()
+  HostStates(const HostStates&) = delete;
+  HostStates& operator=(const HostStates&) = delete;
+
+  // Takes no memory.
+  void plan(const Units& units, const UnitContext& context);
+  // Maps the planned memory, and pins the part that a CUDA device copies. Throws c10::Error where
+  // there is too little.
+  void open();
+  // Of a unit's part, zeros at first.
+  c10::DataPtr memory(UnitId unit, Memory part) const;
+  // Of a region's gradient. One that was frozen when the model was sharded has none.
+  c10::DataPtr gradient(UnitId unit, int region) const;
+
+  const HostLayout& layout() const {
+    return *layout_;
+  }
+  // Null before open().
+  const std::shared_ptr<HostMemory>& mapped() const {
+    return memory_;
+  }
+
+ private:
+  c10::DataPtr at(const Range& range) const;
+
+  std::optional<HostLayout> layout_;
+  HostMemoryOptions options_;
+  std::shared_ptr<HostMemory> memory_;
+};
+
+// The states of units on disk are read ahead of updates and gathers and written behind them. See
+// Note [Memory of a file].
 class DiskStates {
  public:
   DiskStates() = default; // of nothing until open()

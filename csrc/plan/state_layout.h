@@ -1,0 +1,137 @@
+// Where the parts of units' training state lie on the host and on disk; integers only.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "common/types.h"
+#include "plan/layout.h"
+#include "plan/shard_options.h"
+#include "plan/unit_mesh.h"
+
+namespace zerocore {
+
+// In the order in which they lie on the host or on disk.
+inline constexpr std::array kStateParts =
+    {Memory::Shard, Memory::Main, Memory::Sent, Memory::ExpAvg, Memory::ExpAvgSq, Memory::Kept};
+
+// Bytes of the parts of a unit that the mesh's rank has on the host or on disk. Gradients are kept,
+// or sent for the update.
+inline ByMemory<int64_t> part_sizes(
+    Tier tier,
+    const Layout& layout,
+    const Tiers& tiers,
+    const UnitMesh& mesh) {
+  const Layout own = layout.of_shard(mesh.shard());
+  const Layout main = own.retyped(&Region::main);
+  const std::vector<int> trained = Tiers::trained_regions(layout);
+  const bool has_states = tiers.states == tier;
+  const bool has_parameters = tiers.parameters == tier && mesh.shards_parameters;
+  const bool has_gradients = tier == Tier::Host && tiers.has_host_gradients();
+  ByMemory<int64_t> sizes;
+  sizes[Memory::Shard] = has_parameters ? own.nbytes() : 0;
+  sizes[Memory::Main] = has_states ? main.nbytes_of(tiers.main_regions(layout)) : 0;
+  sizes[Memory::Sent] = has_states ? own.nbytes_of(tiers.sent_regions(layout)) : 0;
+  sizes[Memory::ExpAvg] = sizes[Memory::ExpAvgSq] = has_states ? main.nbytes_of(trained) : 0;
+  sizes[Memory::Kept] = has_gradients ? own.retyped(&Region::grad).nbytes_of(trained) : 0;
+  return sizes;
+}
+
+// -- on the host: one mapping ---------------------------------------------------------------------
+//
+// Memory that is copied to and from a device comes first, unit after unit, so that it can be pinned
+// by itself, and behind it two buffers where gradients come off a device, see Note [Gradients of a
+// device on the host]; then, from a page on, the moments, which take memory once an optimizer
+// touches them. Each part begins where a region may begin.
+
+class HostLayout {
+ public:
+  // Of no unit yet. `lands`: gradients that are kept come off a device.
+  HostLayout(const Tiers& tiers, bool lands) : tiers_(tiers), lands_(lands) {}
+  // The next unit.
+  void add(const Layout& layout, const UnitMesh& mesh);
+
+  // Bytes of the mapping; empty for what is not on the host. Of all units that will be added.
+  Range part(UnitId unit, Memory which) const;
+  // The gradient of a region that is trained.
+  Range gradient(UnitId unit, int region) const;
+
+  // One of the two in which gradients come that are added to others; empty where none come.
+  Range landing_buffer(int index) const;
+
+  int64_t nbytes() const {
+    return moments_begin() + moments_nbytes_;
+  }
+  // The first so many are copied to and from a device.
+  int64_t copied_nbytes() const {
+    return landing_buffer(1).end;
+  }
+  // Of main weights, these as layers compute with them and parameters; and of gradients.
+  int64_t weights_nbytes() const {
+    return weights_nbytes_;
+  }
+  int64_t gradients_nbytes() const {
+    return gradients_nbytes_;
+  }
+  // All that is neither of these nor an element of a moment.
+  int64_t gaps_nbytes() const {
+    return nbytes() - weights_nbytes_ - gradients_nbytes_ - moment_elements_nbytes_;
+  }
+
+ private:
+  struct HostUnit {
+    ByMemory<Range> parts; // moments from the begin of all moments on
+    std::vector<Range> gradients; // by region
+  };
+
+  int64_t moments_begin() const;
+  void add_gradients(const Layout& layout, HostUnit& unit);
+  int64_t moment_elements(const Layout& layout, int64_t shard) const;
+
+  Tiers tiers_;
+  bool lands_;
+  std::vector<HostUnit> units_;
+  int64_t parts_nbytes_ = 0, moments_nbytes_ = 0, landing_nbytes_ = 0;
+  int64_t weights_nbytes_ = 0, gradients_nbytes_ = 0, moment_elements_nbytes_ = 0;
+};
+
+// -- on disk: one mapped file, see Note [Memory of a file] ----------------------------------------
+//
+// The parts of a unit lie one after the other, each from a page on. An update reads and writes them
+// from the first weight that is trained on; a gather reads the parameters alone.
+
+struct DiskUnit {
+  ByMemory<Range> parts; // bytes of the file, empty for what is not on disk
+  Range updated; // bytes of the file that an update reads and writes
+};
+
+class DiskLayout {
+ public:
+  // Units in memory at a time. One is read and one written while one is updated.
+  static constexpr int kNumUpdated = 3;
+  static constexpr int kNumLoaded = 2; // one is copied while the next is read
+
+  // Of no unit yet.
+  explicit DiskLayout(const Tiers& tiers) : tiers_(tiers) {}
+  // The next unit.
+  void add(const Layout& layout, const UnitMesh& mesh);
+
+  const std::vector<DiskUnit>& units() const {
+    return units_;
+  }
+  int64_t file_nbytes() const {
+    return file_nbytes_;
+  }
+  // Memory that updates and loads take, at most.
+  int64_t buffers_nbytes() const;
+
+ private:
+  Range take(int64_t nbytes);
+
+  Tiers tiers_;
+  std::vector<DiskUnit> units_;
+  int64_t file_nbytes_ = 0;
+};
+
+} // namespace zerocore
