@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
+from zerocore.common.checks import check_int
 from zerocore.common.links import Link, find_link
 from zerocore.common.nodes import DEFAULT_NODE
-from zerocore.common.options import check_int
 from zerocore.common.quantities import parse_seconds
 
 CPU = torch.device("cpu")

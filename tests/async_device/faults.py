@@ -177,7 +177,10 @@ def options_of(stage: int, offloads: bool) -> list[dict[str, Any]]:
     if offloads:
         parts = [STATES] + [GRADIENTS] * (stage >= 2) + [PARAMETERS] * (stage == 3)
         return [{"stage": stage, "offload": offload} for offload in parts]
-    return [{"stage": stage, "prefetch": prefetch} for prefetch in ((0, 1) if stage else (1,))]
+    return [
+        {"stage": stage, "communication": zerocore.Communication(prefetch=prefetch)}
+        for prefetch in ((0, 1) if stage else (1,))
+    ]
 
 
 def main() -> None:

@@ -104,7 +104,9 @@ def test_a_unit_of_replicas_is_two_launches() -> None:
 
 
 def train_shared() -> list[tuple[list[float], Counter[str], Counter[str]]]:
-    return train_adapted(True, True, replicas_share="optimizer")
+    return train_adapted(
+        True, True, communication=zerocore.Communication(replicas_share="optimizer")
+    )
 
 
 def test_replicas_that_share_states_scatter_and_gather_behind_each_other() -> None:

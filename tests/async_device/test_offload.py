@@ -124,7 +124,11 @@ GRADIENTS_ON_HOST: dict[str, tuple[int, Offload, dict[str, Any]]] = {
     "both, clipped": (3, BOTH, {"make": clipped}),
     "all, every reduction": (3, ALL, {"syncs": (True, True), "changes": True}),
     "both, accumulate": (2, BOTH, {"syncs": TWICE, "make": clipped}),
-    "both, full sums": (3, BOTH, {"syncs": TWICE, "accumulate": "full"}),
+    "both, full sums": (
+        3,
+        BOTH,
+        {"syncs": TWICE, "communication": zerocore.Communication(accumulate="full")},
+    ),
     "both, bf16": (3, BOTH, {"mixed_precision": WIRED, "make": clipped, "syncs": TWICE}),
     "all, scaled": (3, ALL, {"scales": True}),
     "both, clipped by torch": (2, BOTH, {"clips": True}),

@@ -46,7 +46,9 @@ def accumulate(model: Any, way: Any) -> None:
 
 def accumulate_as_ddp(stage: int, way: str) -> None:
     ddp = DistributedDataParallel(net())
-    model: Any = zerocore.shard(net(), stage=stage, accumulate="full")
+    model: Any = zerocore.shard(
+        net(), stage=stage, communication=zerocore.Communication(accumulate="full")
+    )
     for _ in range(2):
         for each in (ddp, model):
             assert each.require_backward_grad_sync is True

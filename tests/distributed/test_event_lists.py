@@ -90,7 +90,7 @@ def collect(stage: int, accumulate: str, name: str) -> Moved:
     model: Any = zerocore.shard(
         nn.Sequential(Block(), Block()).to(dtype),
         stage=stage,
-        accumulate=accumulate,
+        communication=zerocore.Communication(accumulate=accumulate),
         mixed_precision=POLICIES[name],
     )
     optimizer = zerocore.optim.AdamW(model.parameters())

@@ -55,7 +55,7 @@ def test_exact_collectives(stage: int, world_size: int) -> None:
 
 
 def compare_with_plan(stage: int, prefetch: int) -> None:
-    model, optimizer = make(stage, prefetch=prefetch)
+    model, optimizer = make(stage, communication=zerocore.Communication(prefetch=prefetch))
     allocations = 0
     for number in range(4):
         events = step(model, optimizer)
@@ -91,7 +91,10 @@ def accumulate_as_planned(stage: int, shape: tuple[int, int]) -> None:
     for mixed in (None, MIXED, NARROW):
         for accumulate in ("sharded", "full"):
             model, optimizer = make(
-                stage, accumulate=accumulate, mixed_precision=mixed, group=group
+                stage,
+                communication=zerocore.Communication(accumulate=accumulate),
+                mixed_precision=mixed,
+                group=group,
             )
             for number in range(4):
                 with zerocore.record_events(model) as events:
@@ -123,7 +126,7 @@ def test_accumulation_is_as_planned_where_collectives_sum(
 
 
 def count_unsharded(prefetch: int) -> int:
-    model, optimizer = make(3, prefetch=prefetch)
+    model, optimizer = make(3, communication=zerocore.Communication(prefetch=prefetch))
     step(model, optimizer)
     held = highest = 0
     for event in step(model, optimizer):

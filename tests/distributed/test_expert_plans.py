@@ -39,7 +39,9 @@ def compare_early_plan(stage: int, layout: str) -> None:
     groups = {PATTERN: zerocore.Part(num_ranks, of=num_parts)}
     division = Setting.division
     with mock.patch.object(Setting, "division", lambda *of: replace(division(*of), backend="gloo")):
-        early = zerocore.plan(whole_model(), 4, groups=groups, rank=dist.get_rank()).stages[stage]
+        early = zerocore.plan(
+            whole_model(), 4, groups=groups, workload=zerocore.Workload(rank=dist.get_rank())
+        ).stages[stage]
     late = zerocore.predict_memory(model)
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(early, name) == getattr(late, name), name

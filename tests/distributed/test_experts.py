@@ -94,7 +94,13 @@ def train(
 def train_all_ways(stage: int, layout: str) -> None:
     train(stage, layout, zerocore.clip_grad_norm_, 1)
     train(stage, layout, nn.utils.clip_grad_norm_, 2)
-    train(stage, layout, zerocore.clip_grad_norm_, 2, accumulate="full", prefetch=2)
+    train(
+        stage,
+        layout,
+        zerocore.clip_grad_norm_,
+        2,
+        communication=zerocore.Communication(accumulate="full", prefetch=2),
+    )
     in_order = zerocore.MixedPrecision(wire_dtype=torch.float32)
     train(stage, layout, zerocore.clip_grad_norm_, 2, mixed_precision=in_order)
 

@@ -93,7 +93,7 @@ def compare_options(options: dict[str, Any], dtype: torch.dtype | None) -> None:
         ({"stage": 3, "offload": ALL}, None),
         ({"stage": 3, "offload": ALL, "mixed_precision": BF16}, torch.bfloat16),
         ({"stage": 3, "offload": ALL_ON_DISK}, None),
-        ({"stage": 3, "regather": 1}, None),
+        ({"stage": 3, "communication": zerocore.Communication(regather=1)}, None),
     ],
     ids=str,
 )
@@ -103,7 +103,12 @@ def test_options(options: dict[str, Any], dtype: torch.dtype | None) -> None:
 
 def compare_hybrid(replicas_share: str | None) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    model = trained("plain", stage=3, group=mesh, replicas_share=replicas_share)
+    model = trained(
+        "plain",
+        stage=3,
+        group=mesh,
+        communication=zerocore.Communication(replicas_share=replicas_share),
+    )
     expected = zerocore.full_state_dict(model, rank0_only=False)
     assert_same(exported(model), expected)
     wanted = "blocks.0.linear.bias"  # a small part: an all-reduce

@@ -70,8 +70,12 @@ def mixed_options() -> None:
         {"mixed_precision": mixed(wire_dtype=torch.float32)},
         {"mixed_precision": mixed(torch.bfloat16, wire_dtype=torch.bfloat16)},
         {"mixed_precision": mixed(gather_dtype=torch.int8)},
-        {"accumulate": "full"},
-        {"regather": 2 if dist.get_world_size() == 4 else None},
+        {"communication": zerocore.Communication(accumulate="full")},
+        {
+            "communication": zerocore.Communication(
+                regather=2 if dist.get_world_size() == 4 else None
+            )
+        },
     ):
         ours: Any = zerocore.shard(copy.deepcopy(model), stage=3, **options)
         losses = steps(ours, zerocore.optim.AdamW(ours.parameters(), lr=1e-2))

@@ -171,7 +171,11 @@ def train_near() -> None:
     """Later gathers come from near ranks, with the values that the first one has brought."""
     losses = []
     for regather in (None, 2):
-        model = zerocore.shard(make_net(), mixed_precision=policy(FLOAT8), regather=regather)
+        model = zerocore.shard(
+            make_net(),
+            mixed_precision=policy(FLOAT8),
+            communication=zerocore.Communication(regather=regather),
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses += train_steps(model, optimizer, 3)
         assert (state_of(model).engine.counters["gather_near"].count > 0) == (regather == 2)
@@ -239,7 +243,12 @@ def refuse_all() -> None:
     for stage in (1, 2):
         refuse(f"stage={stage} is not built", policy(INT8), stage=stage)
     mesh = init_device_mesh("cpu", (2, 1))
-    refuse("replicas_share", policy(INT8), group=mesh, replicas_share="optimizer")
+    refuse(
+        "replicas_share",
+        policy(INT8),
+        group=mesh,
+        communication=zerocore.Communication(replicas_share="optimizer"),
+    )
     offload = zerocore.Offload(states="cpu", parameters="cpu")
     refuse("parameters on cpu", policy(INT8), offload=offload)
     offload = zerocore.Offload(states="disk", parameters="disk", path=tempfile.gettempdir())

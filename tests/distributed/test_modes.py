@@ -305,7 +305,9 @@ def test_buffers_are_left_alone(stage: int) -> None:
 
 def train_in_prefetch(stage: int, prefetch: int) -> None:
     case = case_named("looped")
-    model = zerocore.shard(case.seeded_build(), stage=stage, prefetch=prefetch)
+    model = zerocore.shard(
+        case.seeded_build(), stage=stage, communication=zerocore.Communication(prefetch=prefetch)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         accumulate(model, case, step)

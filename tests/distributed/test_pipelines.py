@@ -146,7 +146,9 @@ def count_reductions(kind: str) -> list[int]:
 
 def assert_planned(part: nn.Module, stage: int, events: Any) -> None:
     """The price of a schedule without bubbles, as ``plan`` has it."""
-    plan = zerocore.plan(build()[: NUM_LAYERS // 2], 2, zero_bubble=True).stages[stage]
+    plan = zerocore.plan(
+        build()[: NUM_LAYERS // 2], 2, workload=zerocore.Workload(zero_bubble=True)
+    ).stages[stage]
     collectives = [event for event in events if event.op in COLLECTIVES]
     assert plan.num_collectives == len(collectives)
     assert plan.sent_nbytes == round(sum(traffic_nbytes(e.op, e.nbytes, 2) for e in collectives))

@@ -140,7 +140,7 @@ def shard_beside_other_groups(folder: str) -> None:
     for member in range(dist.get_world_size() - 1):  # the last rank is in none of them
         dist.new_group([member])
     case = case_named("plain")
-    model = zerocore.shard(case.seeded_build(), regather=2)
+    model = zerocore.shard(case.seeded_build(), communication=zerocore.Communication(regather=2))
     zerocore.Checkpoints(folder, model).save(1).wait()
     accumulate(model, case, 0)
     assert_gradients(model, case, 0)

@@ -96,6 +96,8 @@ def sharded(case: Case) -> Any:
                 module.set_custom_reduce_scatter(Reduce())
         return model
     offload = case["offload"]
+    names = ("prefetch", "overlap_reductions", "accumulate", "replicas_share")
+    options = {name: case[name] for name in (*names, "reductions_in_flight", "registered")}
     return zerocore.shard(
         make_net(),
         stage=case["face"],
@@ -107,16 +109,11 @@ def sharded(case: Case) -> Any:
             gather_exact=("*",) if case["gather_dtype"] else None,  # layers compute the same
         ),
         offload=None if offload is None else zerocore.Offload(**dict.fromkeys(offload, "cpu")),
-        regather=case["near"] if case["near"] > 1 else None,
+        communication=zerocore.Communication(
+            regather=case["near"] if case["near"] > 1 else None, **options
+        ),
         units=case["units"],
-        **{
-            name: case[name]
-            for name in (
-                "prefetch", "overlap_reductions", "accumulate", "replicas_share",
-                "reductions_in_flight", "registered",
-            )
-        },
-    )  # fmt: skip
+    )
 
 
 def held(model: Any, case: Case, last: bool) -> AbstractContextManager[None]:

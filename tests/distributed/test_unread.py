@@ -216,7 +216,12 @@ def compare_tied() -> list[tuple[str, str]]:
     assert gathers == 2  # for the lookup and for the head, whose backward comes right after
     torch.manual_seed(0)
     units = [nn.Embedding, nn.Linear]
-    model = zerocore.shard(Model(nn.Embedding, True), stage=3, units=units, prefetch=0)
+    model = zerocore.shard(
+        Model(nn.Embedding, True),
+        stage=3,
+        units=units,
+        communication=zerocore.Communication(prefetch=0),
+    )
     for _ in range(2):
         with zerocore.record_events(model) as events:
             model(torch.arange(6), as_it_is).sum().backward()

@@ -180,7 +180,12 @@ class Words(nn.Module):
 def make_with_words(stage: int) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(Words(), nn.Linear(8, 8), nn.Linear(8, 8))
-    return zerocore.shard(model, stage=stage, units=[Words, nn.Linear], prefetch=2)
+    return zerocore.shard(
+        model,
+        stage=stage,
+        units=[Words, nn.Linear],
+        communication=zerocore.Communication(prefetch=2),
+    )
 
 
 def recorded_step(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:

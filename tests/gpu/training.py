@@ -156,8 +156,7 @@ def shard(model: Stack, stage: int, prefetch: int = 1, accumulate: str = "sharde
         model,
         stage=stage,
         units=[Branches],
-        prefetch=prefetch,
-        accumulate=accumulate,
+        communication=zerocore.Communication(prefetch=prefetch, accumulate=accumulate),
         mixed_precision=model.variant.precision,
     )
     return model

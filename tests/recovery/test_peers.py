@@ -95,7 +95,11 @@ def test_a_node_is_lost(kind: Any, num_ranks: int, tmp_path: Path) -> None:
 def hold(folder: Path, stage: int) -> None:
     """Elements in the files of a rank and its peer, beside the plan."""
     torch.manual_seed(0)
-    predicted = zerocore.plan(nn.Linear(64, 32), 4, rank=dist.get_rank()).stages[stage].checkpoint
+    predicted = (
+        zerocore.plan(nn.Linear(64, 32), 4, workload=zerocore.Workload(rank=dist.get_rank()))
+        .stages[stage]
+        .checkpoint
+    )
     model = zerocore.shard(nn.Linear(64, 32), stage=stage)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 64)).sum().backward()

@@ -224,7 +224,7 @@ def test_losses_around_zero_are_no_spikes() -> None:
 
 
 def refuse() -> None:
-    model = zerocore.shard(nn.Linear(3, 1), accumulate="full")
+    model = zerocore.shard(nn.Linear(3, 1), communication=zerocore.Communication(accumulate="full"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with zerocore.no_sync(model):
         with zerocore.retryable(model, optimizer):

@@ -276,7 +276,9 @@ def _planned_activations(cell: Cell) -> int | None:
         model = GPT(size).to(getattr(torch, cell.dtype))
         tokens = torch.zeros((cell.batch, size.sequence), dtype=torch.long)
     found = zerocore.plan(
-        model, cell.world_size, inputs=(tokens, tokens), loss=lambda gpt, pair: gpt(*pair)
+        model,
+        cell.world_size,
+        workload=zerocore.Workload(inputs=(tokens, tokens), loss=lambda gpt, pair: gpt(*pair)),
     )
     return None if found.activations is None else found.activations.peak_nbytes
 

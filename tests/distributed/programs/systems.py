@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,10 @@ class ZerocoreRun(ParallelRun):
     def __init__(self, seed: int, unused: bool, stage: int) -> None:
         super().__init__(seed, unused)
         # Buffers stay each rank's own, as with the peers.
-        self.options: dict[str, Any] = {"stage": stage, "sync_buffers": False}
+        self.options: dict[str, Any] = {
+            "stage": stage,
+            "communication": zerocore.Communication(sync_buffers=False),
+        }
 
     def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
         return zerocore.shard(model, units=units, **self.options)
@@ -35,7 +39,8 @@ class ZerocoreRun(ParallelRun):
         return self.shard(model, units)
 
     def shard_shared(self, model: nn.Module, units: Units | None = None) -> Any:
-        self.options["gradient_divide_factor"] = 1
+        own = self.options["communication"]
+        self.options["communication"] = replace(own, gradient_divide_factor=1)
         return self.shard(model, units)
 
     def shard_cut(self, cut: Callable[[Any], nn.Module], whole: nn.Module) -> Any:
