@@ -15,7 +15,7 @@ from zerocore.install import register
 from zerocore.model.as_ddp import no_sync
 from zerocore.model.config import Communication
 from zerocore.model.offload import Offload
-from zerocore.model.parts import Part
+from zerocore.model.parts import ParameterMesh
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.state import is_sharded
 from zerocore.optim.clipping import NonFiniteGradError, clip_grad_norm_
@@ -71,7 +71,7 @@ __all__ = [
     "NonFiniteGradError",
     "Offload",
     "OutOfMemory",
-    "Part",
+    "ParameterMesh",
     "PeerCheckpoints",
     "PendingSave",
     "Place",

@@ -57,7 +57,7 @@ def shard(
             gradients are reduce-scattered in it and then all-reduced over the replicas, which may
             share the optimizer's states (``Communication(replicas_share="optimizer")``).
         groups: ranks of parameters that not all ranks of ``group`` share, by a pattern of their
-            names: a :class:`Part`, or the mesh of one.
+            names: a :class:`ParameterMesh`, or the mesh of one.
         units: what is gathered together, see :func:`zerocore.model.units.choose_units`.
         communication: when and how ranks communicate, such as ``Communication(prefetch=2)``; see
             :class:`Communication`.

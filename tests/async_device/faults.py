@@ -124,7 +124,7 @@ def _with_meshes(options: dict[str, Any]) -> dict[str, Any]:
     names = options.get("other_mesh", ())
     if not names:
         return options
-    mesh = zerocore.Part(torch.distributed.new_group())
+    mesh = zerocore.ParameterMesh(torch.distributed.new_group())
     groups = {f"{name}.*": mesh for name in names}
     return {**{k: v for k, v in options.items() if k != "other_mesh"}, "groups": groups}
 

@@ -36,7 +36,7 @@ def compare_early_plan(stage: int, layout: str) -> None:
     It is one of NCCL, so it is asked for gloo's methods, by which stage 0 is padded.
     """
     model, ((num_ranks, num_parts), _) = sharded(*LAYOUTS[layout], stage), LAYOUTS[layout]
-    groups = {PATTERN: zerocore.Part(num_ranks, of=num_parts)}
+    groups = {PATTERN: zerocore.ParameterMesh(num_ranks, of=num_parts)}
     division = Setting.division
     with mock.patch.object(Setting, "division", lambda *of: replace(division(*of), backend="gloo")):
         early = zerocore.plan(
@@ -66,10 +66,13 @@ def test_the_plan_is_what_happens(stage: int, layout: str) -> None:
 
 
 MISTAKES = {
-    "numbers": ({PATTERN: zerocore.Part(2, of=3)}, "3 parts on 2 ranks each are not the 4 ranks"),
-    "count": ({PATTERN: zerocore.Part(0, of=4)}, "mesh"),
+    "numbers": (
+        {PATTERN: zerocore.ParameterMesh(2, of=3)},
+        "3 parts on 2 ranks each are not the 4 ranks",
+    ),
+    "count": ({PATTERN: zerocore.ParameterMesh(0, of=4)}, "mesh"),
     "kind": ({PATTERN: 2}, "expected numbers of ranks"),
-    "pattern": ({"*.nothing.*": zerocore.Part(2, of=2)}, "matches no parameter"),
+    "pattern": ({"*.nothing.*": zerocore.ParameterMesh(2, of=2)}, "matches no parameter"),
     "dict": ([PATTERN], "expected a dict"),
 }
 

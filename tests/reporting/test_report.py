@@ -21,7 +21,7 @@ from zerocore.common.events import ONE_QUEUE, Event, queues_of_device, transfers
 from zerocore.common.tables import render_table
 from zerocore.model.meters import KEPT_STEPS, SAMPLE_EVERY, increase
 from zerocore.model.state import state_of
-from zerocore.reporting.step_figures import Communication, times_by_unit
+from zerocore.reporting.step_figures import CommunicationTimes, times_by_unit
 
 RANKS = 4
 
@@ -286,11 +286,11 @@ def test_link_times() -> None:
     ]
     assert begins == [0, 10, 4, 30]  # they have a communicator of their own
     assert times_by_unit(events, ONE_QUEUE) == {
-        "a": Communication(10, 10, 14),
-        "b": Communication(10, 0, 0),
+        "a": CommunicationTimes(10, 10, 14),
+        "b": CommunicationTimes(10, 0, 0),
     }
-    assert Communication(10, 10, 14).overlap == pytest.approx(0.3)
-    assert Communication().overlap is None
+    assert CommunicationTimes(10, 10, 14).overlap == pytest.approx(0.3)
+    assert CommunicationTimes().overlap is None
 
 
 def measure_on_this_rank() -> tuple[str, list[int], list[int], int]:

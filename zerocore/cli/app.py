@@ -213,7 +213,7 @@ def _mixed(
     )
 
 
-def _groups(given: list[str]) -> dict[str, zerocore.Part]:
+def _groups(given: list[str]) -> dict[str, zerocore.ParameterMesh]:
     """Of ``experts=edp:2,ep:4``: a name or pattern, the ranks that share, and the parts."""
     groups = {}
     for text in given:
@@ -222,7 +222,7 @@ def _groups(given: list[str]) -> dict[str, zerocore.Part]:
             raise ValueError(f"--group: expected such as 'experts=edp:2,ep:4', got '{text}'")
         name, num_ranks, num_parts = match.groups()
         pattern = name if "*" in name else f"*.{name}.*"
-        groups[pattern] = zerocore.Part(int(num_ranks), of=int(num_parts or 1))
+        groups[pattern] = zerocore.ParameterMesh(int(num_ranks), of=int(num_parts or 1))
     return groups
 
 

@@ -75,8 +75,8 @@ def plan(
             ``(num_replicas, world_size // num_replicas)``; they may share the optimizer's states
             (``Communication(replicas_share="optimizer")``).
         groups: parameters that not all ranks share, such as experts, by a pattern of their names:
-            ``{"*.experts.*": zerocore.Part(2, of=4)}`` for 4 parts along dimension 0, each on 2
-            ranks. ``model`` has all of them, and rank 0 the largest part.
+            ``{"*.experts.*": zerocore.ParameterMesh(2, of=4)}`` for 4 parts along dimension 0, each
+            on 2 ranks. ``model`` has all of them, and rank 0 the largest part.
         communication: as for :func:`zerocore.shard`.
         workload: the step of a rank, such as ``Workload(inputs=batch, micro_batches=4)``; see
             :class:`Workload`.

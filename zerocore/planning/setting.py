@@ -11,7 +11,7 @@ from zerocore.common.links import Link, LinkLike, find_link
 from zerocore.common.nodes import DEFAULT_NODE, MATMUL_SHARE, Gpu, Node, find_node
 from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbytes
 from zerocore.model.config import Communication
-from zerocore.model.parts import Part
+from zerocore.model.parts import ParameterMesh
 from zerocore.planning.activations import Loss
 from zerocore.planning.division import Division
 
@@ -219,20 +219,20 @@ def planned_parts(groups: Mapping[str, Any] | None, world_size: int) -> tuple[Pl
     """The parts that ``groups=`` of :func:`zerocore.plan` names.
 
     Raises:
-        TypeError: no dict of :class:`zerocore.Part` with numbers of ranks.
+        TypeError: no dict of :class:`zerocore.ParameterMesh` with numbers of ranks.
         ValueError: a number below 1, or numbers that do not make up ``world_size``.
     """
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(
-            "groups: expected a dict such as {'*.experts.*': zerocore.Part(2, of=4)}, got "
+            "groups: expected a dict such as {'*.experts.*': zerocore.ParameterMesh(2, of=4)}, got "
             f"{type(groups)}"
         )
     found = []
     for pattern, part in (groups or {}).items():
-        if not isinstance(part, Part) or part.dim != 0:
+        if not isinstance(part, ParameterMesh) or part.dim != 0:
             raise TypeError(
-                f"groups['{pattern}']: expected numbers of ranks, zerocore.Part(2, of=4), along "
-                f"dimension 0, got {part!r}"
+                f"groups['{pattern}']: expected numbers of ranks, zerocore.ParameterMesh(2, of=4), "
+                f"along dimension 0, got {part!r}"
             )
         num_parts = 1 if part.of is None else part.of
         for name, number in (("mesh", part.mesh), ("of", num_parts)):

@@ -35,7 +35,7 @@ class ZerocoreRun(ParallelRun):
 
     def shard_experts(self, model: nn.Module, units: Units | None = None) -> Any:
         mesh = self.other_mesh("ep")
-        self.options["groups"] = {"*.experts.*": zerocore.Part(mesh["dp"], of=mesh["ep"])}
+        self.options["groups"] = {"*.experts.*": zerocore.ParameterMesh(mesh["dp"], of=mesh["ep"])}
         return self.shard(model, units)
 
     def shard_shared(self, model: nn.Module, units: Units | None = None) -> Any:
