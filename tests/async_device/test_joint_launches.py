@@ -62,7 +62,7 @@ def train_adapted(
             extension.set_delays(stage, 0.3, 300)
             extension.synchronize()
             extension.begin_launches()
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             losses += train(model, device, steps=2)
         counted = Counter(event.op for event in events)
         launched: Counter[str] = Counter()

@@ -60,15 +60,15 @@ def count_reductions(stage: int, mode: str) -> tuple[int, int, int]:
     accumulate(model, case, 0)
     model.zero_grad()
     losses = iter(micro_losses(model, case, 1, 0))
-    with zerocore.record_events(model) as held, zerocore.no_sync(model):
+    with zerocore.reporting.record_events(model) as held, zerocore.no_sync(model):
         next(losses).backward()
-    with zerocore.record_events(model) as synced:
+    with zerocore.reporting.record_events(model) as synced:
         next(losses).backward()
-    predicted = sum(op in REDUCTIONS for op, _, _ in zerocore.predict_events(model))
+    predicted = sum(op in REDUCTIONS for op, _, _ in zerocore.planning.predict_events(model))
     return _reductions(held), _reductions(synced), predicted
 
 
-def _reductions(events: list[zerocore.Event]) -> int:
+def _reductions(events: list[zerocore.reporting.Event]) -> int:
     return sum(event.op in REDUCTIONS for event in events)
 
 

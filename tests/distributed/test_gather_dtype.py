@@ -135,7 +135,7 @@ def plan_bytes() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         own_loss = partial(loss_of_ones, model, 96)
         events = assert_follows_plan(model, optimizer, own_loss, since=1)
-        assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
+        assert zerocore.memory_usage(model, optimizer) == zerocore.planning.predict_memory(model)
         assert state_of(model).engine.pool_stats.in_use_nbytes == 0
         sent[dtype] = {e.nbytes for e in events if e.op == "all_gather"}
     numel = 96 * 96

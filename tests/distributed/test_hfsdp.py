@@ -154,7 +154,9 @@ def watch_collectives(stage: int) -> list[tuple[str, str, int]]:
                 assert actual == planned_events(model)
         numel = sum(param.global_shape.numel() for param in model.parameters())
         assert [num_moments(each) for each in optimizers] == [2 * 2 * numel, 2 * numel]
-        assert zerocore.memory_usage(model, optimizers[1]) == zerocore.predict_memory(model)
+        assert zerocore.memory_usage(model, optimizers[1]) == zerocore.planning.predict_memory(
+            model
+        )
         assert state_of(model).engine.pool_stats.in_use_nbytes == 0
     collectives = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
     plan = zerocore.plan(

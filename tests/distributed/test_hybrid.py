@@ -75,7 +75,7 @@ def watch_collectives(stage: int) -> list[tuple[str, str, int]]:
             if number > 0:
                 actual = [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events]
                 assert actual == planned_events(model)
-        assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
+        assert zerocore.memory_usage(model, optimizer) == zerocore.planning.predict_memory(model)
         assert state_of(model).engine.pool_stats.in_use_nbytes == 0
     collectives = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
     rank, inputs = dist.get_rank(), torch.randn(3, 16)

@@ -211,7 +211,7 @@ def count_bytes(stage: int) -> list[tuple[str, str, int]]:
         model = sharded_net(stage, mixed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
-            with zerocore.record_events(model) as events:
+            with zerocore.reporting.record_events(model) as events:
                 model(torch.randn(4, 16)).sum().backward()
             if grad_dtype is None:  # momentum of torch needs gradients of the weight's dtype
                 optimizer.step()
@@ -222,7 +222,7 @@ def count_bytes(stage: int) -> list[tuple[str, str, int]]:
                     state_of(model).engine.end_update([UpdatedUnit(parameter.unit)], casts=False)
             optimizer.zero_grad()
         moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
-        assert moved == zerocore.predict_events(model)
+        assert moved == zerocore.planning.predict_events(model)
         width = 4 if reduce_dtype == FP32 else 2
         for region in (r for unit in model_regions(model) for r in unit):
             assert region.itemsize == 2
@@ -232,7 +232,7 @@ def count_bytes(stage: int) -> list[tuple[str, str, int]]:
         assert reduced * 2 == whole * width
         assert gathered >= whole if stage else gathered == 0
         states = 0 if grad_dtype is not None else 1
-        predicted = zerocore.predict_memory(model, optimizer_states=states)
+        predicted = zerocore.planning.predict_memory(model, optimizer_states=states)
         assert zerocore.memory_usage(model, optimizer) == predicted
         assert predicted.main_weights > 0
     return moved

@@ -195,7 +195,7 @@ def count_bytes() -> None:
             model, optimizer = train_sharded(make, 0, stage=stage)
             choice: Any = zerocore.describe(optimizer)
             assert str(choice).startswith(choice.title())
-            with zerocore.record_events(model) as events:
+            with zerocore.reporting.record_events(model) as events:
                 for _ in range(2):
                     model(torch.arange(6)).backward()
                     optimizer.step()

@@ -134,7 +134,7 @@ def count_reductions(kind: str) -> list[int]:
         schedule = getattr(pipelining, kind)(stages, NUM_MICRO, loss_fn=nn.functional.mse_loss)
         x, target = batch(0, mesh["dp"].get_local_rank())
         schedule.step(x, target=target)
-        with zerocore.record_events(stages[0].submod) as events:
+        with zerocore.reporting.record_events(stages[0].submod) as events:
             schedule.step(x, target=target)
         counts.append(sum(event.op in ("reduce_scatter", "all_reduce") for event in events))
         gathers = sum(event.op == "all_gather" for event in events)

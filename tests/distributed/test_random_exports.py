@@ -217,7 +217,7 @@ class Program:
         full = full or self.expected()
         options, expected = self.arguments(full)
         if self.case["with_info"]:
-            info = zerocore.export_info(self.model, **options)
+            info = zerocore.weights.export_info(self.model, **options)
             options = {"info": info}
         for size in (self.rng.randrange(1, 3000), "1GiB"):
             takes = self.case["to"] == "all" or self.case["rank"] == dist.get_rank()

@@ -161,7 +161,7 @@ def check(seed: int) -> None:
 def follow_plan(model: Any, case: Case) -> None:
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             for micro in range(case["micro_batches"]):
                 with held(model, case, micro == case["micro_batches"] - 1):
                     backward(model, micro, FP32)
@@ -169,7 +169,7 @@ def follow_plan(model: Any, case: Case) -> None:
         optimizer.zero_grad()
     moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
     if case["micro_batches"] == 1 or case["no_sync"]:
-        assert moved == zerocore.predict_events(model, case["micro_batches"])
+        assert moved == zerocore.planning.predict_events(model, case["micro_batches"])
 
 
 def run_cases(first: int, count: int) -> None:

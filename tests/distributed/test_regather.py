@@ -46,7 +46,7 @@ def train(**options: Any) -> tuple[list[float], dict[str, Tensor], list[list[Any
     model, optimizer = make(**options)
     losses, events = [], []
     for step in range(STEPS):
-        with zerocore.record_events(model) as recorded:
+        with zerocore.reporting.record_events(model) as recorded:
             for index in range(MICRO_BATCHES):
                 last = index == MICRO_BATCHES - 1
                 with nullcontext() if last else zerocore.no_sync(model):
@@ -116,7 +116,7 @@ def compare_with_plan(num_near: int, options: dict[str, Any]) -> None:
     model: Any
     model, optimizer = make(communication=zerocore.Communication(regather=num_near), **options)
     for number in range(4):
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             for index in range(MICRO_BATCHES):
                 with nullcontext() if index else zerocore.no_sync(model):
                     model(batch(index)).sum().backward()
@@ -129,7 +129,7 @@ def compare_with_plan(num_near: int, options: dict[str, Any]) -> None:
     ops = Counter(event.op for event in events)
     assert ops["all_gather"] == num_blocks - (1 if options.get("frozen") else 0)
     usage = zerocore.memory_usage(model, optimizer)
-    assert usage == zerocore.predict_memory(model, micro_batches=MICRO_BATCHES)
+    assert usage == zerocore.planning.predict_memory(model, micro_batches=MICRO_BATCHES)
 
 
 @pytest.mark.parametrize("options", [{}, {"frozen": True}])
@@ -242,7 +242,7 @@ def count_near() -> tuple[int, int, int, int]:
     """Bytes of a step: all that a rank sends, the near part; and both as planned."""
     model, optimizer = make(communication=zerocore.Communication(regather=2))
     for _ in range(3):
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             model(batch(0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -275,7 +275,7 @@ def test_a_plan_says_what_stays_among_near_ranks() -> None:
 
 def alike(num_near: int) -> list[str]:
     model, _ = make(communication=zerocore.Communication(regather=num_near))
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         model(batch(0)).sum().backward()
     return sorted({event.op for event in events})
 

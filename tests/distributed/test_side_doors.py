@@ -193,7 +193,7 @@ def create_graph() -> None:
     assert expected is not None
     dist.all_reduce(expected, dist.ReduceOp.SUM)
     found = model.get_parameter("inp.weight").grad
-    assert isinstance(found, zerocore.ShardedGrad)
+    assert isinstance(found, zerocore.tensor.ShardedGrad)
     torch.testing.assert_close(found.full_tensor(), expected / dist.get_world_size())
 
 

@@ -200,7 +200,10 @@ def compare_plan(stage: int, shape: tuple[int, ...]) -> None:
     model, rank, _ = sharded(shape, stage)
     optimizer = torch.optim.AdamW(model.parameters())
     assert_follows_plan(model, optimizer, lambda number: loss_of(model, [rank], number))
-    assert zerocore.predict_memory(model).total == zerocore.memory_usage(model, optimizer).total
+    assert (
+        zerocore.planning.predict_memory(model).total
+        == zerocore.memory_usage(model, optimizer).total
+    )
 
 
 @pytest.mark.one_by_day

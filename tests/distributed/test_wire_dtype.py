@@ -229,7 +229,9 @@ def count_bytes(num_replicas: int) -> None:
             optimizer = torch.optim.AdamW(model.parameters())
             own_loss = partial(loss_of_ones, model, 24)
             events = assert_follows_plan(model, optimizer, own_loss, since=1)
-            assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
+            assert zerocore.memory_usage(model, optimizer) == zerocore.planning.predict_memory(
+                model
+            )
             assert state_of(model).engine.pool_stats.in_use_nbytes == 0
             reductions = [e for e in events if e.op in ("reduce_scatter", "gather_sums")]
             assert not any(e.op == "all_reduce" for e in events)

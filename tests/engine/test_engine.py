@@ -189,7 +189,7 @@ def make_with_words(stage: int) -> nn.Sequential:
 
 
 def recorded_step(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         model(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

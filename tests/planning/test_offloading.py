@@ -13,7 +13,7 @@ from zerocore.planning.setting import Host
 WIDTH = 256
 
 
-def planned(memory: int, host_memory: int) -> zerocore.Plan:
+def planned(memory: int, host_memory: int) -> zerocore.planning.Plan:
     """Of 8 equal layers, each a unit, on 4 ranks."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))

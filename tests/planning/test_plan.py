@@ -41,7 +41,7 @@ def blocks(num_params: int, num_blocks: int = 32) -> nn.Module:
         )
 
 
-def states(plan: zerocore.Plan) -> list[float]:
+def states(plan: zerocore.planning.Plan) -> list[float]:
     """GB of model state by stage."""
     return [stage.model_state / GB for stage in plan.stages]
 
@@ -381,7 +381,7 @@ GROUPS: dict[str, Callable[..., Any]] = {
 }
 
 
-def plan_of(options: dict[str, Any]) -> zerocore.Plan:
+def plan_of(options: dict[str, Any]) -> zerocore.planning.Plan:
     """The plan of options, those of a group as a dict."""
     made = {
         name: GROUPS[name](**value) if name in GROUPS and isinstance(value, dict) else value
@@ -422,9 +422,15 @@ def test_mistakes_are_named(options: dict, message: str) -> None:
         ({"mixed_precision": "bf16"}, r"a zerocore.MixedPrecision, such as .* got 'bf16'"),
         ({"dtype": "bf16"}, "dtype must be a floating-point torch.dtype such as .* got 'bf16'"),
         ({"dtype": torch.int64}, "dtype must be a floating-point torch.dtype"),
-        ({"machine": {"links": [b"x"]}}, "link must be a zerocore.Link, one of nvlink4.* got b'x'"),
-        ({"machine": {"links": True}}, "link must be a zerocore.Link"),
-        ({"machine": {"replica_link": True}, "num_replicas": 2}, "link must be a zerocore.Link"),
+        (
+            {"machine": {"links": [b"x"]}},
+            "link must be a zerocore.planning.Link, one of nvlink4.* got b'x'",
+        ),
+        ({"machine": {"links": True}}, "link must be a zerocore.planning.Link"),
+        (
+            {"machine": {"replica_link": True}, "num_replicas": 2},
+            "link must be a zerocore.planning.Link",
+        ),
         ({"units": 3}, r"units must be a list such as \['Block'\].* got 3"),
         ({"units": "Block"}, "units must be a list"),
         ({"units": [3]}, "units: expected classes, class or module names, or modules .* got 3"),

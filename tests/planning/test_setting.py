@@ -45,7 +45,7 @@ def make() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
 
 
-def make_plan(machine: Machine, **options: Any) -> zerocore.Plan:
+def make_plan(machine: Machine, **options: Any) -> zerocore.planning.Plan:
     workload = Workload(inputs=torch.ones(8, 64), **NUMBERS)
     return zerocore.plan(
         make(),
@@ -128,6 +128,6 @@ def test_a_plan_takes_what_shard_takes() -> None:
         )
         known = state_of(model).config.communication
         assert known == plan.setting.communication == replace(communication, regather=2)
-        found, stage = zerocore.predict_memory(model, micro_batches=2), plan.stages[3]
+        found, stage = zerocore.planning.predict_memory(model, micro_batches=2), plan.stages[3]
         held = ("parameters", "gradients", "optimizer", "pool")
         assert [getattr(stage, name) for name in held] == [getattr(found, name) for name in held]

@@ -1,4 +1,4 @@
-"""zerocore.PeerCheckpoints: what nodes keep in memory survives processes and nodes."""
+"""zerocore.recovery.PeerCheckpoints: what nodes keep in memory survives processes and nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Training:
         options: dict[str, Any] = {} if mesh is None else {"group": init_device_mesh("cpu", mesh)}
         self.model = make(stage, **options)
         self.optimizer = OPTIMIZERS[name](self.model.parameters())
-        self.checkpoints = zerocore.PeerCheckpoints(
+        self.checkpoints = zerocore.recovery.PeerCheckpoints(
             node_of(folder, dist.get_rank()), self.model, self.optimizer
         )
 
@@ -105,7 +105,7 @@ def hold(folder: Path, stage: int) -> None:
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     node = node_of(folder, dist.get_rank())
-    zerocore.PeerCheckpoints(node, model, optimizer).save(1).wait()
+    zerocore.recovery.PeerCheckpoints(node, model, optimizer).save(1).wait()
     metadata = Contents(node / "step-00000001").metadata
     here = {path.name: 0 for path in node.glob("step*/*.distcp")}
     for index, info in metadata.storage_data.items():

@@ -274,7 +274,7 @@ def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precisio
         if is_sharded(model):
             raise ValueError(
                 f"this {type(model).__name__} is sharded already; plan it before "
-                "zerocore.shard or fully_shard, or use zerocore.predict_memory"
+                "zerocore.shard or fully_shard, or use zerocore.planning.predict_memory"
             )
         return model, type(model).__name__, precision
     config = load_config(model) if isinstance(model, str | Path | dict) else model
