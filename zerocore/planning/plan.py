@@ -115,9 +115,10 @@ def plan(
     num_states, num_parts = optimizer_states(workload.optimizer), (1, *parts.values())
     planner = _of_step(make_planner(module, planned, precision, num_states, num_parts), workload)
     given = inputs is not None or loss is not None
+    loss = default_loss if loss is None else loss
     if inputs is None:
         inputs = sample_inputs(module, workload.micro_batch, _allowed_length(module, workload))
-    measured = _measure(module, planned, inputs, loss or default_loss, precision.run_dtype, given)
+    measured = _measure(module, planned, inputs, loss, precision.run_dtype, given)
     result = _make_plan(name, planned, planner, setting, *measured)
     return replace(result, num_tokens=_num_tokens(inputs))
 
