@@ -21,7 +21,8 @@ from bench.lib.tables import Table
 from bench.overlap.lookups import lookups
 from bench.overlap.report import comparison, draw_sweep, find, requirements, sweep
 from bench.overlap.run import COMPARED, GOAL_RATIO, HYBRID, OTHER_OPTIONS, WORKLOADS, OverlapRun
-from zerocore import Timeline, trace
+from zerocore import trace
+from zerocore.reporting import Timeline
 
 
 def make_run(link: Link, quick: bool, num_rounds: int | None, ratios: str) -> OverlapRun:

@@ -68,7 +68,9 @@ class Training:
         self._optimizer = zerocore.optim.AdamW(self._model.parameters())
         parts = (self._model, self._optimizer)
         self._checkpoints = {
-            PEERS: zerocore.PeerCheckpoints(f"/dev/shm/{folder.name}-{dist.get_rank()}", *parts),
+            PEERS: zerocore.recovery.PeerCheckpoints(
+                f"/dev/shm/{folder.name}-{dist.get_rank()}", *parts
+            ),
             DISK: zerocore.Checkpoints(folder, *parts, keep=2),
         }
         self._batch = torch.randn(1, width)

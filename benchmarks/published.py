@@ -137,12 +137,14 @@ def predict(run: Run) -> float:
             run.config,
             run.gpus,
             num_replicas=run.num_replicas,
-            machine=zerocore.Machine(node=run.node),
+            machine=zerocore.Machine(run.node),
             mixed_precision=zerocore.MixedPrecision(torch.bfloat16),
-            micro_batch=run.micro_batch,
-            seq_len=run.seq_len,
-            checkpointing=checkpointing,
-            compiled=run.compiled,
+            workload=zerocore.Workload(
+                micro_batch=run.micro_batch,
+                seq_len=run.seq_len,
+                checkpointing=checkpointing,
+                compiled=run.compiled,
+            ),
         )
         steps.append(plan.stages[3].timings[0].step_s)
     plain, full = steps

@@ -21,7 +21,7 @@ from zerocore.reporting.timeline import WAIT, draw_timeline
 NUM_WARMUP = 4
 
 
-def record_step(stage: int, size_name: str) -> zerocore.Timeline:
+def record_step(stage: int, size_name: str) -> zerocore.reporting.Timeline:
     """Forward and backward of one steady step on this rank."""
     size = GPT_SIZES[size_name]
     torch.manual_seed(0)

@@ -114,7 +114,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model(mesh.get_group("cp")).to(device)
     group = mesh["dp", "cp"]._flatten("dp_cp")
-    zerocore.shard(model, group=group, gradient_divide_factor=1)
+    zerocore.shard(
+        model, group=group, communication=zerocore.Communication(gradient_divide_factor=1)
+    )
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=3e-3)
 
     text = torch.tensor(list(Path(__file__).read_bytes()), device=device)  # bytes as tokens

@@ -91,7 +91,7 @@ def main() -> None:
     torch.manual_seed(0)
     blocks = [Block(mesh.get_group("ep")) for _ in range(2)]
     model = nn.Sequential(nn.Embedding(256, WIDTH), *blocks, nn.Linear(WIDTH, 256)).to(device)
-    experts = zerocore.Part(mesh["edp"], of=mesh["ep"])
+    experts = zerocore.ParameterMesh(mesh["edp"], of=mesh["ep"])
     zerocore.shard(model, units=[Block], groups={"*.experts.*": experts})
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=3e-3)
 

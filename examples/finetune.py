@@ -121,7 +121,7 @@ def train_step(
     for index, tokens in enumerate(batches):
         is_last = index == len(batches) - 1
         # Stages 0 and 1 communicate once. Stages 2 and 3 reduce each time, so that no rank holds
-        # full gradients; with shard(..., accumulate="full") they communicate once, too.
+        # full gradients; with Communication(accumulate="full") they communicate once, too.
         with nullcontext() if is_last else zerocore.no_sync(model):
             loss = language_loss(model, tokens) / len(batches)
             loss.backward()

@@ -51,7 +51,7 @@ class StageFigures:
 def collect_figures(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    events: Iterable[zerocore.Event],
+    events: Iterable[zerocore.reporting.Event],
     *,
     stage: int,
     num_steps: int,
@@ -61,17 +61,17 @@ def collect_figures(
     Call it after a step and before `zero_grad`, while there are gradients to count.
     """
     measured = zerocore.memory_usage(model, optimizer)
-    predicted = zerocore.predict_memory(model, stage=stage)
+    predicted = zerocore.planning.predict_memory(model, stage=stage)
     return StageFigures(
         stage,
         num_steps,
         {kind: getattr(measured, kind) for kind in MEMORY_KINDS},
         {kind: getattr(predicted, kind) for kind in MEMORY_KINDS},
-        _summarise_events(list(events), zerocore.predict_events(model), num_steps),
+        _summarise_events(list(events), zerocore.planning.predict_events(model), num_steps),
     )
 
 
-def _in_flight_ns(events: list[zerocore.Event]) -> int:
+def _in_flight_ns(events: list[zerocore.reporting.Event]) -> int:
     """Time during which at least one of `events` was in flight.
 
     A sum over the events would count waiting in one another's queue again for each of them, and
@@ -85,7 +85,7 @@ def _in_flight_ns(events: list[zerocore.Event]) -> int:
 
 
 def _summarise_events(
-    events: list[zerocore.Event], predicted: list[tuple[str, str, int]], num_steps: int
+    events: list[zerocore.reporting.Event], predicted: list[tuple[str, str, int]], num_steps: int
 ) -> dict[str, CollectiveFigures]:
     figures = {}
     for op in COLLECTIVES:

@@ -109,7 +109,7 @@ def _train(
 
     with bar:
         trainer.run_within(job.max_seconds, num_recorded, advance)
-        with zerocore.record_events(trainer.model) as events:
+        with zerocore.reporting.record_events(trainer.model) as events:
             trainer.run(num_recorded, advance)
         seconds = bar.seconds
     if checkpoints is not None:
@@ -121,12 +121,14 @@ def _probe(stage: int, job: Job, rank: Rank, corpus: Corpus) -> StageFigures:
     """Take two steps of the same model at another stage; the second, steady one is recorded."""
     trainer = Trainer(replace(job.training, stage=stage), job.gpt, rank, corpus.train)
     trainer.run(1)
-    with zerocore.record_events(trainer.model) as events:
+    with zerocore.reporting.record_events(trainer.model) as events:
         trainer.run(1)
     return _figures(trainer, events, 1)
 
 
-def _figures(trainer: Trainer, events: list[zerocore.Event], num_steps: int) -> StageFigures:
+def _figures(
+    trainer: Trainer, events: list[zerocore.reporting.Event], num_steps: int
+) -> StageFigures:
     return collect_figures(
         trainer.model, trainer.optimizer, events, stage=trainer.config.stage, num_steps=num_steps
     )

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zerocore.common.options import UNSET, options_of
 from zerocore.install import hook_into_torch
 from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.materialize import InitFn
@@ -40,24 +39,13 @@ def shard(
     device: torch.device | None = None,
     init_fn: InitFn | None = None,
     sync_params: bool = True,
-    prefetch: int = UNSET,
-    reductions_in_flight: int = UNSET,
-    accumulate: str = UNSET,
-    regather: Any = UNSET,
-    replicas_share: str | None = UNSET,
-    overlap_reductions: bool = UNSET,
-    retain_last: bool = UNSET,
-    static_graph: bool = UNSET,
-    gradient_divide_factor: float | None = UNSET,
-    sync_buffers: bool = UNSET,
-    registered: bool = UNSET,
 ) -> _Model:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
     Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, of the full
     shape); the objects stay, also in optimizers and lists. During forward and backward they are the
-    full parameters. Gradients are averaged over the ranks unless ``gradient_divide_factor`` is
-    given.
+    full parameters. Gradients are averaged over the ranks unless ``communication`` has a
+    ``gradient_divide_factor``.
 
     Args:
         model: any module; on the meta device it is initialised unit by unit.
@@ -67,12 +55,12 @@ def shard(
             if there is none. Without torch.distributed the world has one rank. A 2-D DeviceMesh is
             hybrid sharding: its first dimension are replicas, over the second the state is sharded;
             gradients are reduce-scattered in it and then all-reduced over the replicas, which may
-            share the optimizer's states (``replicas_share``).
+            share the optimizer's states (``Communication(replicas_share="optimizer")``).
         groups: ranks of parameters that not all ranks of ``group`` share, by a pattern of their
-            names: a :class:`Part`, or the mesh of one.
+            names: a :class:`ParameterMesh`, or the mesh of one.
         units: what is gathered together, see :func:`zerocore.model.units.choose_units`.
-        communication: when and how ranks communicate. Each option of :class:`Communication` is also
-            a keyword: ``prefetch=2`` stands for ``communication=Communication(prefetch=2)``.
+        communication: when and how ranks communicate, such as ``Communication(prefetch=2)``; see
+            :class:`Communication`.
         mixed_precision: layers compute in a narrow dtype over main weights in a wide one; see
             :class:`MixedPrecision`.
         offload: what leaves the device's memory for the host's; see :class:`Offload`.
@@ -93,14 +81,7 @@ def shard(
     """
 
     def make_config() -> ShardConfig:
-        options = options_of(
-            communication, Communication, prefetch=prefetch, accumulate=accumulate,
-            regather=regather, sync_buffers=sync_buffers,
-            overlap_reductions=overlap_reductions, replicas_share=replicas_share,
-            retain_last=retain_last, static_graph=static_graph,
-            gradient_divide_factor=gradient_divide_factor,
-            reductions_in_flight=reductions_in_flight, registered=registered,
-        )  # fmt: skip
+        options = Communication() if communication is None else communication
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 
     ranks = find_ranks(group, model, device)

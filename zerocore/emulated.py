@@ -20,10 +20,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zerocore._C import EmulatedGroup, LinkModel
+from zerocore.common.checks import check_int
 from zerocore.common.links import Link, find_link
 from zerocore.common.nodes import DEFAULT_NODE
-from zerocore.common.options import check_int
 from zerocore.common.quantities import parse_seconds
+
+__all__ = ["Emulation", "emulate", "link"]
 
 CPU = torch.device("cpu")
 
@@ -41,7 +43,7 @@ def link(
         bandwidth: a link as :func:`zerocore.plan` takes it: a preset's name
             (:data:`zerocore.common.links.PRESETS`), bytes per second that a rank sends and
             receives, as a number or text such as ``"450GB/s"``, ``"400Gbit/s"``, ``"inf"``, a
-            bandwidth and a latency as ``"450GB/s,12us"``, or a :class:`zerocore.Link`.
+            bandwidth and a latency as ``"450GB/s,12us"``, or a :class:`zerocore.planning.Link`.
         latency: seconds per call, or text such as ``"12us"``, instead of the link's own.
         sms: multiprocessors that a collective keeps busy on a GPU.
 

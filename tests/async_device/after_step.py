@@ -173,7 +173,7 @@ def clone(program: Program) -> Found:
 
     copied = zerocore.clone_sharded(program.model, make)
     program.step()
-    zerocore.copy_weights(program.model, copied)
+    zerocore.weights.copy_weights(program.model, copied)
     return outputs(program, copied) | zerocore.full_state_dict(copied, rank0_only=False)
 
 

@@ -124,7 +124,7 @@ def _with_meshes(options: dict[str, Any]) -> dict[str, Any]:
     names = options.get("other_mesh", ())
     if not names:
         return options
-    mesh = zerocore.Part(torch.distributed.new_group())
+    mesh = zerocore.ParameterMesh(torch.distributed.new_group())
     groups = {f"{name}.*": mesh for name in names}
     return {**{k: v for k, v in options.items() if k != "other_mesh"}, "groups": groups}
 
@@ -177,7 +177,10 @@ def options_of(stage: int, offloads: bool) -> list[dict[str, Any]]:
     if offloads:
         parts = [STATES] + [GRADIENTS] * (stage >= 2) + [PARAMETERS] * (stage == 3)
         return [{"stage": stage, "offload": offload} for offload in parts]
-    return [{"stage": stage, "prefetch": prefetch} for prefetch in ((0, 1) if stage else (1,))]
+    return [
+        {"stage": stage, "communication": zerocore.Communication(prefetch=prefetch)}
+        for prefetch in ((0, 1) if stage else (1,))
+    ]
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ Place = tuple[str, int]
 MIXED = zerocore.MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 CASES: list[dict[str, Any]] = [
     *({"stage": stage} for stage in range(4)),
-    {"stage": 3, "prefetch": 2},
+    {"stage": 3, "communication": zerocore.Communication(prefetch=2)},
     {"stage": 3, "mixed_precision": MIXED},
 ]
 

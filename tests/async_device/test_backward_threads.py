@@ -51,7 +51,7 @@ def train_host_blocks(on_device: bool) -> list[Any]:
     for stage in range(4):
         model = zerocore.shard(host_model(device), stage=stage, units=[HostBlock])
         results.append(torch.stack(train(model, cpu)).tolist())
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             train(model, cpu, steps=1)
         results.append([(event.op, event.unit) for event in events])
     return results

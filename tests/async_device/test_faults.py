@@ -28,7 +28,7 @@ def test_a_missing_wait_shows(stage: int, more: dict[str, Any]) -> None:
 
     The others are for bytes that this small model takes in no turn in which it would matter.
     """
-    options = {"stage": stage, "prefetch": 1, **more}
+    options = {"stage": stage, "communication": zerocore.Communication(prefetch=1), **more}
     ranks = run_ranks(try_waits, 2, 3, options, True, launch="torchrun", timeout=200)
     kinds = {(wait.waiter, wait.source) for wait, _ in ranks[0]}
     # That of the host is for a comparison, which finds nothing here.

@@ -160,7 +160,7 @@ def peak_nbytes(offloads: bool) -> int:
         loss_of(model, device, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    predicted = zerocore.predict_memory(model)
+    predicted = zerocore.planning.predict_memory(model)
     assert predicted == zerocore.memory_usage(model, optimizer)
     engine = state_of(model).engine
     assert (engine.host_memory is not None) == offloads

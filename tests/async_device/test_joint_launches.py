@@ -62,7 +62,7 @@ def train_adapted(
             extension.set_delays(stage, 0.3, 300)
             extension.synchronize()
             extension.begin_launches()
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             losses += train(model, device, steps=2)
         counted = Counter(event.op for event in events)
         launched: Counter[str] = Counter()
@@ -104,7 +104,9 @@ def test_a_unit_of_replicas_is_two_launches() -> None:
 
 
 def train_shared() -> list[tuple[list[float], Counter[str], Counter[str]]]:
-    return train_adapted(True, True, replicas_share="optimizer")
+    return train_adapted(
+        True, True, communication=zerocore.Communication(replicas_share="optimizer")
+    )
 
 
 def test_replicas_that_share_states_scatter_and_gather_behind_each_other() -> None:

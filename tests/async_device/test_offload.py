@@ -124,7 +124,11 @@ GRADIENTS_ON_HOST: dict[str, tuple[int, Offload, dict[str, Any]]] = {
     "both, clipped": (3, BOTH, {"make": clipped}),
     "all, every reduction": (3, ALL, {"syncs": (True, True), "changes": True}),
     "both, accumulate": (2, BOTH, {"syncs": TWICE, "make": clipped}),
-    "both, full sums": (3, BOTH, {"syncs": TWICE, "accumulate": "full"}),
+    "both, full sums": (
+        3,
+        BOTH,
+        {"syncs": TWICE, "communication": zerocore.Communication(accumulate="full")},
+    ),
     "both, bf16": (3, BOTH, {"mixed_precision": WIRED, "make": clipped, "syncs": TWICE}),
     "all, scaled": (3, ALL, {"scales": True}),
     "both, clipped by torch": (2, BOTH, {"clips": True}),
@@ -237,7 +241,7 @@ def check_memory() -> None:
             )
             optimizer = adamw(model.parameters())
             for step in range(3):
-                context = zerocore.record_events(model) if step == 2 else nullcontext([])
+                context = zerocore.reporting.record_events(model) if step == 2 else nullcontext([])
                 with context as events:
                     for index in range(micro_batches):
                         last = index == micro_batches - 1
@@ -246,14 +250,14 @@ def check_memory() -> None:
                     optimizer.step()
                 optimizer.zero_grad()
             what = f"stage {stage}, {offload}, {precision}, {micro_batches} micro-batches"
-            predicted = zerocore.predict_memory(model, micro_batches=micro_batches)
+            predicted = zerocore.planning.predict_memory(model, micro_batches=micro_batches)
             assert predicted == zerocore.memory_usage(model, optimizer), what
             assert predicted.gradients == 0 < predicted.host_gradients, what
             memory = state_of(model).engine.host_memory
             kept_on_device = predicted.host_optimizer == 0
             assert memory is not None and memory.nbytes == predicted.host, what
             assert kept_on_device == (offload.states == "device"), what
-            planned = zerocore.predict_events(model, micro_batches)
+            planned = zerocore.planning.predict_events(model, micro_batches)
             sent = [event for event in planned if event[0] == "to_host"]
             found = [(e.op, e.unit, e.nbytes) for e in events if e.op == "to_host"]
             assert sent == found != [], what
@@ -303,7 +307,7 @@ def steps_with_late_copies() -> list[tuple[float, int, int]]:
         loss.backward()
         torch.get_device_module(device).current_stream().synchronize()
         seconds = time.perf_counter() - begin
-        with zerocore.record_events(model) as events, torch.no_grad():
+        with zerocore.reporting.record_events(model) as events, torch.no_grad():
             optimizer.step()
             model(inputs)
             optimizer.synchronize()

@@ -65,7 +65,12 @@ def launches_of_a_step(overlap: bool) -> Step:
     """Those before: while a gather is held."""
     device, extension = start(on_device=True)
     model = make_model(device)
-    zerocore.shard(model, stage=3, units=[Block], overlap_reductions=overlap)
+    zerocore.shard(
+        model,
+        stage=3,
+        units=[Block],
+        communication=zerocore.Communication(overlap_reductions=overlap),
+    )
     losses = train(model, device, steps=2)
     gate = Gate(extension, model, waits=overlap)
     extension.synchronize()

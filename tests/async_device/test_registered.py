@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.async_device.test_joint_launches import Mesh
 from tests.async_device.test_weights import exported
 from tests.async_device.training import Block, make_model, start, train
 from tests.distributed.harness import run_ranks
+from zerocore import Communication
 
 MIXED = zerocore.MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 CASES: list[tuple[int, dict[str, Any]]] = [
@@ -28,12 +30,18 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (3, {"stage": 2, "mixed_precision": zerocore.MixedPrecision(wire_dtype=torch.bfloat16)}),
     (2, {"stage": 2, "offload": zerocore.Offload(states="cpu", gradients="cpu")}),
     (1, {"offload": zerocore.Offload(states="cpu", gradients="cpu", parameters="cpu")}),
-    (3, {"stage": 3, "prefetch": 2, "reductions_in_flight": 2}),
+    (3, {"stage": 3, "communication": Communication(prefetch=2, reductions_in_flight=2)}),
 ]
 
 
-def sharded(device: torch.device, **options: Any) -> nn.Module:
-    return zerocore.shard(make_model(device), units=[Block], overlap_reductions=False, **options)
+def sharded(
+    device: torch.device,
+    registered: bool,
+    communication: Communication | None = None,
+    **options: Any,
+) -> nn.Module:
+    own = replace(communication or Communication(), overlap_reductions=False, registered=registered)
+    return zerocore.shard(make_model(device), units=[Block], communication=own, **options)
 
 
 def trained(
@@ -44,7 +52,7 @@ def trained(
 
 def windows_of(count: int, case: dict[str, Any]) -> None:
     device, extension = start(on_device=True)
-    model = sharded(device, **case, registered=True)
+    model = sharded(device, True, **case)
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-2)
     losses = trained(model, device, optimizer, 2)
     made, windows, nbytes = extension.registrations()
@@ -62,7 +70,7 @@ def windows_of(count: int, case: dict[str, Any]) -> None:
     gc.collect()
     extension.synchronize()
     assert extension.registrations() == (made, 0, 0)
-    plain = sharded(device, **case)
+    plain = sharded(device, False, **case)
     optimizer = zerocore.optim.AdamW(plain.parameters(), lr=1e-2)
     expected = trained(plain, device, optimizer, 2) + trained(plain, device, optimizer, 18)
     assert torch.stack(losses).tolist() == torch.stack(expected).tolist()
@@ -82,7 +90,7 @@ def parks() -> None:
     device, extension = start(on_device=True)
     losses = []
     for registered in (True, False):
-        model = sharded(device, registered=registered)
+        model = sharded(device, registered)
         optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-2)
         losses.append(trained(model, device, optimizer, 2))
         for turn in range(1, 4):
@@ -108,7 +116,9 @@ def parks() -> None:
 def two_communicators() -> None:
     """Memory is registered with the one of gathers."""
     device, extension = start(on_device=True)
-    model = zerocore.shard(make_model(device), units=[Block], registered=True)
+    model = zerocore.shard(
+        make_model(device), units=[Block], communication=Communication(registered=True)
+    )
     train(model, device, steps=2)
     extension.begin_launches()
     train(model, device, steps=2)
@@ -123,7 +133,7 @@ def replicas() -> None:
     mesh = Mesh(f"cpu:gloo,{DEVICE}:{DEVICE}")
     losses = []
     for registered in (True, False):
-        model = sharded(device, registered=registered, group=mesh)
+        model = sharded(device, registered, group=mesh)
         losses.append(train(model, device, steps=2))
         extension.begin_launches()
         losses[-1] += train(model, device, steps=2)
@@ -138,7 +148,7 @@ def replicas() -> None:
 def changes() -> None:
     """Steps of several kinds: the arena is another one, never a second one."""
     device, extension = start(on_device=True)
-    model = sharded(device, accumulate="full", registered=True)
+    model = sharded(device, True, Communication(accumulate="full"))
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(6):
         x = torch.ones(4, 32, device=device)
@@ -161,7 +171,7 @@ def is_refused() -> None:
     device, extension = start(on_device=True)
     extension.refuse_registration("no window is left")
     with pytest.raises(RuntimeError, match=r"registered=True: asyncdev .* no window is left"):
-        sharded(device, registered=True)
+        sharded(device, True)
 
 
 @pytest.mark.parametrize("check", [parks, two_communicators, replicas, changes, is_refused])

@@ -64,7 +64,12 @@ class Streams:
 
 def train_on_streams(device: torch.device, stage: int, prefetch: int) -> list[float]:
     """Losses of steps of two micro-batches whose forwards, backwards and updates take turns."""
-    model = zerocore.shard(make_model(device), stage=stage, units=[Block], prefetch=prefetch)
+    model = zerocore.shard(
+        make_model(device),
+        stage=stage,
+        units=[Block],
+        communication=zerocore.Communication(prefetch=prefetch),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs = torch.linspace(-1, 1, 8 * WIDTH, device=device).view(2, 4, WIDTH)
     inputs = inputs * (1 + dist.get_rank())

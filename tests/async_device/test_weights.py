@@ -83,7 +83,7 @@ def count() -> None:
     device, extension = start(True)
     model = make("3", device)
     model(torch.ones(4, WIDTH, device=device)).sum().backward()
-    info = zerocore.export_info(model, dtype=torch.bfloat16)
+    info = zerocore.weights.export_info(model, dtype=torch.bfloat16)
     unit = state_of(model).engine.layout(0).nbytes
     for max_bytes in (1, unit // 3, unit, 2 * unit):
         extension.synchronize()

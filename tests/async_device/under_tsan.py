@@ -24,7 +24,7 @@ def train_stages() -> None:
     for stage in range(4):
         model = zerocore.shard(make_model(device), stage=stage, units=[Block])
         train(model, device, steps=2)
-        with zerocore.record_events(model):
+        with zerocore.reporting.record_events(model):
             losses = train(model, device, steps=2)
         assert all(loss.isfinite() for loss in losses)
         zerocore.report(model)

@@ -64,13 +64,18 @@ def test_plan_prints_a_table(config: str) -> None:
 
 def test_plan_prints_what_print_does(config: str) -> None:
     result = run("plan", "--hf-config", config, "--gpus", "2", "--seq-len", "16")
-    assert result.stdout == f"{zerocore.plan(config, 2, seq_len=16)}\n"
+    assert result.stdout == f"{zerocore.plan(config, 2, workload=zerocore.Workload(seq_len=16))}\n"
 
 
 def test_plan_prints_json_that_is_the_plan(config: str) -> None:
     options = ["--gpus", "8", "--micro-batch", "2", "--seq-len", "16", "--link", "eth100"]
     found = run_json("plan", "--hf-config", config, *options)
-    plan = zerocore.plan(config, 8, micro_batch=2, seq_len=16, links=["eth100"])
+    plan = zerocore.plan(
+        config,
+        8,
+        workload=zerocore.Workload(micro_batch=2, seq_len=16),
+        machine=zerocore.Machine(links=["eth100"]),
+    )
     assert found == json.loads(json.dumps(plan.to_dict()))
     assert [stage["fits"] for stage in found["stages"]] == [True] * 4
     assert found["stages"][3]["timings"][0]["link"] == "eth100"
@@ -81,7 +86,11 @@ def test_plan_of_replicas_prints_json_that_is_the_plan(config: str) -> None:
     options += ["--link", "nvlink4", "--replica-link", "ib400"]
     found = run_json("plan", "--hf-config", config, *options)
     plan = zerocore.plan(
-        config, 16, num_replicas=2, seq_len=16, links="nvlink4", replica_link="ib400"
+        config,
+        16,
+        num_replicas=2,
+        workload=zerocore.Workload(seq_len=16),
+        machine=zerocore.Machine(links="nvlink4", replica_link="ib400"),
     )
     assert found == json.loads(json.dumps(plan.to_dict()))
     assert found["setting"]["num_replicas"] == 2
@@ -93,7 +102,12 @@ def test_plan_of_replicas_prints_json_that_is_the_plan(config: str) -> None:
 def test_plan_on_a_named_machine(config: str) -> None:
     options = ["--gpus", "16", "--machine", "8xA100-ib200", "--seq-len", "16", "--compiled"]
     found = run_json("plan", "--hf-config", config, *options)
-    plan = zerocore.plan(config, 16, machine="8xA100-ib200", seq_len=16, compiled=True)
+    plan = zerocore.plan(
+        config,
+        16,
+        machine=zerocore.Machine("8xA100-ib200"),
+        workload=zerocore.Workload(seq_len=16, compiled=True),
+    )
     assert found == json.loads(json.dumps(plan.to_dict()))
     timing = found["stages"][3]["timings"][0]
     assert timing["tokens_per_s"] == 16 / timing["step_s"]
@@ -270,7 +284,9 @@ def test_presets_have_the_published_sizes(preset: str) -> None:
 def test_activations_of_presets_are_measured(preset: str) -> None:
     values = json.loads((ROOT / "zerocore" / "planning" / "presets" / f"{preset}.json").read_text())
     depth = "n_layer" if "n_layer" in values else "num_hidden_layers"
-    plan = zerocore.plan({**values, depth: 2}, 64, dtype=torch.bfloat16, seq_len=256)
+    plan = zerocore.plan(
+        {**values, depth: 2}, 64, dtype=torch.bfloat16, workload=zerocore.Workload(seq_len=256)
+    )
     assert plan.note == ""
     assert plan.checkpointed.saved_nbytes < plan.activations.saved_nbytes
 

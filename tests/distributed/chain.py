@@ -23,9 +23,9 @@ class Chain(nn.Module):
         return x
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[zerocore.Event]:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[zerocore.reporting.Event]:
     """One step; what forward and backward did."""
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         model(torch.randn(3, WIDTH)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -166,13 +166,13 @@ def assert_follows_plan(
     optimizer: torch.optim.Optimizer,
     own_loss: Callable[[int], Tensor],
     since: int = 2,
-) -> list[zerocore.Event]:
+) -> list[zerocore.reporting.Event]:
     """Of three steps those from ``since`` on are as planned; returns the events of the last.
 
     ``own_loss``: of this rank in a step.
     """
     for number in range(3):
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             own_loss(number).backward()
         optimizer.step()
         optimizer.zero_grad()

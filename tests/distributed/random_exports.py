@@ -183,7 +183,7 @@ def fused(full: dict[str, Tensor], rng: random.Random) -> Any:
         if "k_proj.weight" in name and "lora" not in name:
             parts = [full[name.replace("k_proj", p)] for p in FUSED["qkv"]]
             whole[name.replace("k_proj", "qkv")] = torch.cat(parts)
-    return zerocore.fused(FUSED), whole
+    return zerocore.weights.fused(FUSED), whole
 
 
 def pairs(full: dict[str, Tensor], rng: random.Random) -> Any:

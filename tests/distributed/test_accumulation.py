@@ -16,7 +16,9 @@ def accumulate_steps(stage: int, mode: str, sync_every: bool) -> None:
     """Every other model; any two of model, stage, mode and reductions meet."""
     for name in CASES[(stage + (mode == "full") + sync_every) % 2 :: 2]:
         case = case_named(name)
-        model = zerocore.shard(case.seeded_build(), stage=stage, accumulate=mode)
+        model = zerocore.shard(
+            case.seeded_build(), stage=stage, communication=zerocore.Communication(accumulate=mode)
+        )
         for step in range(2):  # the second one finds everything warm
             accumulate(model, case, step, sync_every)
             assert_gradients(model, case, step)
@@ -33,7 +35,9 @@ def test_gradients(stage: int, mode: str, sync_every: bool) -> None:
 def accumulate_over_steps(stage: int, mode: str) -> None:
     """Not zeroing the gradients adds up steps."""
     case = case_named("plain")
-    model = zerocore.shard(case.seeded_build(), stage=stage, accumulate=mode)
+    model = zerocore.shard(
+        case.seeded_build(), stage=stage, communication=zerocore.Communication(accumulate=mode)
+    )
     accumulate(model, case, 0)
     accumulate(model, case, 0)
     for parameter in model.parameters():
@@ -50,19 +54,21 @@ def test_gradients_add_up_until_zeroed(stage: int, mode: str) -> None:
 def count_reductions(stage: int, mode: str) -> tuple[int, int, int]:
     """Reductions under no_sync, in the backward outside of it, and the number of units."""
     case = case_named("plain")
-    model = zerocore.shard(case.seeded_build(), stage=stage, accumulate=mode)
+    model = zerocore.shard(
+        case.seeded_build(), stage=stage, communication=zerocore.Communication(accumulate=mode)
+    )
     accumulate(model, case, 0)
     model.zero_grad()
     losses = iter(micro_losses(model, case, 1, 0))
-    with zerocore.record_events(model) as held, zerocore.no_sync(model):
+    with zerocore.reporting.record_events(model) as held, zerocore.no_sync(model):
         next(losses).backward()
-    with zerocore.record_events(model) as synced:
+    with zerocore.reporting.record_events(model) as synced:
         next(losses).backward()
-    predicted = sum(op in REDUCTIONS for op, _, _ in zerocore.predict_events(model))
+    predicted = sum(op in REDUCTIONS for op, _, _ in zerocore.planning.predict_events(model))
     return _reductions(held), _reductions(synced), predicted
 
 
-def _reductions(events: list[zerocore.Event]) -> int:
+def _reductions(events: list[zerocore.reporting.Event]) -> int:
     return sum(event.op in REDUCTIONS for event in events)
 
 

@@ -46,7 +46,9 @@ def accumulate(model: Any, way: Any) -> None:
 
 def accumulate_as_ddp(stage: int, way: str) -> None:
     ddp = DistributedDataParallel(net())
-    model: Any = zerocore.shard(net(), stage=stage, accumulate="full")
+    model: Any = zerocore.shard(
+        net(), stage=stage, communication=zerocore.Communication(accumulate="full")
+    )
     for _ in range(2):
         for each in (ddp, model):
             assert each.require_backward_grad_sync is True
@@ -54,7 +56,7 @@ def accumulate_as_ddp(stage: int, way: str) -> None:
             accumulate(each, WAYS[way])
         for param, right in zip(model.parameters(), ddp.parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), right.grad)
-    with zerocore.record_events(model) as held, WAYS[way](model):
+    with zerocore.reporting.record_events(model) as held, WAYS[way](model):
         model(sample(0)).sum().backward()
         assert model.require_backward_grad_sync is False
     assert not any(event.op in REDUCTIONS for event in held)

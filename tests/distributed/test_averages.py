@@ -125,11 +125,11 @@ def clone(options: dict[str, Any], freezes: bool) -> None:
     optimizer.step()
     with torch.no_grad():
         assert torch.equal(before, case.loss(copied, batch))  # it has stayed
-    zerocore.copy_weights(model, copied)
+    zerocore.weights.copy_weights(model, copied)
     assert_same(exported(copied), exported(model))
     if not freezes:
         with pytest.raises(ValueError, match="other parameters"):
-            zerocore.copy_weights(zerocore.shard(nn.Linear(3, 3)), copied)
+            zerocore.weights.copy_weights(zerocore.shard(nn.Linear(3, 3)), copied)
         with pytest.raises(TypeError, match="pass make="):
             zerocore.clone_sharded(model)
 
@@ -141,7 +141,7 @@ def copy_to_another_arrangement() -> None:
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicas", "shards"))
         torch.manual_seed(len(pair))
         pair[name] = zerocore.shard(nn.Linear(6, 6), group=mesh)
-    zerocore.copy_weights(pair["rows"], pair["columns"])
+    zerocore.weights.copy_weights(pair["rows"], pair["columns"])
     assert_same(exported(pair["columns"]), exported(pair["rows"]))
 
 

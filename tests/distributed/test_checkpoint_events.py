@@ -123,7 +123,7 @@ def collectives_of_a_step(model: nn.Module) -> Collectives:
     for step in range(3):
         x = torch.randn(3, WIDTH, requires_grad=True)
         torch.manual_seed(step)
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             model(x).square().mean().backward()
         torch.manual_seed(step)
         plain(x).square().mean().backward()
@@ -180,7 +180,7 @@ def checkpoint_huggingface(name: str) -> None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
         for step in range(2):
             batch = case.seeded_batch(step, dist.get_rank(), 2)
-            with zerocore.record_events(model) as events:
+            with zerocore.reporting.record_events(model) as events:
                 case.loss(model, batch).backward()
             model.zero_grad()
         recorded.append([(e.op, e.unit, e.nbytes) for e in events])

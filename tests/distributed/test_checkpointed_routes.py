@@ -39,7 +39,9 @@ def wrap(system: str, model: nn.Module, stage: int) -> nn.Module:
         return DistributedDataParallel(model, find_unused_parameters=True)
     if system == "fsdp2":
         return fully_shard(model)
-    return zerocore.shard(model, stage=stage, units=["shared"], prefetch=0)
+    return zerocore.shard(
+        model, stage=stage, units=["shared"], communication=zerocore.Communication(prefetch=0)
+    )
 
 
 def evaluate_by_other_ways(system: str, stage: int) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def name_it(stage: int) -> list[tuple[str, str | None, int | None]]:
         before = local_gradients(model)
         for norm_type in (1.0, 2.0, math.inf):
             clip = partial(zerocore.clip_grad_norm_, model, 1.0, norm_type, error_if_nonfinite=True)
-            with pytest.raises(zerocore.NonFiniteGradError) as caught:
+            with pytest.raises(zerocore.optim.NonFiniteGradError) as caught:
                 clip()
             error = caught.value
             assert (error.fqn, error.rank) == (name, rank if stage > 0 else None)
@@ -106,7 +106,7 @@ def count_and_skip(stage: int) -> None:
         try:
             clip()
             optimizer.step()
-        except zerocore.NonFiniteGradError:
+        except zerocore.optim.NonFiniteGradError:
             optimizer.zero_grad()
 
     assert count_collectives(step) == one_number * 2
@@ -129,13 +129,13 @@ def overflow(stage: int) -> None:
         assert param.grad is not None
         param.grad.fill_(1e30)
     clip = partial(zerocore.clip_grad_norm_, error_if_nonfinite=True)
-    with pytest.raises(zerocore.NonFiniteGradError, match="every value is finite") as caught:
+    with pytest.raises(zerocore.optim.NonFiniteGradError, match="every value is finite") as caught:
         clip(model, 1.0)
     assert (caught.value.norm, caught.value.fqn) == (math.inf, None)
     assert clip(model, 1.0, math.inf).item() == pytest.approx(1e30)
     foreign = nn.Parameter(torch.zeros(2))
     foreign.grad = torch.tensor([1.0, math.nan])
-    with pytest.raises(zerocore.NonFiniteGradError, match=r"parameters\[2\] \(not sharded\)"):
+    with pytest.raises(zerocore.optim.NonFiniteGradError, match=r"parameters\[2\] \(not sharded\)"):
         clip([*model.parameters(), foreign], 1.0)
 
 

@@ -38,7 +38,12 @@ def train(stage: int, parts: int) -> None:
     torch.manual_seed(0)
     truth = example.Model()
     group = mesh["dp", "cp"]._flatten("dp_cp")
-    zerocore.shard(model, stage=stage, group=group, gradient_divide_factor=1)
+    zerocore.shard(
+        model,
+        stage=stage,
+        group=group,
+        communication=zerocore.Communication(gradient_divide_factor=1),
+    )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, truth)]
     text = torch.arange(2000) % 251
     replica, part = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
@@ -97,4 +102,4 @@ def test_what_is_said_of_names() -> None:
 
 
 def factor_given() -> list[str]:
-    return said_of(("dp_cp",), (2,), gradient_divide_factor=1)
+    return said_of(("dp_cp",), (2,), communication=zerocore.Communication(gradient_divide_factor=1))

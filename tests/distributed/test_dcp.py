@@ -197,7 +197,9 @@ def make_no_step() -> None:
             for key, state in states["state"].items():
                 assert key != "frozen"
                 for value in state.values():  # type: ignore[union-attr]
-                    local = value.local() if isinstance(value, zerocore.LocalShard) else value
+                    local = (
+                        value.local() if isinstance(value, zerocore.tensor.LocalShard) else value
+                    )
                     assert not local.any(), (name, key)
             after = zerocore.full_state_dict(model, rank0_only=False)
             assert all(torch.equal(after[key], value) for key, value in before.items())

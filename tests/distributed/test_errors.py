@@ -46,8 +46,8 @@ def give_bad_options() -> None:
         ({"stage": 4}, "stage.*4"),
         ({"stage": -1}, "stage.*-1"),
         ({"stage": "3"}, "stage"),
-        ({"prefetch": -1}, "prefetch.*-1"),
-        ({"accumulate": "some"}, "accumulate.*some"),
+        ({"prefetch": 1}, "unexpected keyword argument 'prefetch'"),
+        ({"communication": 1}, "communication must be a zerocore.Communication, got 1"),
         ({"units": 3}, "units must be a list"),
         ({"units": [3]}, "units: expected classes"),
     ):

@@ -90,12 +90,12 @@ def collect(stage: int, accumulate: str, name: str) -> Moved:
     model: Any = zerocore.shard(
         nn.Sequential(Block(), Block()).to(dtype),
         stage=stage,
-        accumulate=accumulate,
+        communication=zerocore.Communication(accumulate=accumulate),
         mixed_precision=POLICIES[name],
     )
     optimizer = zerocore.optim.AdamW(model.parameters())
     for _ in range(3):  # the first two learn the order, and make a change to be gathered
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             with zerocore.no_sync(model):
                 model(torch.randn(4, WIDTH, dtype=dtype)).square().sum().backward()
             model(torch.randn(4, WIDTH, dtype=dtype)).square().sum().backward()

@@ -55,7 +55,7 @@ def test_exact_collectives(stage: int, world_size: int) -> None:
 
 
 def compare_with_plan(stage: int, prefetch: int) -> None:
-    model, optimizer = make(stage, prefetch=prefetch)
+    model, optimizer = make(stage, communication=zerocore.Communication(prefetch=prefetch))
     allocations = 0
     for number in range(4):
         events = step(model, optimizer)
@@ -66,7 +66,7 @@ def compare_with_plan(stage: int, prefetch: int) -> None:
         if number >= 1:  # in the first step stages 1 and 2 need no gather
             actual = [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events]
             assert actual == planned_events(model)
-    assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
+    assert zerocore.memory_usage(model, optimizer) == zerocore.planning.predict_memory(model)
     if stage == 3:
         transient = [e.pool_nbytes for e in events if e.op == "unshard"]
         buckets = 2 if dist.get_world_size() > 1 else 0  # a reduction and what gloo receives
@@ -91,10 +91,13 @@ def accumulate_as_planned(stage: int, shape: tuple[int, int]) -> None:
     for mixed in (None, MIXED, NARROW):
         for accumulate in ("sharded", "full"):
             model, optimizer = make(
-                stage, accumulate=accumulate, mixed_precision=mixed, group=group
+                stage,
+                communication=zerocore.Communication(accumulate=accumulate),
+                mixed_precision=mixed,
+                group=group,
             )
             for number in range(4):
-                with zerocore.record_events(model) as events:
+                with zerocore.reporting.record_events(model) as events:
                     for index in range(3):
                         with nullcontext() if index == 2 else zerocore.no_sync(model):
                             model(torch.randn(3, WIDTH)).sum().backward()
@@ -103,7 +106,7 @@ def accumulate_as_planned(stage: int, shape: tuple[int, int]) -> None:
                 if number > 0:
                     actual = [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events]
                     assert actual == planned_events(model, micro_batches=3), (mixed, accumulate)
-            predicted = zerocore.predict_memory(model, micro_batches=3)
+            predicted = zerocore.planning.predict_memory(model, micro_batches=3)
             assert zerocore.memory_usage(model, optimizer) == predicted
 
 
@@ -123,7 +126,7 @@ def test_accumulation_is_as_planned_where_collectives_sum(
 
 
 def count_unsharded(prefetch: int) -> int:
-    model, optimizer = make(3, prefetch=prefetch)
+    model, optimizer = make(3, communication=zerocore.Communication(prefetch=prefetch))
     step(model, optimizer)
     held = highest = 0
     for event in step(model, optimizer):

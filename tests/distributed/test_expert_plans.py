@@ -27,7 +27,10 @@ def compare_plan(stage: int, layout: str) -> None:
     model = sharded(*LAYOUTS[layout], stage)
     optimizer = torch.optim.AdamW(model.parameters())
     assert_follows_plan(model, optimizer, partial(loss_of, model, [dist.get_rank()]))
-    assert zerocore.predict_memory(model).total == zerocore.memory_usage(model, optimizer).total
+    assert (
+        zerocore.planning.predict_memory(model).total
+        == zerocore.memory_usage(model, optimizer).total
+    )
 
 
 def compare_early_plan(stage: int, layout: str) -> None:
@@ -36,11 +39,13 @@ def compare_early_plan(stage: int, layout: str) -> None:
     It is one of NCCL, so it is asked for gloo's methods, by which stage 0 is padded.
     """
     model, ((num_ranks, num_parts), _) = sharded(*LAYOUTS[layout], stage), LAYOUTS[layout]
-    groups = {PATTERN: zerocore.Part(num_ranks, of=num_parts)}
+    groups = {PATTERN: zerocore.ParameterMesh(num_ranks, of=num_parts)}
     division = Setting.division
     with mock.patch.object(Setting, "division", lambda *of: replace(division(*of), backend="gloo")):
-        early = zerocore.plan(whole_model(), 4, groups=groups, rank=dist.get_rank()).stages[stage]
-    late = zerocore.predict_memory(model)
+        early = zerocore.plan(
+            whole_model(), 4, groups=groups, workload=zerocore.Workload(rank=dist.get_rank())
+        ).stages[stage]
+    late = zerocore.planning.predict_memory(model)
     for name in ("parameters", "gradients", "optimizer"):
         assert getattr(early, name) == getattr(late, name), name
     sent = {True: 0.0, False: 0.0}
@@ -64,10 +69,13 @@ def test_the_plan_is_what_happens(stage: int, layout: str) -> None:
 
 
 MISTAKES = {
-    "numbers": ({PATTERN: zerocore.Part(2, of=3)}, "3 parts on 2 ranks each are not the 4 ranks"),
-    "count": ({PATTERN: zerocore.Part(0, of=4)}, "mesh"),
+    "numbers": (
+        {PATTERN: zerocore.ParameterMesh(2, of=3)},
+        "3 parts on 2 ranks each are not the 4 ranks",
+    ),
+    "count": ({PATTERN: zerocore.ParameterMesh(0, of=4)}, "mesh"),
     "kind": ({PATTERN: 2}, "expected numbers of ranks"),
-    "pattern": ({"*.nothing.*": zerocore.Part(2, of=2)}, "matches no parameter"),
+    "pattern": ({"*.nothing.*": zerocore.ParameterMesh(2, of=2)}, "matches no parameter"),
     "dict": ([PATTERN], "expected a dict"),
 }
 

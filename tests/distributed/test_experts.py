@@ -54,7 +54,7 @@ def sharded(
     model = spread_model(mesh.get_group("ep"), list(bounds))
     if as_dtensors:
         experts_as_dtensors(model, mesh["ep"])
-    part = zerocore.Part(mesh["edp"], of=mesh["ep"])
+    part = zerocore.ParameterMesh(mesh["edp"], of=mesh["ep"])
     return zerocore.shard(model, stage=stage, groups={PATTERN: part}, **options)
 
 
@@ -94,7 +94,13 @@ def train(
 def train_all_ways(stage: int, layout: str) -> None:
     train(stage, layout, zerocore.clip_grad_norm_, 1)
     train(stage, layout, nn.utils.clip_grad_norm_, 2)
-    train(stage, layout, zerocore.clip_grad_norm_, 2, accumulate="full", prefetch=2)
+    train(
+        stage,
+        layout,
+        zerocore.clip_grad_norm_,
+        2,
+        communication=zerocore.Communication(accumulate="full", prefetch=2),
+    )
     in_order = zerocore.MixedPrecision(wire_dtype=torch.float32)
     train(stage, layout, zerocore.clip_grad_norm_, 2, mixed_precision=in_order)
 
@@ -183,7 +189,7 @@ def train_in_nodes(stage: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicas", "edp", "ep"))
     model, truth = spread_model(mesh.get_group("ep"), EVEN), whole_model()
     dense = DeviceMesh("cpu", torch.arange(8).view(2, 4), mesh_dim_names=("replicas", "shards"))
-    part = zerocore.Part(mesh["replicas", "edp"], of=mesh["ep"])
+    part = zerocore.ParameterMesh(mesh["replicas", "edp"], of=mesh["ep"])
     zerocore.shard(model, stage=stage, group=dense, groups={PATTERN: part})
     loss_of(model, [dist.get_rank()], 0).backward()
     loss_of(truth, range(8), 0).backward()
@@ -267,7 +273,7 @@ def skip_a_block(stage: int) -> None:
     model = spread_model(mesh.get_group("ep"), EVEN)
     for block in model.blocks:
         block.group = None  # the tokens of each rank stay with its own experts
-    part = zerocore.Part(mesh["edp"], of=mesh["ep"])
+    part = zerocore.ParameterMesh(mesh["edp"], of=mesh["ep"])
     zerocore.shard(model, stage=stage, groups={PATTERN: part})
     whole = model.blocks[0].forward
     model.blocks[0].forward = lambda tokens: tokens if rank >= 2 else whole(tokens)
@@ -329,7 +335,9 @@ def refuse(kind: str) -> str:
         alone = dist.new_subgroups(1)[0]
         names: dict[str, Any] = {"edp": mesh["edp"], "ep": mesh["ep"], "pair": alone}
         given = {
-            pattern: names[of] if isinstance(of, str) else zerocore.Part(*(names[n] for n in of))
+            pattern: names[of]
+            if isinstance(of, str)
+            else zerocore.ParameterMesh(*(names[n] for n in of))
             for pattern, of in given.items()
         }
     with pytest.raises((ValueError, TypeError)) as caught:
@@ -355,7 +363,7 @@ def refuse_other_shapes() -> None:
     mesh = mesh_of((2, 2))
     model = spread_model(mesh.get_group("ep"), EVEN if dist.get_rank() < 2 else UNEVEN)
     with pytest.raises(ValueError, match="the ranks shard different models"):
-        zerocore.shard(model, groups={PATTERN: zerocore.Part(mesh["edp"], of=mesh["ep"])})
+        zerocore.shard(model, groups={PATTERN: zerocore.ParameterMesh(mesh["edp"], of=mesh["ep"])})
 
 
 def refuse_ties() -> None:
@@ -364,7 +372,7 @@ def refuse_ties() -> None:
     model.blocks[0].router.weight = nn.Parameter(model.blocks[0].experts.bias.detach()[:, :6])
     model.blocks[0].experts.extra = model.blocks[0].router.weight
     with pytest.raises(ValueError, match="is on several meshes"):
-        zerocore.shard(model, groups={PATTERN: zerocore.Part(mesh["edp"], of=mesh["ep"])})
+        zerocore.shard(model, groups={PATTERN: zerocore.ParameterMesh(mesh["edp"], of=mesh["ep"])})
 
 
 def test_ranks_and_shapes_are_compared() -> None:

@@ -56,7 +56,7 @@ def compare(case_name: str) -> None:
         model = trained(case_name, stage=stage)
         expected = zerocore.full_state_dict(model, rank0_only=False)
         missing = {id(value) for value in expected.values()}
-        info = zerocore.export_info(model)
+        info = zerocore.weights.export_info(model)
         for size in SIZES:
             found = exported(model, max_bytes=size)
             assert_same(found, expected)
@@ -93,7 +93,7 @@ def compare_options(options: dict[str, Any], dtype: torch.dtype | None) -> None:
         ({"stage": 3, "offload": ALL}, None),
         ({"stage": 3, "offload": ALL, "mixed_precision": BF16}, torch.bfloat16),
         ({"stage": 3, "offload": ALL_ON_DISK}, None),
-        ({"stage": 3, "regather": 1}, None),
+        ({"stage": 3, "communication": zerocore.Communication(regather=1)}, None),
     ],
     ids=str,
 )
@@ -103,7 +103,12 @@ def test_options(options: dict[str, Any], dtype: torch.dtype | None) -> None:
 
 def compare_hybrid(replicas_share: str | None) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    model = trained("plain", stage=3, group=mesh, replicas_share=replicas_share)
+    model = trained(
+        "plain",
+        stage=3,
+        group=mesh,
+        communication=zerocore.Communication(replicas_share=replicas_share),
+    )
     expected = zerocore.full_state_dict(model, rank0_only=False)
     assert_same(exported(model), expected)
     wanted = "blocks.0.linear.bias"  # a small part: an all-reduce
@@ -129,7 +134,7 @@ def measure() -> None:
     model = zerocore.shard(Stack(), stage=3, units=["Linear"])
     state = state_of(model)
     model(torch.ones(1, 64)).sum().backward()
-    info = zerocore.export_info(model)
+    info = zerocore.weights.export_info(model)
     unit = state.engine.layout(0).nbytes
     for max_bytes in (1, 10_000, unit, 2 * unit + 7, 10 * unit):
         peaks = []
@@ -145,7 +150,7 @@ def measure() -> None:
         assert gathers == list(range(5))  # one collective a unit
         assert (max(peaks) > unit) == (max_bytes >= unit)  # the next one was on its way
         assert state.engine.pool_stats.in_use_nbytes == 0
-    halves = zerocore.export_info(model, dtype=torch.bfloat16)
+    halves = zerocore.weights.export_info(model, dtype=torch.bfloat16)
     assert halves.nbytes == info.nbytes // 2
     state.engine.forget_recent_peak()
     held = [b.nbytes for b in zerocore.export(model, info=halves, max_bytes=unit)]
@@ -224,14 +229,16 @@ def make_mistakes() -> None:
     with pytest.raises(ValueError, match="no active LoRA"):
         zerocore.export(model, merge="lora")
     with pytest.raises(ValueError, match=r"'0.bias' and '1.bias' both become 'all'"):
-        zerocore.export_info(model, names=lambda n: ("all", int(n[0])) if "bias" in n else n)
+        zerocore.weights.export_info(
+            model, names=lambda n: ("all", int(n[0])) if "bias" in n else n
+        )
     with pytest.raises(ValueError, match="numbered from 0"):
-        zerocore.export_info(model, names=lambda name: (name, 1))
+        zerocore.weights.export_info(model, names=lambda name: (name, 1))
     with pytest.raises(ValueError, match="not sharded"):
         zerocore.export(Stack())
     with pytest.raises(ValueError, match="max_bytes"):
         zerocore.export(model, max_bytes="many")
-    info = zerocore.export_info(model)
+    info = zerocore.weights.export_info(model)
     assert len(exported(model, info=info)) == 10
     with pytest.raises(ValueError, match="to must be"):  # on each rank, also where all agreed
         zerocore.export(model, info=info, to=2)
@@ -260,7 +267,9 @@ def fuse() -> None:
     model = nn.ModuleDict({"attn": Attention(), "other": nn.Linear(8, 8)})
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     zerocore.shard(model, stage=3, units=[Attention])
-    names = zerocore.fused({"qkv_proj": ("q_proj", "k_proj", "v_proj")}, lambda n: f"model.{n}")
+    names = zerocore.weights.fused(
+        {"qkv_proj": ("q_proj", "k_proj", "v_proj")}, lambda n: f"model.{n}"
+    )
     found = exported(model, names=names, max_bytes=100)
     for kind in ("weight", "bias"):
         parts = [expected[f"attn.{part}_proj.{kind}"] for part in "qkv"]
@@ -341,7 +350,7 @@ def test_modules_that_adapters_train() -> None:
 
 def repeat() -> None:
     model = zerocore.shard(Stack(8, 3), stage=3, units=["Linear"])
-    info = zerocore.export_info(model)
+    info = zerocore.weights.export_info(model)
     counts = []
     for number in range(500):
         for bucket in zerocore.export(model, info=info, max_bytes=300):
@@ -379,7 +388,7 @@ def join_shards() -> None:
         expected = zerocore.full_state_dict(model, rank0_only=False)
         own = [
             (each.name, each.global_shape, each.strides, each.shard_range, each.tensor.clone())
-            for each in zerocore.shards(model)
+            for each in zerocore.weights.shards(model)
         ]
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)

@@ -70,8 +70,12 @@ def mixed_options() -> None:
         {"mixed_precision": mixed(wire_dtype=torch.float32)},
         {"mixed_precision": mixed(torch.bfloat16, wire_dtype=torch.bfloat16)},
         {"mixed_precision": mixed(gather_dtype=torch.int8)},
-        {"accumulate": "full"},
-        {"regather": 2 if dist.get_world_size() == 4 else None},
+        {"communication": zerocore.Communication(accumulate="full")},
+        {
+            "communication": zerocore.Communication(
+                regather=2 if dist.get_world_size() == 4 else None
+            )
+        },
     ):
         ours: Any = zerocore.shard(copy.deepcopy(model), stage=3, **options)
         losses = steps(ours, zerocore.optim.AdamW(ours.parameters(), lr=1e-2))
@@ -96,7 +100,7 @@ def report_and_faces() -> None:
     with refused, zerocore.unsharded(model, write_back=True):
         pass
     with pytest.raises(NotImplementedError, match=r"qkv\.weight.*gathers itself.*exports"):
-        zerocore.export_info(model)
+        zerocore.weights.export_info(model)
     weight.data = torch.ones(13, 10)  # a call of a part asks anew
     x = torch.randn(2, 10)
     torch.testing.assert_close(
@@ -239,10 +243,13 @@ def adapters() -> None:
 
 def check_plan_of(model: Any, x: Tensor) -> None:
     model(x).sum().backward()
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         model(x).sum().backward()
     moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
-    assert moved == list(zerocore.predict_events(model)), (moved, zerocore.predict_events(model))
+    assert moved == list(zerocore.planning.predict_events(model)), (
+        moved,
+        zerocore.planning.predict_events(model),
+    )
 
 
 @pytest.mark.nightly

@@ -58,7 +58,7 @@ def tokens(step: int, rank: int) -> dict[str, Tensor]:
 
 def train_both(
     model: nn.Module, plain: nn.Module, loss: Callable[[nn.Module, int, int], Tensor]
-) -> tuple[torch.optim.Optimizer, list[zerocore.Event]]:
+) -> tuple[torch.optim.Optimizer, list[zerocore.reporting.Event]]:
     """Trains `model` on the ranks and `plain` alone, alike; events are those of the last step."""
     optimizer = adamw(p for p in model.parameters() if p.requires_grad)
     trained = [p for p in plain.parameters() if p.requires_grad]
@@ -66,7 +66,7 @@ def train_both(
     for step in range(NUM_STEPS):
         for each in (optimizer, plain_optimizer):
             each.zero_grad()
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             loss(model, step, dist.get_rank()).backward()
         for rank in range(dist.get_world_size()):
             loss(plain, step, rank).backward()
@@ -85,7 +85,7 @@ def language_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return loss
 
 
-def named(events: list[zerocore.Event]) -> Collectives:
+def named(events: list[zerocore.reporting.Event]) -> Collectives:
     """Collectives by unit, with the region that they move."""
     found = []
     for event in events:
@@ -130,7 +130,7 @@ def train_lora() -> list[tuple[int, int]]:
         assert named(events) == (EXPECTED[stage] if dist.get_world_size() > 1 else [])
         assert [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events] == planned_events(model)
         usage = zerocore.memory_usage(model, optimizer)
-        assert usage == zerocore.predict_memory(model)
+        assert usage == zerocore.planning.predict_memory(model)
         held.append((usage.gradients, usage.optimizer))
     return held
 
@@ -164,7 +164,7 @@ def train_lora_with(option: str) -> None:
         _, events = train_both(model, models[1], language_loss)
         assert named(events) == EXPECTED[stage]
         moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
-        assert moved == zerocore.predict_events(model)
+        assert moved == zerocore.planning.predict_events(model)
 
 
 @pytest.mark.nightly

@@ -135,7 +135,7 @@ def plan_bytes() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         own_loss = partial(loss_of_ones, model, 96)
         events = assert_follows_plan(model, optimizer, own_loss, since=1)
-        assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
+        assert zerocore.memory_usage(model, optimizer) == zerocore.planning.predict_memory(model)
         assert state_of(model).engine.pool_stats.in_use_nbytes == 0
         sent[dtype] = {e.nbytes for e in events if e.op == "all_gather"}
     numel = 96 * 96
@@ -171,7 +171,11 @@ def train_near() -> None:
     """Later gathers come from near ranks, with the values that the first one has brought."""
     losses = []
     for regather in (None, 2):
-        model = zerocore.shard(make_net(), mixed_precision=policy(FLOAT8), regather=regather)
+        model = zerocore.shard(
+            make_net(),
+            mixed_precision=policy(FLOAT8),
+            communication=zerocore.Communication(regather=regather),
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses += train_steps(model, optimizer, 3)
         assert (state_of(model).engine.counters["gather_near"].count > 0) == (regather == 2)
@@ -239,7 +243,12 @@ def refuse_all() -> None:
     for stage in (1, 2):
         refuse(f"stage={stage} is not built", policy(INT8), stage=stage)
     mesh = init_device_mesh("cpu", (2, 1))
-    refuse("replicas_share", policy(INT8), group=mesh, replicas_share="optimizer")
+    refuse(
+        "replicas_share",
+        policy(INT8),
+        group=mesh,
+        communication=zerocore.Communication(replicas_share="optimizer"),
+    )
     offload = zerocore.Offload(states="cpu", parameters="cpu")
     refuse("parameters on cpu", policy(INT8), offload=offload)
     offload = zerocore.Offload(states="disk", parameters="disk", path=tempfile.gettempdir())

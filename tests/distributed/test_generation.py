@@ -86,7 +86,7 @@ def generate_different_lengths(stage: int, way: str) -> int:
         expected = plain_tokens(model, case, prompt, **settings)
         at_hand = zerocore.unsharded(model) if way == "unsharded" else nullcontext()
         synced = {"synced_gpus": True} if way == "synced_gpus" else {}
-        with zerocore.record_events(model) as events, at_hand:
+        with zerocore.reporting.record_events(model) as events, at_hand:
             tokens = model.generate(prompt, **SETTINGS, **settings, **synced)
         assert torch.equal(tokens, expected)
     train(model, case, optimizer, 2)

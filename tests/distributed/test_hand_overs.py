@@ -20,7 +20,11 @@ def train(stage: int, seed: int, log: bool) -> tuple[list[float], str | None]:
     """Losses of some steps, and the first race."""
     build.EngineOptions = partial(_C.EngineOptions, log_hand_overs=log)
     torch.manual_seed(0)
-    options = {"prefetch": seed % 3, "reductions_in_flight": 1 + seed // 2}
+    options = {
+        "communication": zerocore.Communication(
+            prefetch=seed % 3, reductions_in_flight=1 + seed // 2
+        )
+    }
     model = zerocore.shard(Graph(seed, 4), stage=stage, units=[Block], **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.distributed.training import (
     train_reference,
     train_sharded,
 )
+from zerocore import Communication
 from zerocore.model.state import state_of
 from zerocore.planning.prediction import planned_events
 
@@ -30,7 +32,7 @@ MIXED = zerocore.MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torc
 # Options of shard; the stages they are tried at.
 WAYS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({}, (1, 2, 3)),
-    ({"accumulate": "full", "prefetch": 2}, (2, 3)),
+    ({"communication": Communication(accumulate="full", prefetch=2)}, (2, 3)),
     ({"mixed_precision": MIXED}, (1, 3)),
 ]
 
@@ -39,11 +41,18 @@ def mesh_of(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(shape: tuple[int, int], stage: int, shares: bool = True, **options: Any) -> Any:
+def sharded(
+    shape: tuple[int, int],
+    stage: int,
+    shares: bool = True,
+    communication: Communication | None = None,
+    **options: Any,
+) -> Any:
     torch.manual_seed(0)
-    share = "optimizer" if shares else None
+    share, group = "optimizer" if shares else None, mesh_of(*shape)
+    communication = replace(communication or Communication(), replicas_share=share)
     return zerocore.shard(
-        Chain(3), stage=stage, group=mesh_of(*shape), replicas_share=share, **options
+        Chain(3), stage=stage, group=group, communication=communication, **options
     )
 
 
@@ -107,7 +116,10 @@ def train_cases() -> list[tuple[Trained | None, Trained]]:
         case, reference = case_named(name), None
         if dist.get_rank() == 0:
             reference = train_reference(case, dist.get_world_size())
-        options = {"group": mesh, "replicas_share": "optimizer"}
+        options = {
+            "group": mesh,
+            "communication": zerocore.Communication(replicas_share="optimizer"),
+        }
         for stage in (3, 1 + number % 2):
             found.append((reference, train_sharded(case, stage, **options)))
     return found
@@ -142,12 +154,17 @@ def watch_collectives(stage: int) -> list[tuple[str, str, int]]:
                 assert actual == planned_events(model)
         numel = sum(param.global_shape.numel() for param in model.parameters())
         assert [num_moments(each) for each in optimizers] == [2 * 2 * numel, 2 * numel]
-        assert zerocore.memory_usage(model, optimizers[1]) == zerocore.predict_memory(model)
+        assert zerocore.memory_usage(model, optimizers[1]) == zerocore.planning.predict_memory(
+            model
+        )
         assert state_of(model).engine.pool_stats.in_use_nbytes == 0
     collectives = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
-    options: dict[str, Any] = {"num_replicas": 2, "rank": dist.get_rank()}
     plan = zerocore.plan(
-        Chain(3), 4, replicas_share="optimizer", inputs=torch.randn(3, 16), **options
+        Chain(3),
+        4,
+        num_replicas=2,
+        communication=Communication(replicas_share="optimizer"),
+        workload=zerocore.Workload(inputs=torch.randn(3, 16), rank=dist.get_rank()),
     ).stages[stage]
     usage = zerocore.memory_usage(model, optimizers[1])
     kept = (usage.parameters, usage.main_weights, usage.gradients, usage.optimizer)
@@ -251,7 +268,7 @@ def test_scaled_gradients_and_written_values() -> None:
 
 
 def refuse() -> None:
-    share: dict[str, Any] = {"replicas_share": "optimizer"}
+    share: dict[str, Any] = {"communication": zerocore.Communication(replicas_share="optimizer")}
     with pytest.raises(ValueError, match="at stage 3 on 4 ranks there are no replicas"):
         zerocore.shard(Chain(3), **share)
     mesh = mesh_of(2, 2)
@@ -265,7 +282,9 @@ def refuse() -> None:
     with pytest.raises(ValueError, match="in ascending order"):
         zerocore.shard(Chain(3), group=turned, **share)
     with pytest.raises(ValueError, match="is not built for Muon"):
-        zerocore.plan(Chain(3), 4, num_replicas=2, optimizer="muon", **share)
+        zerocore.plan(
+            Chain(3), 4, num_replicas=2, workload=zerocore.Workload(optimizer="muon"), **share
+        )
     model = sharded((2, 2), 3)
     with pytest.raises(ValueError, match="its exchange is not built for replicas_share"):
         zerocore.optim.Muon(model.parameters())

@@ -31,7 +31,7 @@ from zerocore.planning.prediction import planned_events
 STAGES = (0, 1, 2, 3)
 CASES = ("plain", "tied", "mixed_dtypes", "unused", "looped", "hf_qwen3_tied")
 SHAPES = ((2, 2), (1, 2), (2, 1))
-FULL = {"accumulate": "full"}
+FULL = {"communication": zerocore.Communication(accumulate="full")}
 MIXED = zerocore.MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float32)
 
 
@@ -75,11 +75,13 @@ def watch_collectives(stage: int) -> list[tuple[str, str, int]]:
             if number > 0:
                 actual = [(e.op, e.unit, e.nbytes, e.pool_nbytes) for e in events]
                 assert actual == planned_events(model)
-        assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
+        assert zerocore.memory_usage(model, optimizer) == zerocore.planning.predict_memory(model)
         assert state_of(model).engine.pool_stats.in_use_nbytes == 0
     collectives = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
     rank, inputs = dist.get_rank(), torch.randn(3, 16)
-    plan = zerocore.plan(Chain(3), 4, num_replicas=2, rank=rank, inputs=inputs).stages[stage]
+    plan = zerocore.plan(
+        Chain(3), 4, num_replicas=2, workload=zerocore.Workload(rank=rank, inputs=inputs)
+    ).stages[stage]
     usage = zerocore.memory_usage(model, optimizer)
     # Not the pool: on gloo it also has what an exchange receives.
     kept = (usage.parameters, usage.main_weights, usage.gradients, usage.optimizer)
@@ -118,7 +120,7 @@ def accumulate_and_clip(stage: int) -> None:
     case, mesh = case_named("plain"), mesh_of(2, 2)
     expected = reference_gradients(case, 4)
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
-    for options in ({}, {"accumulate": "full"}):
+    for options in ({}, {"communication": zerocore.Communication(accumulate="full")}):
         model = zerocore.shard(case.seeded_build(), stage=stage, group=mesh, **options)
         for sync_every in (False, True, False):
             accumulate(model, case, 0, sync_every=sync_every)

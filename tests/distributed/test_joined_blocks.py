@@ -87,15 +87,15 @@ def count_collectives(stage: int) -> list[int]:
             model = zerocore.shard(chain(), stage=stage)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         for _ in range(3):
-            with zerocore.record_events(model) as events:
+            with zerocore.reporting.record_events(model) as events:
                 model(torch.ones(2, 3)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         moved = [
             (event.op, event.unit, event.nbytes) for event in events if event.op in COLLECTIVES
         ]
-        assert moved == zerocore.predict_events(model)
-        assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
+        assert moved == zerocore.planning.predict_events(model)
+        assert zerocore.memory_usage(model, optimizer) == zerocore.planning.predict_memory(model)
         counts.append(len(moved))
     return counts
 

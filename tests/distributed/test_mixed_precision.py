@@ -116,7 +116,9 @@ def compare_with_reference(name: str) -> None:
         for stage in STAGES[(number + world_size + CASES.index(name)) % 2 :: 2]:
             # With two more ranks each has the other one. Stages 0 and 1 have one way only.
             mode = ("sharded", "full")[(world_size // 2 + number) % 2] if stage >= 2 else "full"
-            losses, state = train(name, stage, mixed, accumulate=mode)
+            losses, state = train(
+                name, stage, mixed, communication=zerocore.Communication(accumulate=mode)
+            )
             # Sums in another order round differently; a main weight on the edge of two model
             # weights then makes a difference of one bit of bfloat16 in one weight.
             torch.testing.assert_close(losses, expected, rtol=1e-2, atol=1e-3)
@@ -209,7 +211,7 @@ def count_bytes(stage: int) -> list[tuple[str, str, int]]:
         model = sharded_net(stage, mixed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
-            with zerocore.record_events(model) as events:
+            with zerocore.reporting.record_events(model) as events:
                 model(torch.randn(4, 16)).sum().backward()
             if grad_dtype is None:  # momentum of torch needs gradients of the weight's dtype
                 optimizer.step()
@@ -220,7 +222,7 @@ def count_bytes(stage: int) -> list[tuple[str, str, int]]:
                     state_of(model).engine.end_update([UpdatedUnit(parameter.unit)], casts=False)
             optimizer.zero_grad()
         moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
-        assert moved == zerocore.predict_events(model)
+        assert moved == zerocore.planning.predict_events(model)
         width = 4 if reduce_dtype == FP32 else 2
         for region in (r for unit in model_regions(model) for r in unit):
             assert region.itemsize == 2
@@ -230,7 +232,7 @@ def count_bytes(stage: int) -> list[tuple[str, str, int]]:
         assert reduced * 2 == whole * width
         assert gathered >= whole if stage else gathered == 0
         states = 0 if grad_dtype is not None else 1
-        predicted = zerocore.predict_memory(model, optimizer_states=states)
+        predicted = zerocore.planning.predict_memory(model, optimizer_states=states)
         assert zerocore.memory_usage(model, optimizer) == predicted
         assert predicted.main_weights > 0
     return moved

@@ -71,7 +71,7 @@ def test_evaluation_between_steps(stage: int, mode: str) -> None:
 def release_without_grad() -> None:
     case = case_named("plain")
     model = zerocore.shard(case.seeded_build(), stage=3)
-    with zerocore.record_events(model) as events, torch.no_grad():
+    with zerocore.reporting.record_events(model) as events, torch.no_grad():
         own_loss(model, case, 0)
         own_loss(model, case, 1)
     assert events[-1].pool_nbytes == 0
@@ -305,7 +305,9 @@ def test_buffers_are_left_alone(stage: int) -> None:
 
 def train_in_prefetch(stage: int, prefetch: int) -> None:
     case = case_named("looped")
-    model = zerocore.shard(case.seeded_build(), stage=stage, prefetch=prefetch)
+    model = zerocore.shard(
+        case.seeded_build(), stage=stage, communication=zerocore.Communication(prefetch=prefetch)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         accumulate(model, case, step)

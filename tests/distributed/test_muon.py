@@ -75,7 +75,7 @@ def test_hybrid_sharding_divides_the_work_over_all_ranks() -> None:
 # The loop around a step: (options of shard, options of Muon, micro-batches)
 LOOPS: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"stage": 3}, {}, 4),
-    ({"stage": 2, "accumulate": "full"}, {}, 4),
+    ({"stage": 2, "communication": zerocore.Communication(accumulate="full")}, {}, 4),
     ({"stage": 1}, {"clip_grad_norm": 0.1}, 1),
     ({"stage": 3, "mixed_precision": MIXED}, {"clip_grad_norm": 1e9}, 2),
     ({"stage": 0, "mixed_precision": MIXED}, {}, 1),

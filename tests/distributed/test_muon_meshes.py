@@ -101,7 +101,7 @@ def test_fully_sharded_models_are_trained_as_in_one_process() -> None:
 def shard_on_two_meshes(stage: int) -> dict[str, Any]:
     """Options of shard: the second block is on half of the ranks, and whole there."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    return {"stage": stage, "groups": {"blocks.1.*": zerocore.Part(mesh["edp"])}}
+    return {"stage": stage, "groups": {"blocks.1.*": zerocore.ParameterMesh(mesh["edp"])}}
 
 
 def train_bare_parts() -> None:
@@ -161,7 +161,7 @@ def refuse_cut_matrices() -> None:
     with pytest.raises(ValueError, match=r"experts\.\w+' is a part of a larger tensor"):
         zerocore.optim.owned(torch.optim.Adagrad, model.parameters(), lr=0.01)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    columns = zerocore.Part(mesh["edp"], of=mesh["ep"], dim=2)
+    columns = zerocore.ParameterMesh(mesh["edp"], of=mesh["ep"], dim=2)
     model = zerocore.shard(seeded_model(), units=[Block], groups={"*.experts": columns})
     with pytest.raises(ValueError, match=r"0\.experts' .* dimension 2, which cuts matrices"):
         make_muon(model)

@@ -195,7 +195,7 @@ def count_bytes() -> None:
             model, optimizer = train_sharded(make, 0, stage=stage)
             choice: Any = zerocore.describe(optimizer)
             assert str(choice).startswith(choice.title())
-            with zerocore.record_events(model) as events:
+            with zerocore.reporting.record_events(model) as events:
                 for _ in range(2):
                     model(torch.arange(6)).backward()
                     optimizer.step()
@@ -231,13 +231,20 @@ def assert_least_bytes(model: nn.Module, optimizer: Any, stage: int, choice: Any
 def plan_all_matrices() -> None:
     """The figures of ``plan`` before a model is sharded."""
     world_size = dist.get_world_size()
-    planned = zerocore.plan(seeded_model(), world_size, optimizer="muon", rank=dist.get_rank())
+    planned = zerocore.plan(
+        seeded_model(),
+        world_size,
+        workload=zerocore.Workload(optimizer="muon", rank=dist.get_rank()),
+    )
     for stage, expected in enumerate(planned.stages):
         model = zerocore.shard(seeded_model(), stage=stage)
         found = Muon(model.parameters()).describe().sent_nbytes
         assert expected.exchanged_nbytes == found > 0
     hybrid = zerocore.plan(
-        seeded_model(), world_size, num_replicas=2, optimizer="muon", rank=dist.get_rank()
+        seeded_model(),
+        world_size,
+        num_replicas=2,
+        workload=zerocore.Workload(optimizer="muon", rank=dist.get_rank()),
     )
     mesh = init_device_mesh("cpu", (2, world_size // 2))
     model = zerocore.shard(seeded_model(), group=mesh)

@@ -85,7 +85,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16, clip, every reduction": {"make": grouped, "mixed_precision": BF16, "sync_every": True},
     "scaler": {"make": adamw, "scaler": True},
     "torch's AdamW": {"make": torchs},
-    "full sums": {"make": adamw, "accumulate": "full"},
+    "full sums": {"make": adamw, "communication": zerocore.Communication(accumulate="full")},
 }
 
 

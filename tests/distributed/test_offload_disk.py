@@ -183,7 +183,7 @@ def check_memory() -> None:
             optimizer.synchronize()
             what = f"stage {stage}, {offload}, {precision}"
             measured = zerocore.memory_usage(model, optimizer)
-            assert zerocore.predict_memory(model) == measured, what
+            assert zerocore.planning.predict_memory(model) == measured, what
             status = os.fstat(disk_files()[0])
             assert status.st_size == measured.disk > 0, what
             assert status.st_blocks * 512 >= measured.disk, what  # a full disk is no SIGBUS later

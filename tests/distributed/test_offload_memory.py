@@ -31,10 +31,11 @@ from tests.distributed.offloading import (
     blocks,
     torchs,
 )
-from zerocore import Offload, memory_usage, predict_memory
+from zerocore import Offload, memory_usage
 from zerocore._C import HostMemory
 from zerocore.common.host import obtainable_nbytes
 from zerocore.model.state import state_of
+from zerocore.planning import predict_memory
 
 
 def memory_of(model: nn.Module) -> HostMemory:

@@ -33,7 +33,7 @@ from zerocore._C import HostUpdate
 from zerocore.model.state import state_of
 
 
-def record_step(stage: int, offload: Offload) -> list[zerocore.Event]:
+def record_step(stage: int, offload: Offload) -> list[zerocore.reporting.Event]:
     """Events from a backward to the next forward."""
     model, optimizer = blocks(stage, offload)
     for _ in range(2):
@@ -41,7 +41,7 @@ def record_step(stage: int, offload: Offload) -> list[zerocore.Event]:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         backward(model)
         optimizer.step()
         optimizer.zero_grad()
@@ -85,8 +85,8 @@ def test_units_leave_and_return_one_by_one() -> None:
 
 
 def arrivals_and_gathers(
-    events: list[zerocore.Event],
-) -> Iterator[tuple[zerocore.Event, zerocore.Event]]:
+    events: list[zerocore.reporting.Event],
+) -> Iterator[tuple[zerocore.reporting.Event, zerocore.reporting.Event]]:
     """The loads from the host after a step, and the first gather of each."""
     begin = next(index for index, event in enumerate(events) if event.op == "host_update")
     for unit in ("0", "1", "2", "3"):
@@ -250,7 +250,7 @@ def check_memory() -> None:
             optimizer.synchronize()
             what = f"stage {stage}, {offload}, {precision}"
             measured = zerocore.memory_usage(model, optimizer)
-            assert zerocore.predict_memory(model) == measured, what
+            assert zerocore.planning.predict_memory(model) == measured, what
             assert measured.host > 0, what
             assert zerocore.report(model).memory.host == measured.host, what
             assert "on the host" in zerocore.describe(model).title()

@@ -217,8 +217,9 @@ def build_sharded(row: Row, group: Any) -> Any:
         Net(row["frozen"]),
         stage=row["stage"],
         group=group,
-        accumulate=row["accumulate"],
-        prefetch=row["prefetch"],
+        communication=zerocore.Communication(
+            accumulate=row["accumulate"], prefetch=row["prefetch"]
+        ),
         mixed_precision=policy(row),
     )
     model.checkpointing = CHECKPOINTING[row["checkpoint"]]

@@ -1,4 +1,4 @@
-"""Both spellings of an option of shard on real ranks, and mistakes in them on one rank."""
+"""Options of communication on real ranks, and mistakes in them on one rank."""
 
 from __future__ import annotations
 
@@ -8,48 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.chain import WIDTH, Chain
 from tests.distributed.harness import run_ranks
 from zerocore import Communication
-from zerocore.model.state import find_state, state_of
+from zerocore.model.state import find_state
 
 pytestmark = pytest.mark.distributed
-OPTIONS: dict[str, Any] = {
-    "prefetch": 2,
-    "reductions_in_flight": 2,
-    "accumulate": "full",
-    "regather": 2,
-    "overlap_reductions": False,
-    "retain_last": False,
-    "static_graph": True,
-    "gradient_divide_factor": 1.0,
-    "sync_buffers": True,
-    "registered": True,
-}
-
-
-def gradients(**options: Any) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = zerocore.shard(Chain(), **options)
-    assert state_of(model).config.communication == Communication(**OPTIONS)
-    with zerocore.no_sync(model):
-        model(torch.ones(2, WIDTH)).sum().backward()
-    model(torch.ones(2, WIDTH)).sum().backward()
-    return [param.grad.full_tensor() for param in model.parameters()]
-
-
-def compare() -> None:
-    grouped = gradients(communication=Communication(**OPTIONS))
-    for first, second in zip(grouped, gradients(**OPTIONS), strict=True):
-        assert torch.equal(first, second)
-
-
-def test_both_spellings_are_equal() -> None:
-    run_ranks(compare, 4)
 
 
 def reduce_at_a_time(world: int) -> None:
@@ -81,7 +48,9 @@ def register() -> None:
         found = []
         for registered in (True, False):
             torch.manual_seed(0)
-            model = zerocore.shard(Chain(), stage=stage, registered=registered)
+            model = zerocore.shard(
+                Chain(), stage=stage, communication=Communication(registered=registered)
+            )
             model(torch.ones(2, WIDTH)).sum().backward()
             found.append([param.grad.full_tensor() for param in model.parameters()])
             texts = zerocore.describe(model).title(), str(zerocore.report(model))
@@ -95,7 +64,7 @@ def test_a_backend_without_registered_memory_is_named() -> None:
 
 
 def test_one_rank_registers_no_memory() -> None:
-    model = zerocore.shard(Chain(), registered=True)
+    model = zerocore.shard(Chain(), communication=Communication(registered=True))
     assert "registered memory: none with one rank" in zerocore.describe(model).title()
 
 
@@ -109,9 +78,12 @@ def mistake(message: str, error: type[Exception], options: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("message", "error", "options"),
     [
-        ("prefetch= is given twice", ValueError, {"communication": Communication(), "prefetch": 1}),
         ("must be a zerocore.Communication", TypeError, {"communication": {"prefetch": 1}}),
-        ("prefetch must be 0 or more", ValueError, {"prefetch": -1}),
+        (
+            "regather: 3 ranks do not divide",
+            ValueError,
+            {"communication": Communication(regather=3)},
+        ),
     ],
 )
 def test_a_mistake_of_one_rank_is_an_error_on_all(
@@ -130,9 +102,9 @@ def test_reductions_in_flight_are_counted() -> None:
 def differ() -> None:
     with pytest.raises(ValueError, match=r"rank 0 has ShardConfig\(.*prefetch=0.*prefetch=1"):
         zerocore.shard(Chain(), communication=Communication(prefetch=dist.get_rank()))
-    near = {"regather": 2} if dist.get_rank() else {}
+    near = Communication(regather=2 if dist.get_rank() else None)
     with pytest.raises(ValueError, match=r"rank 0 has .*regather=1.* has .*regather=2"):
-        zerocore.shard(Chain(), **near)
+        zerocore.shard(Chain(), communication=near)
 
 
 def test_ranks_with_other_options_are_refused() -> None:

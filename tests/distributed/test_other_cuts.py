@@ -198,7 +198,7 @@ def evaluate_alone() -> None:
     plain, sharded = Flow(), zerocore.shard(Flow(), stage=0)
     x = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
     if dist.get_rank() == 1:
-        with zerocore.record_events(sharded) as events, torch.no_grad():
+        with zerocore.reporting.record_events(sharded) as events, torch.no_grad():
             torch.testing.assert_close(sharded.log_prob(x), plain.log_prob(x))
         assert not events
     sharded(x).sum().backward()

@@ -187,4 +187,4 @@ def refuse(stage: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_are_held_back(stage: int, world_size: int, mode: str) -> None:
-    run_ranks(refuse, world_size, stage, {"accumulate": mode})
+    run_ranks(refuse, world_size, stage, {"communication": zerocore.Communication(accumulate=mode)})

@@ -57,9 +57,17 @@ def compare(options: dict[str, Any]) -> None:
 def compare_near() -> None:
     """Memory that is kept for near ranks and replicas is dropped, not brought back as it was."""
     mesh = init_device_mesh("cpu", (2, 2))
-    compare({"stage": 3, "regather": 2})
-    compare({"stage": 3, "group": mesh, "replicas_share": "optimizer"})
-    model = zerocore.shard(Stack(), stage=3, units=["Linear"], regather=2)
+    compare({"stage": 3, "communication": zerocore.Communication(regather=2)})
+    compare(
+        {
+            "stage": 3,
+            "group": mesh,
+            "communication": zerocore.Communication(replicas_share="optimizer"),
+        }
+    )
+    model = zerocore.shard(
+        Stack(), stage=3, units=["Linear"], communication=zerocore.Communication(regather=2)
+    )
     plain = zerocore.shard(Stack(), stage=3, units=["Linear"])
     model(torch.ones(1, 64))
     own = [zerocore.memory_usage(each).parameters for each in (plain, model)]

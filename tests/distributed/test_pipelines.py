@@ -134,7 +134,7 @@ def count_reductions(kind: str) -> list[int]:
         schedule = getattr(pipelining, kind)(stages, NUM_MICRO, loss_fn=nn.functional.mse_loss)
         x, target = batch(0, mesh["dp"].get_local_rank())
         schedule.step(x, target=target)
-        with zerocore.record_events(stages[0].submod) as events:
+        with zerocore.reporting.record_events(stages[0].submod) as events:
             schedule.step(x, target=target)
         counts.append(sum(event.op in ("reduce_scatter", "all_reduce") for event in events))
         gathers = sum(event.op == "all_gather" for event in events)
@@ -146,7 +146,9 @@ def count_reductions(kind: str) -> list[int]:
 
 def assert_planned(part: nn.Module, stage: int, events: Any) -> None:
     """The price of a schedule without bubbles, as ``plan`` has it."""
-    plan = zerocore.plan(build()[: NUM_LAYERS // 2], 2, zero_bubble=True).stages[stage]
+    plan = zerocore.plan(
+        build()[: NUM_LAYERS // 2], 2, workload=zerocore.Workload(zero_bubble=True)
+    ).stages[stage]
     collectives = [event for event in events if event.op in COLLECTIVES]
     assert plan.num_collectives == len(collectives)
     assert plan.sent_nbytes == round(sum(traffic_nbytes(e.op, e.nbytes, 2) for e in collectives))

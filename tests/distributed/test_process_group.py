@@ -77,14 +77,14 @@ def shard_alone(stage: int) -> None:
     model = zerocore.shard(case.seeded_build(), stage=stage)
     assert not dist.is_initialized()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         for step in range(3):
             accumulate(model, case, step, rank=0)
             zerocore.clip_grad_norm_(model, 1e6)
             optimizer.step()
             optimizer.zero_grad()
     assert not [event for event in events if event.op in COLLECTIVES]
-    assert zerocore.predict_events(model) == []
+    assert zerocore.planning.predict_events(model) == []
     expected = train_reference(case, 1, lambda p: torch.optim.SGD(p, lr=0.1), steps=3)
     state = zerocore.full_state_dict(model)
     torch.testing.assert_close(state, expected.state, rtol=0.0, atol=1e-5)
@@ -140,7 +140,7 @@ def shard_beside_other_groups(folder: str) -> None:
     for member in range(dist.get_world_size() - 1):  # the last rank is in none of them
         dist.new_group([member])
     case = case_named("plain")
-    model = zerocore.shard(case.seeded_build(), regather=2)
+    model = zerocore.shard(case.seeded_build(), communication=zerocore.Communication(regather=2))
     zerocore.Checkpoints(folder, model).save(1).wait()
     accumulate(model, case, 0)
     assert_gradients(model, case, 0)

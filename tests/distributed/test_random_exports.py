@@ -48,11 +48,17 @@ def sharded(case: Case, net: Any, shape: str) -> Any:
             case["param_dtype"], keep_fp32=keep, gather_dtype=case["gather_dtype"]
         )
     return zerocore.shard(
-        net, stage=case["face"], group=mesh, units=case["units"], mixed_precision=mixed,
+        net,
+        stage=case["face"],
+        group=mesh,
+        units=case["units"],
+        mixed_precision=mixed,
         offload=case["offload"],
-        regather=2 if case["near"] else None,
-        replicas_share="optimizer" if case["shared_states"] else None,
-    )  # fmt: skip
+        communication=zerocore.Communication(
+            regather=2 if case["near"] else None,
+            replicas_share="optimizer" if case["shared_states"] else None,
+        ),
+    )
 
 
 def loss_of(model: nn.Module, number: int) -> Tensor:
@@ -211,7 +217,7 @@ class Program:
         full = full or self.expected()
         options, expected = self.arguments(full)
         if self.case["with_info"]:
-            info = zerocore.export_info(self.model, **options)
+            info = zerocore.weights.export_info(self.model, **options)
             options = {"info": info}
         for size in (self.rng.randrange(1, 3000), "1GiB"):
             takes = self.case["to"] == "all" or self.case["rank"] == dist.get_rank()

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -70,34 +71,42 @@ def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
     """How a model is sharded, by its seed."""
     rng = random.Random(seed + 3)
     replicas, _, shards = shape.rpartition("x")
-    options: dict[str, Any] = {
+    options: dict[str, Any] = {}
+    communication: dict[str, Any] = {
         "prefetch": rng.randrange(3),
         "reductions_in_flight": 1 + seed % 3,
         "registered": seed % 2 == 1,
-        "accumulate": rng.choice([None, None, "full"]),
+        "accumulate": rng.choice(["sharded", "sharded", "full"]),
     }
     more = rng.choice(["", "", "offload", "overlap_reductions", "retain_last"])
     if more == "offload":
         options[more] = zerocore.Offload(parameters="cpu" if stage == 3 else "device")
     elif more and (stage == 3 or more == "overlap_reductions"):
-        options[more] = True
+        communication[more] = True
     if replicas:
         options["group"] = mesh_of(int(replicas), int(shards))
         if seed % 3 == 0 and stage > 0 and more != "offload":
-            options["replicas_share"] = "optimizer"
+            communication["replicas_share"] = "optimizer"
     if (
         stage == 3
         and shards == "4"
         and more in ("", "retain_last")
-        and "replicas_share" not in options
+        and "replicas_share" not in communication
     ):
-        options["regather"] = rng.choice([None, 2])
-    return {name: value for name, value in options.items() if value is not None}
+        communication["regather"] = rng.choice([None, 2])
+    return {**options, "communication": zerocore.Communication(**communication)}
 
 
-def shard(seed: int, model: nn.Module, candidates: list[nn.Module], **options: Any) -> None:
+def shard(
+    seed: int,
+    model: nn.Module,
+    candidates: list[nn.Module],
+    communication: zerocore.Communication,
+    **options: Any,
+) -> None:
     if codes_of(model):  # near ranks refuse changes in place
-        options = {key: value for key, value in options.items() if key not in NEAR}
+        communication = replace(communication, **dict.fromkeys(NEAR))
+    options["communication"] = communication
     with joined(seed % 2 << 20):
         try:
             zerocore.shard(model, units=choose_units(seed, candidates), **options)

@@ -84,13 +84,14 @@ class ShardedPlayer(Player):
         super().__init__(case, net, [dist.get_rank()])
         rng = random.Random(f"options {case.seed}")
         options: dict[str, Any] = {
-            "prefetch": rng.randrange(3),
-            "reductions_in_flight": 1 + case.seed % 3,
-            "registered": case.seed % 2 == 1,
-            "accumulate": rng.choice(["sharded", "sharded", "full"]),
+            "communication": zerocore.Communication(
+                prefetch=rng.randrange(3),
+                reductions_in_flight=1 + case.seed % 3,
+                registered=case.seed % 2 == 1,
+                accumulate=rng.choice(["sharded", "sharded", "full"]),
+                retain_last=case.stage != 3 or rng.random() < 0.3,
+            )
         }
-        if case.stage == 3:
-            options["retain_last"] = rng.random() < 0.3
         if all(kind == "own_adamw" for kind in case.optimizers) and rng.random() < 0.5:
             options["offload"] = zerocore.Offload(states="cpu")
         units = rng.choice([None, [Part], [nn.Linear], [Part, nn.Linear]])

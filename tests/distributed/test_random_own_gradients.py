@@ -58,7 +58,9 @@ class Program:
         self.rng = random.Random(seed)
         self.seed = seed
         self.stage = self.rng.randrange(4)
-        options: dict[str, Any] = {"accumulate": self.rng.choice(["sharded", "full"])}
+        options: dict[str, Any] = {
+            "communication": zerocore.Communication(accumulate=self.rng.choice(["sharded", "full"]))
+        }
         torch.manual_seed(seed)
         sizes = [self.rng.choice([1, 3, 4, 17]) for _ in range(4)]
         self.width = sizes[0]

@@ -55,14 +55,16 @@ def shard(net: Net, stage: int | str, seed: int) -> None:
         for part in (*net.parts, net):
             zerocore.fsdp.fully_shard(part, mesh=mesh)
         return
-    more = {"retain_last": rng.random() < 0.5} if stage == 3 else {}
+    retain_last = stage != 3 or rng.random() < 0.5
     zerocore.shard(
         net,
         stage=stage,
         units=rng.choice([None, [Reader], [nn.Linear], [Reader, nn.Linear]]),
-        prefetch=rng.randrange(3),
-        reductions_in_flight=rng.randint(1, 3),
-        **more,
+        communication=zerocore.Communication(
+            prefetch=rng.randrange(3),
+            reductions_in_flight=rng.randint(1, 3),
+            retain_last=retain_last,
+        ),
     )
 
 

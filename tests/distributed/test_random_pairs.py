@@ -70,16 +70,18 @@ class ShardedPlayer(Player):
             model,
             stage=case.stage,
             units=rng.choice([None, [Block]]),
-            prefetch=rng.randrange(3),
-            reductions_in_flight=1 + case.seed % 3,
-            registered=case.seed % 2 == 1,
+            communication=zerocore.Communication(
+                prefetch=rng.randrange(3),
+                reductions_in_flight=1 + case.seed % 3,
+                registered=case.seed % 2 == 1,
+                accumulate="full" if self.has("accumulate_full") else "sharded",
+                regather=rng.choice([None, 2]) if self.has_near() else None,
+            ),
             group=mesh_of(2, 2) if self.has("hybrid") else None,
-            accumulate="full" if self.has("accumulate_full") else "sharded",
             mixed_precision=narrow if self.has("mixed_precision") else None,
             offload=zerocore.Offload(**{part.removeprefix("offload_"): "cpu" for part in parts})
             if parts
             else None,
-            regather=rng.choice([None, 2]) if self.has_near() else None,
         )
 
     def has_near(self) -> bool:

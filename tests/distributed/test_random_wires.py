@@ -96,6 +96,8 @@ def sharded(case: Case) -> Any:
                 module.set_custom_reduce_scatter(Reduce())
         return model
     offload = case["offload"]
+    names = ("prefetch", "overlap_reductions", "accumulate", "replicas_share")
+    options = {name: case[name] for name in (*names, "reductions_in_flight", "registered")}
     return zerocore.shard(
         make_net(),
         stage=case["face"],
@@ -107,16 +109,11 @@ def sharded(case: Case) -> Any:
             gather_exact=("*",) if case["gather_dtype"] else None,  # layers compute the same
         ),
         offload=None if offload is None else zerocore.Offload(**dict.fromkeys(offload, "cpu")),
-        regather=case["near"] if case["near"] > 1 else None,
+        communication=zerocore.Communication(
+            regather=case["near"] if case["near"] > 1 else None, **options
+        ),
         units=case["units"],
-        **{
-            name: case[name]
-            for name in (
-                "prefetch", "overlap_reductions", "accumulate", "replicas_share",
-                "reductions_in_flight", "registered",
-            )
-        },
-    )  # fmt: skip
+    )
 
 
 def held(model: Any, case: Case, last: bool) -> AbstractContextManager[None]:
@@ -164,7 +161,7 @@ def check(seed: int) -> None:
 def follow_plan(model: Any, case: Case) -> None:
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             for micro in range(case["micro_batches"]):
                 with held(model, case, micro == case["micro_batches"] - 1):
                     backward(model, micro, FP32)
@@ -172,7 +169,7 @@ def follow_plan(model: Any, case: Case) -> None:
         optimizer.zero_grad()
     moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
     if case["micro_batches"] == 1 or case["no_sync"]:
-        assert moved == zerocore.predict_events(model, case["micro_batches"])
+        assert moved == zerocore.planning.predict_events(model, case["micro_batches"])
 
 
 def run_cases(first: int, count: int) -> None:

@@ -48,7 +48,10 @@ class Stack(nn.Module):
 def wrappers() -> dict[str, Any]:
     found = dict(PEERS)
     for stage, number in ((2, 2), (3, 2), (3, 3)):
-        options: dict[str, Any] = {"stage": stage, "reductions_in_flight": number}
+        options: dict[str, Any] = {
+            "stage": stage,
+            "communication": zerocore.Communication(reductions_in_flight=number),
+        }
         found[f"stage {stage}, {number} at a time"] = partial(zerocore.shard, **options)
         if dist.get_world_size() == 4:
             mesh = init_device_mesh("cpu", (2, 2))

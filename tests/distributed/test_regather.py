@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import zerocore
 from tests.by_night import by_night
 from tests.distributed.chain import WIDTH, Chain
 from tests.distributed.harness import run_ranks, run_to_end
+from zerocore import Communication
 from zerocore.common.alarm import STALL_SECONDS
 from zerocore.planning.prediction import planned_events
 
@@ -44,7 +46,7 @@ def train(**options: Any) -> tuple[list[float], dict[str, Tensor], list[list[Any
     model, optimizer = make(**options)
     losses, events = [], []
     for step in range(STEPS):
-        with zerocore.record_events(model) as recorded:
+        with zerocore.reporting.record_events(model) as recorded:
             for index in range(MICRO_BATCHES):
                 last = index == MICRO_BATCHES - 1
                 with nullcontext() if last else zerocore.no_sync(model):
@@ -67,7 +69,8 @@ def local_mesh(num_near: int) -> Any:
 def train_as_without(num_near: int, as_mesh: bool, options: dict[str, Any]) -> None:
     regather = local_mesh(num_near) if as_mesh else num_near
     losses, state, _ = train(**options)
-    near_losses, near_state, events = train(regather=regather, **options)
+    communication = replace(options.get("communication", Communication()), regather=regather)
+    near_losses, near_state, events = train(**{**options, "communication": communication})
     assert near_losses == losses
     assert all(torch.equal(near_state[name], value) for name, value in state.items())
     ops = Counter(event.op for step in events[1:] for event in step)
@@ -89,8 +92,8 @@ def test_the_bits_are_those_of_gathers_from_all(
     "options",
     [
         {"mixed_precision": MIXED},
-        {"accumulate": "full", "prefetch": 2},
-        {"prefetch": 0, "frozen": True},
+        {"communication": zerocore.Communication(accumulate="full", prefetch=2)},
+        {"communication": zerocore.Communication(prefetch=0), "frozen": True},
         {"offload": zerocore.Offload(parameters="cpu")},
     ],
     ids=["mixed", "full", "frozen", "host"],
@@ -111,9 +114,9 @@ def test_replicas_have_near_ranks_of_their_own() -> None:
 
 def compare_with_plan(num_near: int, options: dict[str, Any]) -> None:
     model: Any
-    model, optimizer = make(regather=num_near, **options)
+    model, optimizer = make(communication=zerocore.Communication(regather=num_near), **options)
     for number in range(4):
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             for index in range(MICRO_BATCHES):
                 with nullcontext() if index else zerocore.no_sync(model):
                     model(batch(index)).sum().backward()
@@ -126,7 +129,7 @@ def compare_with_plan(num_near: int, options: dict[str, Any]) -> None:
     ops = Counter(event.op for event in events)
     assert ops["all_gather"] == num_blocks - (1 if options.get("frozen") else 0)
     usage = zerocore.memory_usage(model, optimizer)
-    assert usage == zerocore.predict_memory(model, micro_batches=MICRO_BATCHES)
+    assert usage == zerocore.planning.predict_memory(model, micro_batches=MICRO_BATCHES)
 
 
 @pytest.mark.parametrize("options", [{}, {"frozen": True}])
@@ -137,7 +140,7 @@ def test_events_and_bytes_equal_the_plan(num_near: int, options: dict[str, Any])
 
 def change_between() -> None:
     """Weights that a user changes are gathered from all ranks again; an exception leaves all."""
-    model: Any = make(regather=2)[0]
+    model: Any = make(communication=zerocore.Communication(regather=2))[0]
     plain: Any = make()[0]
     for each in (model, plain):
         each(batch(0)).sum().backward()
@@ -172,7 +175,7 @@ def evaluate_first() -> None:
     """As trainers do before the first epoch, in inference mode."""
     found = []
     for regather in (None, 2):
-        model, optimizer = make(regather=regather)
+        model, optimizer = make(communication=zerocore.Communication(regather=regather))
         with torch.inference_mode():
             losses = [model(batch(-1)).square().mean().item()]
         for step in range(STEPS):
@@ -193,15 +196,21 @@ def refuse() -> None:
     world = dist.get_world_size()
     others = dist.new_group([0, 1])
     with pytest.raises(ValueError, match="regather: stage 2 gathers parameters once a step"):
-        zerocore.shard(Chain(), stage=2, regather=2)
+        zerocore.shard(Chain(), stage=2, communication=zerocore.Communication(regather=2))
     with pytest.raises(ValueError, match=f"regather: 3 ranks do not divide the {world}"):
-        zerocore.shard(Chain(), regather=3)
+        zerocore.shard(Chain(), communication=zerocore.Communication(regather=3))
     with pytest.raises(TypeError, match="regather: expected a ProcessGroup"):
-        zerocore.shard(Chain(), regather="node")
+        zerocore.shard(Chain(), communication=zerocore.Communication(regather="node"))
     with pytest.raises((ValueError, RuntimeError), match="regather"):
-        zerocore.shard(Chain(), regather=others if dist.get_rank() < 2 else 4)
+        zerocore.shard(
+            Chain(),
+            communication=zerocore.Communication(regather=others if dist.get_rank() < 2 else 4),
+        )
     mesh = init_device_mesh("cpu", (2, 2))
-    for options in ({"regather": 2}, {"group": mesh, "replicas_share": "optimizer"}):
+    for options in (
+        {"communication": zerocore.Communication(regather=2)},
+        {"group": mesh, "communication": zerocore.Communication(replicas_share="optimizer")},
+    ):
         model = zerocore.shard(Clamped(), **options)
         with pytest.raises(ValueError, match="its parameters were changed in place"):
             model(batch(0))
@@ -214,7 +223,7 @@ def test_mistakes_are_errors_on_all_ranks() -> None:
 def wait_for_a_near_rank() -> None:
     """Rank 3 does not come to its backward; rank 2 waits for it in a gather from near ranks."""
     os.environ[STALL_SECONDS] = "3"
-    model, _ = make(regather=2)
+    model, _ = make(communication=zerocore.Communication(regather=2))
     out = model(batch(0)).sum()
     if dist.get_rank() == 3:
         time.sleep(15)
@@ -231,16 +240,21 @@ def test_a_missing_near_rank_raises_the_alarm() -> None:
 
 def count_near() -> tuple[int, int, int, int]:
     """Bytes of a step: all that a rank sends, the near part; and both as planned."""
-    model, optimizer = make(regather=2)
+    model, optimizer = make(communication=zerocore.Communication(regather=2))
     for _ in range(3):
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             model(batch(0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     far = sum(event.nbytes for event in events if event.op in ("all_gather", "reduce_scatter"))
     near = sum(event.nbytes for event in events if event.op == "gather_near")
     assert zerocore.report(model).steps[-1].near_nbytes == near
-    planned = zerocore.plan(Chain(), 4, regather=2, inputs=batch(0)).stages[3]
+    planned = zerocore.plan(
+        Chain(),
+        4,
+        communication=zerocore.Communication(regather=2),
+        workload=zerocore.Workload(inputs=batch(0)),
+    ).stages[3]
     # Of 4 ranks each sends a quarter to each of 3, of which one is near; of 2 the half to one.
     return far * 3 // 4 + near // 2, far // 4 + near // 2, planned.sent_nbytes, planned.near_nbytes
 
@@ -248,13 +262,20 @@ def count_near() -> tuple[int, int, int, int]:
 def test_a_plan_says_what_stays_among_near_ranks() -> None:
     for sent, near, planned, planned_near in run_ranks(count_near, 4):
         assert (sent, near) == (planned, planned_near)
-    text = str(zerocore.plan(Chain(), 4, regather=2, inputs=torch.ones(3, WIDTH)))
+    text = str(
+        zerocore.plan(
+            Chain(),
+            4,
+            communication=zerocore.Communication(regather=2),
+            workload=zerocore.Workload(inputs=torch.ones(3, WIDTH)),
+        )
+    )
     assert "of it, among near ranks" in text
 
 
 def alike(num_near: int) -> list[str]:
-    model, _ = make(regather=num_near)
-    with zerocore.record_events(model) as events:
+    model, _ = make(communication=zerocore.Communication(regather=num_near))
+    with zerocore.reporting.record_events(model) as events:
         model(batch(0)).sum().backward()
     return sorted({event.op for event in events})
 

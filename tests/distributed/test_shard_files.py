@@ -40,12 +40,12 @@ def save_and_load(stage: int) -> None:
     state = model.state_dict()
     copied = copy.deepcopy(state)
     for key, value in copied.items():
-        assert isinstance(value, zerocore.LocalShard) and value.place == state[key].place
+        assert isinstance(value, zerocore.tensor.LocalShard) and value.place == state[key].place
         assert torch.equal(value.full_tensor(), plain.state_dict()[key])
     files = saved_by_all(state)
     own, other = files[dist.get_rank()], files[dist.get_rank() - 1]
     for key, value in own.items():
-        assert isinstance(value, zerocore.LocalShard) and value.fqn == key
+        assert isinstance(value, zerocore.tensor.LocalShard) and value.fqn == key
         assert value.global_shape == state[key].global_shape
         assert value.shard_range == state[key].shard_range
         if value.shard_range != (0, value.global_shape.numel()):

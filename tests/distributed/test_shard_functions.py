@@ -285,7 +285,7 @@ def mix(stage: int) -> None:
     with torch.no_grad():
         for param, full in zip(model.parameters(), plain.parameters(), strict=True):
             value = full.detach().clone()
-            assert isinstance(param * value, zerocore.LocalShard)
+            assert isinstance(param * value, zerocore.tensor.LocalShard)
             torch.testing.assert_close(full_of(param * value), value * value)
             changed = torch.zeros_like(value)
             assert changed.copy_(param) is changed and torch.equal(changed, value)

@@ -125,7 +125,9 @@ def train_plain(name: str) -> dict[str, Tensor]:
 def train_sharded(name: str, stage: int, prefetch: int) -> dict[str, Tensor]:
     make, loss = LOSSES[name]
     torch.manual_seed(0)
-    model = zerocore.shard(make(), stage=stage, prefetch=prefetch)
+    model = zerocore.shard(
+        make(), stage=stage, communication=zerocore.Communication(prefetch=prefetch)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         loss(model, batch(step, dist.get_rank()), step, dist.get_rank()).backward()
@@ -191,7 +193,7 @@ def create_graph() -> None:
     assert expected is not None
     dist.all_reduce(expected, dist.ReduceOp.SUM)
     found = model.get_parameter("inp.weight").grad
-    assert isinstance(found, zerocore.ShardedGrad)
+    assert isinstance(found, zerocore.tensor.ShardedGrad)
     torch.testing.assert_close(found.full_tensor(), expected / dist.get_world_size())
 
 

@@ -41,7 +41,7 @@ def test_full_state_dict(stage: int, name: str) -> None:
 def watch_gathers() -> None:
     case = case_named("plain")
     model = zerocore.shard(case.seeded_build(), stage=3)
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         zerocore.full_state_dict(model)
     units = zerocore.describe(model).units
     expected = [("all_gather", unit.name, unit.buffer_nbytes, 0) for unit in units]

@@ -42,7 +42,12 @@ class Branches(nn.Module):
 def make(stage: int, *, static_graph: bool = True) -> Branches:
     torch.manual_seed(0)
     model = Branches()
-    return zerocore.shard(model, stage=stage, units=["Linear"], static_graph=static_graph)
+    return zerocore.shard(
+        model,
+        stage=stage,
+        units=["Linear"],
+        communication=zerocore.Communication(static_graph=static_graph),
+    )
 
 
 def num_messages(model: nn.Module) -> int:
@@ -143,7 +148,9 @@ PROMISING: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DDP": partial(DistributedDataParallel, static_graph=True),
     "FSDP2": WRAPPERS["FSDP2"],
     **{
-        f"stage {stage}": partial(zerocore.shard, stage=stage, static_graph=True)
+        f"stage {stage}": partial(
+            zerocore.shard, stage=stage, communication=zerocore.Communication(static_graph=True)
+        )
         for stage in (0, 2, 3)
     },
 }

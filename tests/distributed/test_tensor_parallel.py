@@ -78,7 +78,13 @@ def train(
 def train_all_ways(stage: int, shape: tuple[int, ...]) -> None:
     train(stage, shape, zerocore.clip_grad_norm_, 1)
     train(stage, shape, nn.utils.clip_grad_norm_, 2)
-    train(stage, shape, zerocore.clip_grad_norm_, 2, accumulate="full", prefetch=2)
+    train(
+        stage,
+        shape,
+        zerocore.clip_grad_norm_,
+        2,
+        communication=zerocore.Communication(accumulate="full", prefetch=2),
+    )
 
 
 @pytest.mark.one_by_day
@@ -110,7 +116,10 @@ WAYS: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any]]] = {
     "checkpointing": (recompute, {}),
     "frozen": (freeze, {}),
     "offload": (leave, {"offload": zerocore.Offload("cpu", "cpu", "cpu")}),
-    "budget": (leave, {"memory_budget": "1GB", "sync_buffers": True}),
+    "budget": (
+        leave,
+        {"memory_budget": "1GB", "communication": zerocore.Communication(sync_buffers=True)},
+    ),
 }
 
 
@@ -191,7 +200,10 @@ def compare_plan(stage: int, shape: tuple[int, ...]) -> None:
     model, rank, _ = sharded(shape, stage)
     optimizer = torch.optim.AdamW(model.parameters())
     assert_follows_plan(model, optimizer, lambda number: loss_of(model, [rank], number))
-    assert zerocore.predict_memory(model).total == zerocore.memory_usage(model, optimizer).total
+    assert (
+        zerocore.planning.predict_memory(model).total
+        == zerocore.memory_usage(model, optimizer).total
+    )
 
 
 @pytest.mark.one_by_day

@@ -54,7 +54,7 @@ def train_stages(kind: str) -> None:
     if number == 1:
         part[2].bias.grad.mul_(float("nan"))
     where = "'2.bias'" if number == 1 else "another rank of across="
-    with pytest.raises(zerocore.NonFiniteGradError, match=where):
+    with pytest.raises(zerocore.optim.NonFiniteGradError, match=where):
         zerocore.clip_grad_norm_(part, 0.1, error_if_nonfinite=True, across=mesh["pp"])
 
 

@@ -87,7 +87,7 @@ def sync_buffers() -> None:
         model = zerocore.shard(Net(), stage=stage)
         torch.testing.assert_close(train(model, zerocore.no_sync), expected)
         torch.testing.assert_close(dict(model.named_buffers()), dict(ddp.module.named_buffers()))
-    apart = zerocore.shard(Net(), stage=3, sync_buffers=False)
+    apart = zerocore.shard(Net(), stage=3, communication=zerocore.Communication(sync_buffers=False))
     train(apart, zerocore.no_sync)
     means = [torch.empty(4) for _ in range(2)]
     dist.all_gather(means, apart.norm.running_mean)
@@ -125,7 +125,9 @@ def two_forwards_for_a_loss() -> None:
     rank = dist.get_rank()
     for stage in (0, 3):
         ddp = DistributedDataParallel(Net())
-        model = zerocore.shard(Net(), stage=stage, sync_buffers=True)
+        model = zerocore.shard(
+            Net(), stage=stage, communication=zerocore.Communication(sync_buffers=True)
+        )
         for step in range(3):
             for net in (ddp, model):
                 net.zero_grad()
@@ -139,7 +141,9 @@ def two_forwards_with_other_buffers() -> None:
     for stage in (0, 3):
         nets, model = (
             [Centred(), Centred()],
-            zerocore.shard(Centred(), stage=stage, sync_buffers=True),
+            zerocore.shard(
+                Centred(), stage=stage, communication=zerocore.Communication(sync_buffers=True)
+            ),
         )
         for step in range(3):
             losses: list[Any] = [0.0, 0.0]
@@ -165,7 +169,11 @@ def two_forwards_with_other_buffers() -> None:
 def divide_gradients() -> None:
     for stage in range(4):
         for factor in (None, 1.0, 5.0):
-            model = zerocore.shard(Net(), stage=stage, gradient_divide_factor=factor)
+            model = zerocore.shard(
+                Net(),
+                stage=stage,
+                communication=zerocore.Communication(gradient_divide_factor=factor),
+            )
             total = Net()
             model(sample(dist.get_rank(), 0)).square().mean().backward()
             for rank in range(2):
@@ -175,7 +183,9 @@ def divide_gradients() -> None:
                 torch.testing.assert_close(param.grad.full_tensor(), expected)
     for factor in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="gradient_divide_factor must be positive"):
-            zerocore.shard(Net(), gradient_divide_factor=factor)
+            zerocore.shard(
+                Net(), communication=zerocore.Communication(gradient_divide_factor=factor)
+            )
 
 
 def average_of(model: nn.Module, decay: float) -> Any:
@@ -237,7 +247,9 @@ def test_a_broadcast_leaves_what_a_forward_has_saved() -> None:
 
 def test_gradients_are_divided_as_asked() -> None:
     run_ranks(divide_gradients, 2)
-    model = zerocore.shard(Net(), gradient_divide_factor=5.0)  # one rank
+    model = zerocore.shard(
+        Net(), communication=zerocore.Communication(gradient_divide_factor=5.0)
+    )  # one rank
     reference = Net()
     for net in (model, reference):
         net(sample(0, 0)).square().mean().backward()

@@ -113,7 +113,7 @@ def measure_memory(stage: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     measured = zerocore.memory_usage(model, optimizer)
-    predicted = zerocore.predict_memory(model, optimizer_states=2)
+    predicted = zerocore.planning.predict_memory(model, optimizer_states=2)
     assert measured == predicted
 
 
@@ -148,7 +148,7 @@ class Handing(nn.Module):
 def count_gathers() -> dict[str, int]:
     model = zerocore.shard(Handing(), stage=3, units=[HandsOn])
     for _ in range(2):
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             model(torch.ones(2, 4)).sum().backward()
         for param in model.parameters():
             param.grad = None

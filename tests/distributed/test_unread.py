@@ -144,7 +144,7 @@ def train(
     losses = []
     for step in range(STEPS):
         index = torch.arange(step, step + 6) + dist.get_rank()
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             loss = model(index, around).square().mean()
             loss.backward(retain_graph=step == 1)
             if step == 1:
@@ -198,7 +198,7 @@ def hook_for_a_while() -> list[int]:
             handle = model.table.register_forward_hook(multiply)
         if step == 4 and handle is not None:
             handle.remove()
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             model(torch.arange(6), as_it_is).sum().backward()
         found.append(sum(e.op == "all_gather" and e.unit == "table" for e in events))
     return found
@@ -216,9 +216,14 @@ def compare_tied() -> list[tuple[str, str]]:
     assert gathers == 2  # for the lookup and for the head, whose backward comes right after
     torch.manual_seed(0)
     units = [nn.Embedding, nn.Linear]
-    model = zerocore.shard(Model(nn.Embedding, True), stage=3, units=units, prefetch=0)
+    model = zerocore.shard(
+        Model(nn.Embedding, True),
+        stage=3,
+        units=units,
+        communication=zerocore.Communication(prefetch=0),
+    )
     for _ in range(2):
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             model(torch.arange(6), as_it_is).sum().backward()
     return [(e.op, e.unit) for e in events if e.op in ("all_gather", "reduce_scatter")]
 

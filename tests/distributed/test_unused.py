@@ -54,7 +54,7 @@ def reduce_in_turn(stage: int) -> list[tuple[str, int]]:
         accumulate(model, case, step)
         model.zero_grad()
     batch = case.seeded_batch(9, dist.get_rank(), 2)
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         case.loss(model, batch).backward()
     trace = [(event.op, event.unit) for event in sorted(events, key=lambda e: e.issued_ns)]
     return [

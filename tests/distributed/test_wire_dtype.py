@@ -109,7 +109,12 @@ def sum_shared_states() -> None:
     expected = mean_in_order(of_all_ranks(own_gradients(0, BF16)), 2, BF16)
     mixed = policy(BF16, param_dtype=BF16)
     for stage in STAGES[1:]:
-        found = sharded_gradients(mixed, stage, group=group, replicas_share="optimizer")
+        found = sharded_gradients(
+            mixed,
+            stage,
+            group=group,
+            communication=zerocore.Communication(replicas_share="optimizer"),
+        )
         assert_equal(found, expected, stage)
 
 
@@ -154,7 +159,12 @@ def depend_on_gradients_alone() -> None:
         for units in (None, [], whole):
             options: dict[str, Any] = {} if units is None else {"units": units}
             for prefetch in (0, 2):
-                found = sharded_gradients(policy(BF16), stage, prefetch=prefetch, **options)
+                found = sharded_gradients(
+                    policy(BF16),
+                    stage,
+                    communication=zerocore.Communication(prefetch=prefetch),
+                    **options,
+                )
                 assert_equal(found, expected, (stage, units, prefetch))
         found = sharded_gradients(policy(BF16, keep_fp32=("norm",)), stage)  # a second region
         rest = {name: grad for name, grad in expected.items() if "norm" not in name}
@@ -175,7 +185,10 @@ def accumulate(stage: int) -> None:
     for wire in (FP32, BF16):
         for sync, mode in ((True, "sharded"), (False, "full"), (False, "sharded")):
             model = zerocore.shard(
-                make_net(), stage=stage, mixed_precision=policy(wire), accumulate=mode
+                make_net(),
+                stage=stage,
+                mixed_precision=policy(wire),
+                communication=zerocore.Communication(accumulate=mode),
             )
             for seed in (0, 1):
                 if sync or seed == 1:
@@ -216,7 +229,9 @@ def count_bytes(num_replicas: int) -> None:
             optimizer = torch.optim.AdamW(model.parameters())
             own_loss = partial(loss_of_ones, model, 24)
             events = assert_follows_plan(model, optimizer, own_loss, since=1)
-            assert zerocore.memory_usage(model, optimizer) == zerocore.predict_memory(model)
+            assert zerocore.memory_usage(model, optimizer) == zerocore.planning.predict_memory(
+                model
+            )
             assert state_of(model).engine.pool_stats.in_use_nbytes == 0
             reductions = [e for e in events if e.op in ("reduce_scatter", "gather_sums")]
             assert not any(e.op == "all_reduce" for e in events)

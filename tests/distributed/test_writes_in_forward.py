@@ -72,7 +72,12 @@ def train(system: str, kind: type[Moving], stage: int) -> dict[str, Tensor]:
     if system == "ddp":
         wrapped: nn.Module = DistributedDataParallel(model, find_unused_parameters=True)
     else:
-        wrapped = zerocore.shard(model, stage=stage, units=[Code, nn.Linear], prefetch=0)
+        wrapped = zerocore.shard(
+            model,
+            stage=stage,
+            units=[Code, nn.Linear],
+            communication=zerocore.Communication(prefetch=0),
+        )
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
     for step in range(STEPS):

@@ -121,7 +121,7 @@ def seeds(count: int) -> list[Any]:
     return [seed if seed % 8 in (0, 1, 5, 6) else by_night(seed)[0] for seed in range(count)]
 
 
-def shard(seed: int, stage: int, mesh: Mesh, **options: Any) -> Graph:
+def shard(seed: int, stage: int, mesh: Mesh, regather: int | None = None, **options: Any) -> Graph:
     rng = random.Random(seed)
     accumulate = rng.choice(["sharded", "full"])
     graph = Graph(seed, rng.randint(1, 8))
@@ -129,8 +129,9 @@ def shard(seed: int, stage: int, mesh: Mesh, **options: Any) -> Graph:
         graph,
         stage=stage,
         units=[Block],
-        prefetch=seed % 5,
-        accumulate=accumulate,
+        communication=zerocore.Communication(
+            prefetch=seed % 5, accumulate=accumulate, regather=regather
+        ),
         mixed_precision=POLICIES[seed % 3],
         group=mesh if seed % 4 == 0 else None,
         **options,

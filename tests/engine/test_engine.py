@@ -180,11 +180,16 @@ class Words(nn.Module):
 def make_with_words(stage: int) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(Words(), nn.Linear(8, 8), nn.Linear(8, 8))
-    return zerocore.shard(model, stage=stage, units=[Words, nn.Linear], prefetch=2)
+    return zerocore.shard(
+        model,
+        stage=stage,
+        units=[Words, nn.Linear],
+        communication=zerocore.Communication(prefetch=2),
+    )
 
 
 def recorded_step(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         model(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -126,7 +126,12 @@ def test_every_wait_is_needed(stage: int, policy: int, how: str, mesh: Mesh) -> 
         model.reentrant = dict.fromkeys((1, 2, 3), how == "reentrant")
     group = mesh if how == "hybrid" else None
     zerocore.shard(
-        model, stage=stage, units=[Block], prefetch=prefetch, mixed_precision=mixed, group=group
+        model,
+        stage=stage,
+        units=[Block],
+        communication=zerocore.Communication(prefetch=prefetch),
+        mixed_precision=mixed,
+        group=group,
     )
     log, setup = log_of_steps(model)
     assert find_race(log) is None
@@ -141,7 +146,9 @@ def test_a_reset_waits_for_gathers_under_way(stage: int) -> None:
     """Also for those into memory that stays: what frees it next is ordered behind compute only."""
     model = Graph(0, 4)
     model.calls, model.reentrant = [(unit, ()) for unit in range(4)], {}
-    zerocore.shard(model, stage=stage, units=[Block], prefetch=2)
+    zerocore.shard(
+        model, stage=stage, units=[Block], communication=zerocore.Communication(prefetch=2)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(torch.ones(2, WIDTH)).sum().backward()

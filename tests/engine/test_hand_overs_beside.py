@@ -68,7 +68,11 @@ def test_gathers_from_near_ranks_are_ordered(seed: int, mesh: Mesh) -> None:
 @pytest.mark.one_by_day
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_gather_from_near_ranks_waits_for_what_is_kept(prefetch: int) -> None:
-    model = zerocore.shard(five_in_a_row(), units=[Block], prefetch=prefetch, regather=3)
+    model = zerocore.shard(
+        five_in_a_row(),
+        units=[Block],
+        communication=zerocore.Communication(prefetch=prefetch, regather=3),
+    )
     log, setup = log_of_steps(model)
     assert find_race(log) is None
     races = {i: find_race(log, without=i) for i in waits(log) if i >= setup}

@@ -146,10 +146,10 @@ def check_same(trained: dict[str, Trained], rtol: float = 1e-5, atol: float = 1e
 
 def check_plan(model: nn.Module, *parts: str) -> None:
     """A forward and backward move the plan's bytes; these parts of the memory are as planned."""
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         loss_of(model, tokens_of(3)).backward()
     moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
-    assert moved == list(zerocore.predict_events(model))
-    used, predicted = zerocore.memory_usage(model), zerocore.predict_memory(model)
+    assert moved == list(zerocore.planning.predict_events(model))
+    used, predicted = zerocore.memory_usage(model), zerocore.planning.predict_memory(model)
     for part in parts:
         assert getattr(used, part) == getattr(predicted, part), part

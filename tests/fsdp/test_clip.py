@@ -124,7 +124,7 @@ def name_the_bad_one() -> tuple[str, str | None, int | None]:
     if dist.get_rank() == 2:
         bad.grad.to_local()[-1] = math.nan
     before = full_gradients(model)
-    with pytest.raises(zerocore.NonFiniteGradError) as caught:
+    with pytest.raises(zerocore.optim.NonFiniteGradError) as caught:
         zerocore.clip_grad_norm_(model, 0.1, error_if_nonfinite=True)
     torch.testing.assert_close(full_gradients(model), before, equal_nan=True)
     return str(caught.value), caught.value.fqn, caught.value.rank

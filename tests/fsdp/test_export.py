@@ -44,7 +44,7 @@ def compare() -> None:
         step(model, optimizer, number)
     expected = full_of(model)
     state = state_of(model)
-    info = zerocore.export_info(model)
+    info = zerocore.weights.export_info(model)
     for size in (1, 500, 10**9):
         state.engine.forget_recent_peak()
         found = exported(model, max_bytes=size)

@@ -66,7 +66,7 @@ def gathers_once() -> None:
     """Units stay through all micro-batches, and are reduced once."""
     model = shard_blocks(zerocore.fsdp, make_net())
     finalizes(model, 0)
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         finalizes(model, 1)
     ops = [event.op for event in events]
     assert ops.count("all_gather") == 4

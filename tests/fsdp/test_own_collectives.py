@@ -199,7 +199,9 @@ def shards_of_stage_three_are_counted() -> None:
     """``zerocore.shard`` keeps the unit that a forward leaves last, unless it is told not to."""
     for retains, gathers in ((True, 9), (False, 10)):
         model: Any = make_net()
-        zerocore.shard(model, stage=3, retain_last=retains, prefetch=0)
+        zerocore.shard(
+            model, stage=3, communication=zerocore.Communication(retain_last=retains, prefetch=0)
+        )
         for step in range(2):
             with CommDebugMode() as mode:
                 loss_of(model, tokens_of(step)).backward()

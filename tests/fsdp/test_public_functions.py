@@ -59,7 +59,7 @@ def compare_with_the_plan(options: dict[str, Any], shape: tuple[int, ...]) -> No
     names = ("replicas", "shards")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model, optimizer = trained(20, mesh=mesh, **options)
-    planned = zerocore.predict_events(model)
+    planned = zerocore.planning.predict_events(model)
     with record_events(model) as events:
         run(model, optimizer, 1)
     assert [(e.op, e.unit, e.nbytes) for e in events if e.op in COLLECTIVES] == planned
@@ -69,9 +69,12 @@ def compare_with_the_plan(options: dict[str, Any], shape: tuple[int, ...]) -> No
     for step in report.steps[1:]:
         assert step.num_collectives == len(planned)
         assert step.gathered_nbytes == sum(n for op, _, n in planned if op == "all_gather")
-        assert step.pool_nbytes == zerocore.predict_memory(model).pool
+        assert step.pool_nbytes == zerocore.planning.predict_memory(model).pool
     assert set(report.units) == {"FSDPNet", "blocks.0", "blocks.1", "blocks.2"}
-    usage, predicted = zerocore.memory_usage(model, optimizer), zerocore.predict_memory(model)
+    usage, predicted = (
+        zerocore.memory_usage(model, optimizer),
+        zerocore.planning.predict_memory(model),
+    )
     for part in ("parameters", "gradients", "main_weights", "pool"):
         assert getattr(usage, part) == getattr(predicted, part), part
     held = sum(
@@ -236,7 +239,7 @@ def explain() -> None:
         net = Net(8)
         net.blocks[1] = Greedy(where)
         model = shard_blocks(zerocore.fsdp, net, reshard_after_forward=False)
-        with pytest.raises(zerocore.OutOfMemory) as caught:
+        with pytest.raises(zerocore.reporting.OutOfMemory) as caught:
             loss_of_net(model, tokens_of(0)).backward()
         diagnosis = caught.value.diagnosis
         assert diagnosis.phase == where and "blocks.1" in diagnosis.unit
@@ -258,7 +261,7 @@ def test_out_of_memory_is_explained() -> None:
 
 def refuse() -> None:
     model = shard_blocks(zerocore.fsdp, make_net())
-    for function in (zerocore.report, zerocore.describe, zerocore.predict_events):
+    for function in (zerocore.report, zerocore.describe, zerocore.planning.predict_events):
         with pytest.raises(ValueError, match="run a forward first"):
             function(model)
     loss_of_net(model, tokens_of(0))
@@ -266,7 +269,7 @@ def refuse() -> None:
         with pytest.raises(ValueError, match="DTensors: use what torch"), function(model):
             pass
     with pytest.raises(ValueError, match="leave stage out"):
-        zerocore.predict_memory(model, stage=1)
+        zerocore.planning.predict_memory(model, stage=1)
     blocks = nn.ModuleList(zerocore.fsdp.fully_shard(Block()) for _ in range(2))
     for block in blocks:
         block(torch.ones(2, 10))

@@ -158,7 +158,9 @@ def full_sums(model: Any) -> list[float]:
 
 
 def shard_near(net: nn.Module) -> nn.Module:
-    return zerocore.shard(net, units=[Block], regather=NUM_NEAR)
+    return zerocore.shard(
+        net, units=[Block], communication=zerocore.Communication(regather=NUM_NEAR)
+    )
 
 
 def compare_near(

@@ -76,7 +76,7 @@ def train_recorded(
     """Losses, and the bytes of each kind of collective."""
     with peers():
         model = shard(Stack(replace(VARIANTS[0], precision=precision)).to(device), stage)
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             losses = train(model)
     nbytes: Counter[str] = Counter()
     for event in events:

@@ -21,7 +21,7 @@ PLAIN, MIXED, ALL = VARIANTS[0], VARIANTS[1], VARIANTS[-1]
 def collectives_are_made(device: torch.device, folder: Path) -> None:
     """Or the others would show nothing about the backend."""
     model = zerocore.shard(Stack(PLAIN).to(device), stage=3)
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         train(model, steps=2)
     assert {"all_gather", "reduce_scatter"} <= {event.op for event in events}
 

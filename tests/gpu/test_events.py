@@ -23,9 +23,9 @@ def test_times_are_in_order(device: torch.device, stage: int, prefetch: int) -> 
         optimizer = make_optimizer(model)
         for step in range(2):
             run_step(model, optimizer, step)
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             run_step(model, optimizer, 2)
-        predicted = zerocore.predict_events(model)
+        predicted = zerocore.planning.predict_events(model)
     collectives = [event for event in events if event.op not in ("unshard", "reshard")]
     assert [(event.op, event.unit, event.nbytes) for event in collectives] == predicted
     for event in collectives:
@@ -66,7 +66,7 @@ def test_a_trace_can_be_taken_twice(device: torch.device) -> None:
         optimizer = make_optimizer(model)
         ends = []
         for step in range(3):
-            with zerocore.record_events(model) as events:
+            with zerocore.reporting.record_events(model) as events:
                 run_step(model, optimizer, step)
             done = [event for event in events if event.done_ns >= 0]
             assert done

@@ -82,7 +82,7 @@ def test_a_real_group_of_one_rank(device: torch.device, stage: int) -> None:
     plain = Stack(VARIANTS[0]).to(device)
     expected = train(plain)
     model = shard(Stack(VARIANTS[0]).to(device), stage)
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         torch.testing.assert_close(train(model), expected, rtol=1e-9, atol=0.0)
     assert not {event.op for event in events} - {"unshard", "reshard"}
     assert_same_state(model, plain)

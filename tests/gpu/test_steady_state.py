@@ -82,7 +82,7 @@ def is_of_the_link(work: DeviceWork) -> bool:
 
 def received_nbytes(model: Stack, stage: int, micro_batches: int) -> int:
     """Bytes that the emulated link writes for the gathers of `NUM_STEPS` steps."""
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         run_step(model, make_optimizer(model), 0, micro_batches)
     gathered = sum(event.nbytes for event in events if event.op == "all_gather")
     # Stages 1 and 2 gather in place: the rank's own slice is there.

@@ -143,7 +143,7 @@ class Stack(nn.Module):
 
 def peers(
     bandwidth: str = "100GB/s", latency: str = "5us"
-) -> AbstractContextManager[zerocore.Emulation | None]:
+) -> AbstractContextManager[zerocore.emulated.Emulation | None]:
     """The ranks to train with: those of the default group, or `WORLD_SIZE` on an emulated link."""
     if dist.is_initialized():
         return nullcontext()
@@ -156,8 +156,7 @@ def shard(model: Stack, stage: int, prefetch: int = 1, accumulate: str = "sharde
         model,
         stage=stage,
         units=[Branches],
-        prefetch=prefetch,
-        accumulate=accumulate,
+        communication=zerocore.Communication(prefetch=prefetch, accumulate=accumulate),
         mixed_precision=model.variant.precision,
     )
     return model

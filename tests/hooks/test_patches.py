@@ -86,7 +86,7 @@ optimizer.register_step_post_hook(lambda opt, *_: seen.append(opt.state[model.we
 model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
 assert seen[0] == (4, 4), seen  # hooks go by the rules of shards
-assert type(seen[1]) is zerocore.LocalShard, seen  # the step does not, but gives states a place
+assert type(seen[1]) is zerocore.tensor.LocalShard, seen  # the step gives states a place
 assert len(seen) == 2, seen
 """
 

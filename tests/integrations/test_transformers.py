@@ -11,6 +11,7 @@ import torch
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.integrations.language_model import TRAINER_OPTIONS, build_model, samples
+from zerocore.model.state import state_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -138,6 +139,12 @@ def generate_and_refuse(directory: str) -> None:
         make_trainer(Path(directory), 3, bf16_full_eval=True)
     with pytest.raises(ValueError, match="sharded already; leave out"):
         Trainer(model, arguments(Path(directory)), shard={"stage": 2})
+    own = {"communication": zerocore.Communication(prefetch=2)}
+    for broadcasts in (True, False):
+        args = {"options": own, "ddp_broadcast_buffers": broadcasts}
+        model = make_trainer(Path(directory), 3, **args).model
+        expected = zerocore.Communication(prefetch=2, sync_buffers=broadcasts, regather=1)
+        assert state_of(model).config.communication == expected
 
 
 def test_generation_and_refusals(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_next_exchange_is_issued_before_this_round_is_computed(
 
         monkeypatch.setattr(muon_rounds, "orthogonalise", orthogonalise)
         monkeypatch.setattr(rest, "update", update_rest)
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             model(torch.randn(3, SIZE)).square().mean().backward()
             optimizer.step()
         choice = optimizer.describe()

@@ -18,6 +18,7 @@ from tests.distributed.harness import run_ranks
 from zerocore.model.state import find_state, state_of
 
 WIDTH = 64
+ON_DEMAND = zerocore.Communication(prefetch=0)
 
 
 @pytest.fixture
@@ -35,9 +36,9 @@ def mesh_of(num_replicas: int) -> DeviceMesh:
     return init_device_mesh("cpu", (num_replicas, 8 // num_replicas))
 
 
-def used(stage: int, prefetch: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> int:
+def used(stage: int, dtype: torch.dtype = torch.float32, **options: Any) -> int:
     """Bytes that the runtime holds on rank 0 of 8 after two steps with Adam."""
-    model = zerocore.shard(make().to(dtype), stage=stage, prefetch=prefetch, **options)
+    model = zerocore.shard(make().to(dtype), stage=stage, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         model(torch.randn(2, WIDTH, dtype=dtype)).sum().backward()
@@ -72,19 +73,34 @@ def test_three_changes_that_fit_and_what_they_save(fake_group: None) -> None:
 
 
 def test_only_changes_that_fit_are_named(fake_group: None) -> None:
-    message = refusal(used(3, prefetch=0), stage=3)
-    assert "- prefetch=0" in message
+    message = refusal(used(3, communication=ON_DEMAND), stage=3)
+    assert "- communication=zerocore.Communication(prefetch=0) (gathers are" in message
     assert "- parameters in bfloat16" in message
     assert "- 16 ranks" in message
     message = refusal(used(3, dtype=torch.bfloat16), stage=3)
-    assert "prefetch=0" not in message
+    assert "prefetch" not in message
     assert "No change" in refusal(100, stage=3)
+
+
+def test_a_change_is_code_that_keeps_the_other_options(fake_group: None) -> None:
+    """The call that a refusal names needs what it says, with the options that were given."""
+    given = zerocore.Communication(prefetch=3, reductions_in_flight=2)
+    one_by_one = zerocore.Communication(prefetch=0, reductions_in_flight=2)
+    budget = used(3, communication=one_by_one)
+    message = refusal(budget, stage=3, communication=given)
+    (call,) = re.findall(r"^- (communication=.+\)) \(gathers", message, re.MULTILINE)
+    options = eval(f"dict({call})", {"zerocore": zerocore})
+    assert options == {"communication": one_by_one}
+    zerocore.shard(make(), stage=3, memory_budget=budget, **options)
+    assert "communication=" not in refusal(budget - 1, stage=3, communication=given)
 
 
 def test_replicas_are_counted_and_fewer_of_them_named(fake_group: None) -> None:
     meshes = {number: mesh_of(number) for number in (4, 2, 1)}
-    needed = {number: used(3, prefetch=0, group=mesh) for number, mesh in meshes.items()}
-    options = {"stage": 3, "prefetch": 0, "group": meshes[4]}
+    needed = {
+        number: used(3, communication=ON_DEMAND, group=mesh) for number, mesh in meshes.items()
+    }
+    options = {"stage": 3, "communication": ON_DEMAND, "group": meshes[4]}
     zerocore.shard(make(), memory_budget=needed[4], **options)
     message = refusal(needed[4] - 1, **options)
     assert f"stage 3 on 8 ranks in a (4, 2) mesh needs {needed[4] / 1e3:.2f} kB" in message

@@ -46,6 +46,8 @@ def test_changes_of_a_stage(stage: int) -> None:
     found = {change.text.partition(" (")[0]: change.nbytes for change in changes(now, bool)}
     for higher in STAGES[stage + 1 :]:
         assert found[f"stage={higher}"] == now.at(stage=higher).nbytes
-    assert ("prefetch=0" in found) == (stage == HIGHEST_STAGE)
+    on_demand = "communication=zerocore.Communication(prefetch=0)"
+    assert (on_demand in found) == (stage == HIGHEST_STAGE)
     assert ("16 ranks" in found) == (stage > 0)
-    assert found["stage=3, prefetch=0" if stage < HIGHEST_STAGE else "prefetch=0"] < now.nbytes
+    text = f"stage=3, {on_demand}" if stage < HIGHEST_STAGE else on_demand
+    assert found[text] < now.nbytes

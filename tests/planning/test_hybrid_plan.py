@@ -51,7 +51,10 @@ def test_the_runtime_allocates_what_was_planned(
     name: str, mixed: MixedPrecision | None, micro_batches: int, accumulate: str
 ) -> None:
     case = CASES[name]
-    options = {"mixed_precision": mixed, "accumulate": accumulate}
+    options: dict[str, Any] = {
+        "mixed_precision": mixed,
+        "communication": zerocore.Communication(accumulate=accumulate),
+    }
     for shape in SHAPES:
         world_size = shape[0] * shape[1]
         rank = world_size // 2 + shape[1] // 2
@@ -60,10 +63,12 @@ def test_the_runtime_allocates_what_was_planned(
             case.seeded_build(),
             world_size,
             num_replicas=shape[0],
-            inputs=cast_floats(batch, BF16) if mixed else batch,
-            loss=case.loss,
-            rank=rank,
-            micro_batches=micro_batches,
+            workload=zerocore.Workload(
+                inputs=cast_floats(batch, BF16) if mixed else batch,
+                loss=case.loss,
+                rank=rank,
+                micro_batches=micro_batches,
+            ),
             **options,
         )
         assert plan.activations is not None, plan.note
@@ -92,7 +97,9 @@ def sent(events: list[tuple[str, int]], shape: tuple[int, int], stage: int) -> l
 def test_the_runtime_sends_what_was_planned(shape: tuple[int, int]) -> None:
     world_size = shape[0] * shape[1]
     inputs = torch.randn(3, WIDTH)
-    plan = zerocore.plan(Chain(), world_size, num_replicas=shape[0], inputs=inputs)
+    plan = zerocore.plan(
+        Chain(), world_size, num_replicas=shape[0], workload=zerocore.Workload(inputs=inputs)
+    )
     with fake_group(world_size, 0):
         mesh = mesh_of(shape)
         for stage in plan.stages:
@@ -108,8 +115,8 @@ def test_the_runtime_sends_what_was_planned(shape: tuple[int, int]) -> None:
 
 def test_sixty_four_ranks_in_eight_replicas() -> None:
     """State and inner traffic are those of 8 ranks; 2 * 7/8 of a gradient shard cross."""
-    plan = zerocore.plan(blocks(GB), 64, num_replicas=8, rank=63)
-    inner = zerocore.plan(blocks(GB), 8, rank=7)
+    plan = zerocore.plan(blocks(GB), 64, num_replicas=8, workload=zerocore.Workload(rank=63))
+    inner = zerocore.plan(blocks(GB), 8, workload=zerocore.Workload(rank=7))
     gradient_nbytes = 4 * GB
     for stage, within in zip(plan.stages, inner.stages, strict=True):
         assert planned(stage) == planned(within)
@@ -125,10 +132,10 @@ def test_the_time_of_each_link() -> None:
         Chain(num_blocks),
         6,
         num_replicas=3,
-        inputs=torch.randn(3, WIDTH),
-        links=["1MB/s,1ms", "2MB/s,0s"],
-        replica_link="1kB/s,2ms",
-        flops="1TFLOP/s",
+        workload=zerocore.Workload(inputs=torch.randn(3, WIDTH)),
+        machine=zerocore.Machine(
+            links=["1MB/s,1ms", "2MB/s,0s"], replica_link="1kB/s,2ms", flops="1TFLOP/s"
+        ),
     )
     gathers = 2 * num_blocks - 1  # the last unit is kept for the backward
     for timing, bandwidth, latency in zip(
@@ -162,9 +169,8 @@ def test_which_links(
         Chain(),
         world_size,
         num_replicas=num_replicas,
-        inputs=torch.randn(3, WIDTH),
-        links=links,
-        replica_link=replica_link,
+        workload=zerocore.Workload(inputs=torch.randn(3, WIDTH)),
+        machine=zerocore.Machine(links=links, replica_link=replica_link),
     )
     assert [stage.timings[0].link for stage in plan.stages] == 4 * [expected]
     assert f"step, {expected}" in str(plan)
@@ -187,27 +193,37 @@ def test_mistakes_are_named(num_replicas: Any, error: type[Exception], message: 
 
 
 def test_advice_on_a_slow_link_names_the_call_that_it_plans() -> None:
-    inputs = torch.randn(10, 64)
-    hybrid = {"num_replicas": 3, "links": "1PB/s", "replica_link": "1MB/s"}
-    stage = zerocore.plan(Wide(), 24, inputs=inputs, **hybrid).stages[3]
+    workload = zerocore.Workload(inputs=torch.randn(10, 64))
+    links = {"links": "1PB/s", "replica_link": "1MB/s"}
+    hybrid = zerocore.plan(
+        Wide(), 24, num_replicas=3, workload=workload, machine=zerocore.Machine(**links)
+    )
+    stage = hybrid.stages[3]
 
-    def slow(memory: int, **options: Any) -> str:
-        plan = zerocore.plan(Wide(), 24, inputs=inputs, memory=memory, **options)
+    def slow(memory: int, num_replicas: int = 1, **options: Any) -> str:
+        machine = zerocore.Machine(memory=memory, **options)
+        plan = zerocore.plan(
+            Wide(), 24, num_replicas=num_replicas, workload=workload, machine=machine
+        )
         return next((line for line in plan.advice if "is slow for this" in line), "")
 
     line = slow(stage.peak.nbytes, links="1MB/s")
     assert "within nodes of 8: plan it with num_replicas=3" in line
-    assert "replica_link='1MB/s'" in line
-    of_a_node = slow(stage.peak.nbytes, machine="8xH100-ib400")
-    assert "num_replicas=3, machine='8xH100-ib400'; run it with" in of_a_node
+    said = "machine=zerocore.Machine(links=inside, replica_link='1MB/s'), inside= the link within"
+    assert said in line
+    of_a_node = slow(stage.peak.nbytes, node="8xH100-ib400")
+    call = "num_replicas=3, machine=zerocore.Machine('8xH100-ib400'); run it with"
+    assert call in of_a_node
     assert line.endswith("group=init_device_mesh('cuda', (3, 8))")
     assert slow(stage.peak.nbytes - 1, links="1MB/s").endswith("larger micro-batches hide more")
-    assert slow(stage.peak.nbytes, **hybrid).endswith("larger micro-batches hide more")
+    assert slow(stage.peak.nbytes, 3, **links).endswith("larger micro-batches hide more")
 
 
 def test_advice_on_fewer_replicas_or_more_ranks() -> None:
     def advice(memory: int | str) -> str:
-        return zerocore.plan(blocks(GB, 100), 32, num_replicas=8, memory=memory).advice[1]
+        return zerocore.plan(
+            blocks(GB, 100), 32, num_replicas=8, machine=zerocore.Machine(memory=memory)
+        ).advice[1]
 
     needed = [
         zerocore.plan(blocks(GB, 100), 32, num_replicas=n).stages[3].peak.nbytes for n in (4, 1)
@@ -222,9 +238,14 @@ def test_advice_on_fewer_replicas_or_more_ranks() -> None:
 def test_near_ranks_hold_more_and_wait_less() -> None:
     """Beside its shard a rank keeps an eighth; in the backward it gathers over the faster link."""
     model, batch = Wide(), torch.empty(4096, 64, device="meta")
-    near = zerocore.plan(model, 64, regather=8, inputs=batch)
-    flat = zerocore.plan(model, 64, inputs=batch)
-    full = zerocore.plan(model, 1, inputs=batch).stages[3].parameters
+    near = zerocore.plan(
+        model,
+        64,
+        communication=zerocore.Communication(regather=8),
+        workload=zerocore.Workload(inputs=batch),
+    )
+    flat = zerocore.plan(model, 64, workload=zerocore.Workload(inputs=batch))
+    full = zerocore.plan(model, 1, workload=zerocore.Workload(inputs=batch)).stages[3].parameters
     kept = near.stages[3].parameters - flat.stages[3].parameters
     assert full / 8 <= kept < 1.1 * full / 8  # the rest is padding
     assert near.stages[3].timings[0].step_s < flat.stages[3].timings[0].step_s
@@ -232,4 +253,9 @@ def test_near_ranks_hold_more_and_wait_less() -> None:
         stage.parameters for stage in flat.stages[:3]
     ]
     with pytest.raises(ValueError, match="regather must divide the number of ranks that share"):
-        zerocore.plan(model, 64, regather=6, inputs=batch)
+        zerocore.plan(
+            model,
+            64,
+            communication=zerocore.Communication(regather=6),
+            workload=zerocore.Workload(inputs=batch),
+        )

@@ -13,7 +13,7 @@ from zerocore.planning.setting import Host
 WIDTH = 256
 
 
-def planned(memory: int, host_memory: int) -> zerocore.Plan:
+def planned(memory: int, host_memory: int) -> zerocore.planning.Plan:
     """Of 8 equal layers, each a unit, on 4 ranks."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
@@ -21,10 +21,8 @@ def planned(memory: int, host_memory: int) -> zerocore.Plan:
         model,
         4,
         units=list("01234567"),
-        memory=memory,
-        host_memory=host_memory,
-        inputs=torch.zeros(1, WIDTH),
-        loss=lambda net, x: net(x).sum(),
+        machine=zerocore.Machine(memory=memory, host_memory=host_memory),
+        workload=zerocore.Workload(inputs=torch.zeros(1, WIDTH), loss=lambda net, x: net(x).sum()),
     )
 
 
@@ -72,4 +70,4 @@ def test_tokens_from_which_an_update_is_hidden() -> None:
     assert host.hiding_tokens(64, 400e12) == 37_333  # 8 ranks are on a machine
     assert host.hiding_tokens(1, 400e12) == pytest.approx(37_333 / 8, abs=1)
     with pytest.raises(ValueError, match="host_bandwidth"):
-        zerocore.plan(nn.Linear(2, 2), 1, host_memory="1GiB", host_bandwidth=0)
+        zerocore.Machine(host_memory="1GiB", host_bandwidth=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
@@ -41,19 +41,19 @@ def blocks(num_params: int, num_blocks: int = 32) -> nn.Module:
         )
 
 
-def states(plan: zerocore.Plan) -> list[float]:
+def states(plan: zerocore.planning.Plan) -> list[float]:
     """GB of model state by stage."""
     return [stage.model_state / GB for stage in plan.stages]
 
 
 def test_seven_billion_parameters_with_fp32_adam_on_eight_ranks() -> None:
-    plan = zerocore.plan(blocks(7 * GB), 8, memory="80GB")
+    plan = zerocore.plan(blocks(7 * GB), 8, machine=zerocore.Machine(memory="80GB"))
     assert states(plan) == pytest.approx([112, 63, 38.5, 14], rel=1e-6)
     assert [stage.fits for stage in plan.stages] == [False, True, True, True]
 
 
 def test_four_billion_parameters_all_in_bf16_on_two_ranks() -> None:
-    plan = zerocore.plan(blocks(4 * GB), 2, dtype=BF16, memory="24GB")
+    plan = zerocore.plan(blocks(4 * GB), 2, dtype=BF16, machine=zerocore.Machine(memory="24GB"))
     assert states(plan) == pytest.approx([32, 24, 20, 16], rel=1e-6)
     # Stage 1 is 24 GB to the byte, and leaves nothing for activations.
     assert [stage.fits for stage in plan.stages] == [False, True, True, True]
@@ -117,7 +117,9 @@ def test_stage_three_sends_half_as_much_again(world_size: int) -> None:
     ("optimizer", "tensors"), [("sgd", 0), ("momentum", 1), ("AdamW", 2), ("amsgrad", 3), (5, 5)]
 )
 def test_optimizer_states(optimizer: str | int, tensors: int) -> None:
-    stage = zerocore.plan(nn.Linear(64, 64, bias=False), 1, optimizer=optimizer).stages[0]
+    stage = zerocore.plan(
+        nn.Linear(64, 64, bias=False), 1, workload=zerocore.Workload(optimizer=optimizer)
+    ).stages[0]
     assert stage.optimizer == tensors * 4 * 64 * 64
 
 
@@ -175,10 +177,10 @@ def test_the_runtime_allocates_what_was_planned(name: str, monkeypatch: pytest.M
     for world_size in WORLD_SIZES:
         rank = world_size // 2
         batch = case.seeded_batch(0, rank % NUM_BATCHES, SAMPLES)
-        run: dict[str, Any] = {"inputs": batch, "loss": case.loss}
+        workload = zerocore.Workload(rank=rank, inputs=batch, loss=case.loss)
         if name == "hf_mixtral":  # torch's grouped products of fake tensors are for bf16 alone
-            run = {}
-        plan = zerocore.plan(case.seeded_build(), world_size, units=units, rank=rank, **run)
+            workload = zerocore.Workload(rank=rank)
+        plan = zerocore.plan(case.seeded_build(), world_size, units=units, workload=workload)
         with fake_group(world_size, rank):
             for stage in plan.stages:
                 actual = allocated(case, stage.stage, rank)
@@ -200,24 +202,26 @@ def test_the_runtime_allocates_what_was_planned_in_mixed_precision(
     mixed = MixedPrecision(BF16, reduce_dtype, output_dtype=torch.float32)
     prefetch = {"once": 1, "sharded": 0, "full": 2}[accumulate]
     micro_batches, accumulate = (1, "sharded") if accumulate == "once" else (2, accumulate)
+    communication = zerocore.Communication(accumulate=accumulate, prefetch=prefetch)
     for world_size in WORLD_SIZES:
         rank = world_size - 1
         batch = case.seeded_batch(0, rank % NUM_BATCHES, SAMPLES)
         plan = zerocore.plan(
             case.seeded_build(),
             world_size,
-            inputs=cast_floats(batch, BF16),
-            loss=case.loss,
-            rank=rank,
+            workload=zerocore.Workload(
+                inputs=cast_floats(batch, BF16),
+                loss=case.loss,
+                rank=rank,
+                micro_batches=micro_batches,
+            ),
             mixed_precision=mixed,
-            micro_batches=micro_batches,
-            accumulate=accumulate,
-            prefetch=prefetch,
+            communication=communication,
         )
         assert plan.activations is not None, plan.note
         with fake_group(world_size, rank):
             for stage in plan.stages:
-                options = {"mixed_precision": mixed, "accumulate": accumulate, "prefetch": prefetch}
+                options = {"mixed_precision": mixed, "communication": communication}
                 actual = allocated(case, stage.stage, rank, micro_batches, **options)
                 assert planned(stage) == actual, f"stage {stage.stage}, {world_size} ranks"
 
@@ -243,14 +247,24 @@ class Wide(nn.Module):
 
 
 def test_the_peak_is_the_sum_of_what_is_held() -> None:
-    plan = zerocore.plan(Wide(), 4, inputs=torch.randn(1000, 64), memory="1GB")
+    plan = zerocore.plan(
+        Wide(),
+        4,
+        workload=zerocore.Workload(inputs=torch.randn(1000, 64)),
+        machine=zerocore.Machine(memory="1GB"),
+    )
     for stage in plan.stages:
         assert stage.peak.nbytes == stage.reserved + plan.activations.peak_nbytes
         assert stage.spare == GB - stage.peak.nbytes
 
 
 def test_the_table_has_every_figure_of_every_stage() -> None:
-    plan = zerocore.plan(Wide(), 4, inputs=torch.randn(1000, 64), links=["eth100", "nvlink4"])
+    plan = zerocore.plan(
+        Wide(),
+        4,
+        workload=zerocore.Workload(inputs=torch.randn(1000, 64)),
+        machine=zerocore.Machine(links=["eth100", "nvlink4"]),
+    )
     rows = plan.rows()
     shown = [{name: cells for name, *cells in part} for part in (rows[-8:-4], rows[-4:])]
     for index, timings in enumerate(shown):
@@ -260,34 +274,48 @@ def test_the_table_has_every_figure_of_every_stage() -> None:
             assert timings["  no schedule beats"][column] == format_seconds(timing.bound_s)
     assert len(set(shown[0]["  communication"])) == 3  # stages 1 and 2 send the same
     assert all(f"peak of every stage: {stage.peak.when}" in plan.notes() for stage in plan.stages)
-    full = zerocore.plan(Wide(), 4, inputs=torch.randn(1000, 64), memory=plan.stages[0].peak.nbytes)
+    full = zerocore.plan(
+        Wide(),
+        4,
+        workload=zerocore.Workload(inputs=torch.randn(1000, 64)),
+        machine=zerocore.Machine(memory=plan.stages[0].peak.nbytes),
+    )
     assert full.stages[0].spare == 0
     assert full.verdict(full.stages[0]) == "little headroom"
     assert "fits: 0 B to spare, which is little headroom" in full.advice[0]
 
 
 def test_advice_where_activations_are_the_bottleneck() -> None:
-    plan = zerocore.plan(Wide(), 4, inputs=torch.randn(1000, 64), memory="4MB")
+    plan = zerocore.plan(
+        Wide(),
+        4,
+        workload=zerocore.Workload(inputs=torch.randn(1000, 64)),
+        machine=zerocore.Machine(memory="4MB"),
+    )
     assert plan.smallest_fit is None
     assert "activations are the bottleneck: checkpoint" in plan.advice[1]
     assert plan.advice[1].endswith("it fits then")
     checkpointed = zerocore.plan(
-        Wide(), 4, inputs=torch.randn(1000, 64), memory="4MB", checkpointing=True
+        Wide(),
+        4,
+        workload=zerocore.Workload(inputs=torch.randn(1000, 64), checkpointing=True),
+        machine=zerocore.Machine(memory="4MB"),
     )
     assert checkpointed.smallest_fit is not None
 
 
 def test_advice_where_one_layer_is_too_large() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()))
-    plan = zerocore.plan(model, 1024, memory="50MB", units=["1"])
+    plan = zerocore.plan(model, 1024, machine=zerocore.Machine(memory="50MB"), units=["1"])
     assert "one layer is too large" in plan.advice[1]
 
 
 def test_advice_on_how_many_ranks_it_takes() -> None:
-    plan = zerocore.plan(blocks(GB, 100), 2, memory="1GB")
+    model, machine = blocks(GB, 100), zerocore.Machine(memory="1GB")
+    plan = zerocore.plan(model, 2, machine=machine)
     assert plan.advice[1].startswith("stage 3 fits from 32 ranks on")  # 16 need 1 GB and the pool
-    assert zerocore.plan(blocks(GB, 100), 32, memory="1GB").stages[3].fits
-    assert not zerocore.plan(blocks(GB, 100), 16, memory="1GB").stages[3].fits
+    assert zerocore.plan(model, 32, machine=machine).stages[3].fits
+    assert not zerocore.plan(model, 16, machine=machine).stages[3].fits
 
 
 def test_advice_on_a_slow_link() -> None:
@@ -295,10 +323,15 @@ def test_advice_on_a_slow_link() -> None:
     inputs = torch.randn(1000, 64)
 
     def slow(memory: int) -> list[str]:
-        plan = zerocore.plan(Wide(), 8, inputs=inputs, memory=memory, links=["1MB/s", "1PB/s,0s"])
+        plan = zerocore.plan(
+            Wide(),
+            8,
+            workload=zerocore.Workload(inputs=inputs),
+            machine=zerocore.Machine(memory=memory, links=["1MB/s", "1PB/s,0s"]),
+        )
         return [line for line in plan.advice if "is slow for this" in line]
 
-    stages = zerocore.plan(Wide(), 8, inputs=inputs).stages
+    stages = zerocore.plan(Wide(), 8, workload=zerocore.Workload(inputs=inputs)).stages
     assert slow(GB) == []
     (line,) = slow(stages[2].peak.nbytes)
     assert line.startswith("1MB/s is slow for this: stage 3 waits")
@@ -311,7 +344,7 @@ def test_a_model_that_needs_data_is_planned_without_activations() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x[x[:, 0].nonzero()[:, 0]])
 
-    plan = zerocore.plan(Sparse(8, 8), 2, inputs=torch.randn(4, 8))
+    plan = zerocore.plan(Sparse(8, 8), 2, workload=zerocore.Workload(inputs=torch.randn(4, 8)))
     assert plan.activations is None
     assert "activations not measured: the forward or backward failed" in plan.note
     assert plan.stages[3].model_state == 16 * (64 + 8) // 2
@@ -321,7 +354,7 @@ def test_a_model_that_needs_data_is_planned_without_activations() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"inputs": torch.randn(4, 65)}, "failed with the inputs= or loss= given: RuntimeError"),
+        ({"inputs": torch.randn(4, 65)}, "failed with the inputs= or loss= of the workload: Ru"),
         ({"inputs": 3}, "inputs must be one micro-batch of this Wide"),
         ({"inputs": torch.randn(4, 64), "loss": lambda *_: 1.0}, "return a scalar tensor"),
         ({"inputs": torch.randn(4, 64), "loss": nn.Module.__call__}, "return a scalar tensor"),
@@ -329,58 +362,87 @@ def test_a_model_that_needs_data_is_planned_without_activations() -> None:
 )
 def test_inputs_and_losses_that_fail(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        zerocore.plan(Wide(), 2, **options)
+        zerocore.plan(Wide(), 2, workload=zerocore.Workload(**options))
 
 
 def test_the_model_is_left_alone() -> None:
     model = Wide()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    zerocore.plan(model, 4, inputs=torch.randn(10, 64), dtype=BF16)
+    zerocore.plan(model, 4, workload=zerocore.Workload(inputs=torch.randn(10, 64)), dtype=BF16)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert all(param.grad is None for param in model.parameters())
     assert not model.blocks[0]._forward_hooks and not model.blocks[0]._forward_pre_hooks
+
+
+GROUPS: dict[str, Callable[..., Any]] = {
+    "communication": zerocore.Communication,
+    "machine": zerocore.Machine,
+    "workload": zerocore.Workload,
+}
+
+
+def plan_of(options: dict[str, Any]) -> zerocore.planning.Plan:
+    """The plan of options, those of a group as a dict."""
+    made = {
+        name: GROUPS[name](**value) if name in GROUPS and isinstance(value, dict) else value
+        for name, value in options.items()
+    }
+    return zerocore.plan(Wide(), **{"world_size": 2, **made})
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"world_size": 0}, "world_size must be at least 1"),
-        ({"world_size": 2, "flops": 0}, "flops must be positive, got 0"),
-        ({"world_size": 2, "flops": "0TFLOP/s"}, "flops must be positive"),
-        ({"world_size": 2, "memory": float("inf")}, "memory must be a number of bytes, got inf"),
-        ({"world_size": 2, "rank": 2}, "rank must be 0 to 1, got 2"),
-        ({"world_size": 2, "prefetch": -1}, "prefetch must be 0 or more"),
-        ({"world_size": 2, "seq_len": 0}, "seq_len must be at least 1"),
-        ({"world_size": 2, "optimizer": "sgdd"}, "optimizer must be one of sgd, momentum"),
-        ({"world_size": 2, "memory": "24 gigs"}, "memory must be a number or text such as"),
-        ({"world_size": 2, "links": ["token ring"]}, "link must be one of nvlink4"),
+        ({"machine": {"flops": 0}}, "flops must be positive, got 0"),
+        ({"machine": {"flops": "0TFLOP/s"}}, "flops must be positive"),
+        ({"machine": {"memory": float("inf")}}, "memory must be a number of bytes, got inf"),
+        ({"workload": {"rank": 2}}, "rank must be 0 to 1, got 2"),
+        ({"communication": {"prefetch": -1}}, "prefetch must be 0 or more"),
+        ({"workload": {"seq_len": 0}}, "seq_len must be at least 1"),
+        ({"workload": {"optimizer": "sgdd"}}, "optimizer must be one of sgd, momentum"),
+        ({"machine": {"memory": "24 gigs"}}, "memory must be a number or text such as"),
+        ({"machine": {"links": ["token ring"]}}, "link must be one of nvlink4"),
     ],
 )
 def test_mistakes_are_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        zerocore.plan(Wide(), **options)
+        plan_of(options)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"world_size": "2"}, "world_size must be an int, got '2'"),
-        ({"rank": "0"}, "rank must be an int, got '0'"),
+        ({"machine": "8xH100"}, "machine must be a zerocore.Machine, got '8xH100'"),
+        ({"workload": 4}, "workload must be a zerocore.Workload, got 4"),
+        ({"communication": 4}, "communication must be a zerocore.Communication, got 4"),
+        ({"prefetch": 2}, "unexpected keyword argument 'prefetch'"),
+        ({"workload": {"rank": "0"}}, "rank must be an int, got '0'"),
         ({"mixed_precision": "bf16"}, r"a zerocore.MixedPrecision, such as .* got 'bf16'"),
         ({"dtype": "bf16"}, "dtype must be a floating-point torch.dtype such as .* got 'bf16'"),
         ({"dtype": torch.int64}, "dtype must be a floating-point torch.dtype"),
-        ({"links": [b"x"]}, "link must be a zerocore.Link, one of nvlink4.* got b'x'"),
-        ({"links": True}, "link must be a zerocore.Link"),
-        ({"replica_link": True, "num_replicas": 2}, "link must be a zerocore.Link"),
+        (
+            {"machine": {"links": [b"x"]}},
+            "link must be a zerocore.planning.Link, one of nvlink4.* got b'x'",
+        ),
+        ({"machine": {"links": True}}, "link must be a zerocore.planning.Link"),
+        (
+            {"machine": {"replica_link": True}, "num_replicas": 2},
+            "link must be a zerocore.planning.Link",
+        ),
         ({"units": 3}, r"units must be a list such as \['Block'\].* got 3"),
         ({"units": "Block"}, "units must be a list"),
         ({"units": [3]}, "units: expected classes, class or module names, or modules .* got 3"),
-        ({"loss": "mse"}, "loss must be a function of the model and its inputs, got 'mse'"),
+        (
+            {"workload": {"loss": "mse"}},
+            "loss must be a function of the model and its inputs, got 'mse'",
+        ),
     ],
 )
 def test_arguments_of_another_type_are_named(options: dict, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        zerocore.plan(Wide(), **{"world_size": 2, **options})
+        plan_of(options)
 
 
 def test_a_sharded_model_is_refused() -> None:

@@ -13,7 +13,7 @@ from tests.zoo import CASES
 def test_more_blocks_are_planned(reductions: int) -> None:
     """Each holds one more unit's gradients, at stages 2 and 3 alone."""
     case = CASES["plain"]
-    options = {"reductions_in_flight": reductions}
+    options = {"communication": zerocore.Communication(reductions_in_flight=reductions)}
     units = list(case.units) if case.units else None
     few = zerocore.plan(case.seeded_build(), 2, units=units)
     plan = zerocore.plan(case.seeded_build(), 2, units=units, **options)

@@ -1,4 +1,4 @@
-"""Options of a plan: the dataclasses that stand for its keywords, and those that shard takes."""
+"""Options of a plan: its dataclasses, and those that shard takes."""
 
 from __future__ import annotations
 
@@ -18,70 +18,44 @@ from zerocore import Communication, Machine, Workload
 from zerocore.model.state import state_of
 
 WORLD_SIZE = 8
-KEYWORDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "communication": (
-        Communication,
-        {"prefetch": 2, "accumulate": "full", "regather": 2},
-    ),
-    "workload": (
-        Workload,
-        {
-            "micro_batches": 2,
-            "micro_batch": 3,
-            "seq_len": 16,
-            "checkpointing": True,
-            "zero_bubble": False,
-            "compiled": False,
-        },
-    ),
-    "machine": (
-        Machine,
-        {
-            "memory": "80GB",
-            "links": ["nvlink4", "eth100"],
-            "replica_link": "ib400",
-            "near_link": "1TB/s,1us",
-            "flops": "1PFLOP/s",
-            "host_memory": "512GiB",
-            "host_bandwidth": "100GB/s",
-            "node": "8xA100-ib200",
-        },
-    ),
+COMMUNICATION = Communication(prefetch=2, accumulate="full", regather=2)
+NUMBERS: dict[str, Any] = {
+    "micro_batches": 2,
+    "micro_batch": 3,
+    "seq_len": 16,
+    "checkpointing": True,
+    "zero_bubble": False,
+    "compiled": False,
+    "optimizer": "adamw",
+    "rank": 1,
 }
+MACHINE = Machine(
+    "8xA100-ib200",
+    memory="80GB",
+    links=["nvlink4", "eth100"],
+    replica_link="ib400",
+    near_link="1TB/s,1us",
+    flops="1PFLOP/s",
+    host_memory="512GiB",
+    host_bandwidth="100GB/s",
+)
 
 
 def make() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
 
 
-def make_plan(**options: Any) -> zerocore.Plan:
+def make_plan(machine: Machine, **options: Any) -> zerocore.planning.Plan:
+    workload = Workload(inputs=torch.ones(8, 64), **NUMBERS)
     return zerocore.plan(
-        make(), WORLD_SIZE, num_replicas=2, inputs=torch.ones(8, 64), units=[nn.Linear], **options
+        make(),
+        WORLD_SIZE,
+        num_replicas=2,
+        workload=workload,
+        machine=machine,
+        units=[nn.Linear],
+        **options,
     )
-
-
-def figures(**options: Any) -> dict[str, Any]:
-    """All that a plan says, with its setting."""
-    return make_plan(**options).to_dict()
-
-
-def test_both_spellings_are_the_same_plan() -> None:
-    keywords = {name: value for _, each in KEYWORDS.values() for name, value in each.items()}
-    grouped = {name: make(**options) for name, (make, options) in KEYWORDS.items()}
-    found = figures(**keywords)
-    assert found == figures(**grouped)
-    for name in KEYWORDS:  # one as a dataclass, the others by keyword
-        rest = {key: value for key, value in keywords.items() if key not in KEYWORDS[name][1]}
-        assert found == figures(**rest, **{name: grouped[name]})
-
-
-@pytest.mark.parametrize(
-    ("group", "option"), [(group, name) for group in KEYWORDS for name in KEYWORDS[group][1]]
-)
-def test_an_option_is_given_once(group: str, option: str) -> None:
-    kind, options = KEYWORDS[group]
-    with pytest.raises(ValueError, match=f"{option}= is given twice: {group}= holds it, too"):
-        make_plan(**{option: options[option], group: kind()})
 
 
 @pytest.mark.parametrize(
@@ -105,10 +79,11 @@ def test_mistakes_are_errors_when_they_are_made(
 
 
 def test_json_has_the_figures_of_the_setting() -> None:
-    options = {name: make(**options) for name, (make, options) in KEYWORDS.items()}
-    found = json.loads(json.dumps(make_plan(**options).to_dict()))["setting"]
+    """And neither the inputs nor the loss, which are no figures."""
+    plan = make_plan(MACHINE, communication=COMMUNICATION)
+    found = json.loads(json.dumps(plan.to_dict()))["setting"]
     assert found["communication"]["regather"] == 2
-    assert found["workload"] == KEYWORDS["workload"][1]
+    assert found["workload"] == NUMBERS
     machine = found["machine"]
     assert machine["memory_nbytes"] == 80 * 10**9
     assert [link["name"] for link in machine["links"]] == ["nvlink4", "eth100"]
@@ -117,8 +92,8 @@ def test_json_has_the_figures_of_the_setting() -> None:
 
 def test_a_machine_is_named() -> None:
     """GPUs and links of a node; what is said beside it goes before."""
-    named = make_plan(machine="8xa100-ib200")
-    assert figures(machine=Machine(node="A100")) == figures(node="8xA100-ib200") == named.to_dict()
+    named = make_plan(Machine("8xa100-ib200"))
+    assert make_plan(Machine("A100")).to_dict() == named.to_dict()
     machine = named.setting.machine
     assert machine.memory_nbytes == 80 * 10**9
     assert [link.name for link in machine.links] == ["nvlink3"]
@@ -129,7 +104,7 @@ def test_a_machine_is_named() -> None:
     share = named.mfu(timing)
     assert share == named.activations.model_flops / timing.step_s / 312e12
     assert f"{share:.1%}" in str(named)
-    other = make_plan(machine="8xA100-ib200", memory="1GB", flops="1TFLOP/s", links="eth100")
+    other = make_plan(Machine("8xA100-ib200", memory="1GB", flops="1TFLOP/s", links="eth100"))
     assert other.setting.machine.memory_nbytes == 10**9
     assert other.activations is not None
     seconds = other.activations.total_flops / 1e12
@@ -145,14 +120,14 @@ def test_a_plan_takes_what_shard_takes() -> None:
         communication = Communication(prefetch=2, accumulate="full", regather=mesh["near"])
         model = zerocore.shard(make(), units=[nn.Linear], communication=communication)
         plan = zerocore.plan(
-            make(), WORLD_SIZE, units=[nn.Linear], communication=communication, micro_batches=2
+            make(),
+            WORLD_SIZE,
+            units=[nn.Linear],
+            communication=communication,
+            workload=zerocore.Workload(micro_batches=2),
         )
         known = state_of(model).config.communication
         assert known == plan.setting.communication == replace(communication, regather=2)
-        by_keyword = zerocore.shard(
-            make(), units=[nn.Linear], prefetch=2, accumulate="full", regather=mesh["near"]
-        )
-        assert state_of(by_keyword).config == state_of(model).config
-        found, stage = zerocore.predict_memory(model, micro_batches=2), plan.stages[3]
+        found, stage = zerocore.planning.predict_memory(model, micro_batches=2), plan.stages[3]
         held = ("parameters", "gradients", "optimizer", "pool")
         assert [getattr(stage, name) for name in held] == [getattr(found, name) for name in held]

@@ -44,7 +44,7 @@ def train(
     lose: Callable[..., Any],
     is_same: bool = False,
     saved: Callable[[], None] = lambda: None,
-    make: Callable[..., zerocore.Checkpoints] = zerocore.PeerCheckpoints,
+    make: Callable[..., zerocore.Checkpoints] = zerocore.recovery.PeerCheckpoints,
     took: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[int, list[float]]:
     """The step that it began behind, and the losses.

@@ -129,7 +129,7 @@ def run_rank(fault: Fault, folder: Path, node: int, endpoint: str, pull: list[st
             point = point and "forward"
         elif point == "load" and not marks[fault.first_victim].exists():
             point = ""
-        make = zerocore.Checkpoints if fault.way == "disk" else zerocore.PeerCheckpoints
+        make = zerocore.Checkpoints if fault.way == "disk" else zerocore.recovery.PeerCheckpoints
         own = folder / ("disk" if fault.way == "disk" else f"node{node}")
         return lives.train(own, point, lose, True, make=make, took=took)
 

@@ -138,7 +138,7 @@ def train_alike(name: str, begin: int, end: int, folder: Path | None) -> list[Te
     near = None
     if folder is not None:
         node = folder / f"node{dist.get_rank()}"
-        near = zerocore.PeerCheckpoints(node, model, optimizer, schedule=schedule)
+        near = zerocore.recovery.PeerCheckpoints(node, model, optimizer, schedule=schedule)
         assert near.load() == (begin or None)
     for step in range(begin, end):
         optimizer.zero_grad()
@@ -190,7 +190,9 @@ def validated(name: str, heals: bool) -> list[Tensor]:
     return full_values(model)
 
 
-def read_inside(model: Any, snapshot: zerocore.Snapshot, forward: Callable[[], Any]) -> Any:
+def read_inside(
+    model: Any, snapshot: zerocore.recovery.Snapshot, forward: Callable[[], Any]
+) -> Any:
     """A snapshot that a thread reads in the middle of a forward, which then is not used."""
     with ThreadPoolExecutor(1) as thread:
         found: list[Any] = []

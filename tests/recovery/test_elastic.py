@@ -49,7 +49,7 @@ def live(port: int, folder: Path, ranks: tuple[int, int], fault: tuple[str, int]
         (folder / "come").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def train(life: zerocore.Life) -> list[float]:
+    def train(life: zerocore.recovery.Life) -> list[float]:
         found.append(dist.get_world_size())
         at = {0: "forward" if point == "load" else point}
         doomed = {0: victim, 1: (victim + 2) % 4}
@@ -71,7 +71,7 @@ def live(port: int, folder: Path, ranks: tuple[int, int], fault: tuple[str, int]
     return found, losses
 
 
-def admit(life: zerocore.Life, folder: Path) -> None:
+def admit(life: zerocore.recovery.Life, folder: Path) -> None:
     (folder / "come").touch()
     time.sleep(0.5)
     life.admit()
@@ -144,7 +144,7 @@ def test_bounds() -> None:
 
 
 def raise_alone(port: int) -> Any:
-    def train(life: zerocore.Life) -> None:
+    def train(life: zerocore.recovery.Life) -> None:
         dist.barrier()
         if int(os.environ["RANK"]) == 1:
             raise KeyError("a token that is not in the vocabulary")
@@ -159,7 +159,7 @@ def raise_alone(port: int) -> Any:
 def disagree(port: int, how: str) -> Any:
     lives: list[int] = []
 
-    def train(life: zerocore.Life) -> None:
+    def train(life: zerocore.recovery.Life) -> None:
         lives.append(life.number)
         if how == "sizes":
             dist.all_reduce(torch.zeros(2 + dist.get_rank()))

@@ -1,4 +1,4 @@
-"""zerocore.PeerCheckpoints: what nodes keep in memory survives processes and nodes."""
+"""zerocore.recovery.PeerCheckpoints: what nodes keep in memory survives processes and nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Training:
         options: dict[str, Any] = {} if mesh is None else {"group": init_device_mesh("cpu", mesh)}
         self.model = make(stage, **options)
         self.optimizer = OPTIMIZERS[name](self.model.parameters())
-        self.checkpoints = zerocore.PeerCheckpoints(
+        self.checkpoints = zerocore.recovery.PeerCheckpoints(
             node_of(folder, dist.get_rank()), self.model, self.optimizer
         )
 
@@ -95,13 +95,17 @@ def test_a_node_is_lost(kind: Any, num_ranks: int, tmp_path: Path) -> None:
 def hold(folder: Path, stage: int) -> None:
     """Elements in the files of a rank and its peer, beside the plan."""
     torch.manual_seed(0)
-    predicted = zerocore.plan(nn.Linear(64, 32), 4, rank=dist.get_rank()).stages[stage].checkpoint
+    predicted = (
+        zerocore.plan(nn.Linear(64, 32), 4, workload=zerocore.Workload(rank=dist.get_rank()))
+        .stages[stage]
+        .checkpoint
+    )
     model = zerocore.shard(nn.Linear(64, 32), stage=stage)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     node = node_of(folder, dist.get_rank())
-    zerocore.PeerCheckpoints(node, model, optimizer).save(1).wait()
+    zerocore.recovery.PeerCheckpoints(node, model, optimizer).save(1).wait()
     metadata = Contents(node / "step-00000001").metadata
     here = {path.name: 0 for path in node.glob("step*/*.distcp")}
     for index, info in metadata.storage_data.items():

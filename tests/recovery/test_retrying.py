@@ -65,7 +65,13 @@ def train(wrap: Any, name: str, failures: dict[tuple[int, int], str], guarded: b
             failure = failures.get((step, micro), "")
             if not guarded:
                 if not failure:
-                    backward(model, culprit, zerocore.Attempt.__new__(Free), step * 10 + micro, "")
+                    backward(
+                        model,
+                        culprit,
+                        zerocore.recovery.Attempt.__new__(Free),
+                        step * 10 + micro,
+                        "",
+                    )
                 continue
             with zerocore.retryable(model, optimizer, schedule) as attempt:
                 backward(model, culprit, attempt, step * 10 + micro, failure)
@@ -80,7 +86,7 @@ def train(wrap: Any, name: str, failures: dict[tuple[int, int], str], guarded: b
     return full_states(model, optimizer)
 
 
-class Free(zerocore.Attempt):
+class Free(zerocore.recovery.Attempt):
     """Looks at nothing."""
 
     def check(self, loss: Any) -> None:
@@ -185,7 +191,7 @@ def see_spikes() -> None:
     model = zerocore.shard(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
-    def attempt_of(loss: float) -> zerocore.Attempt:
+    def attempt_of(loss: float) -> zerocore.recovery.Attempt:
         with zerocore.retryable(model, optimizer, spike=3.0, most=3) as attempt:
             attempt.check(loss)
             model(torch.ones(2, 3)).sum().backward()
@@ -224,7 +230,7 @@ def test_losses_around_zero_are_no_spikes() -> None:
 
 
 def refuse() -> None:
-    model = zerocore.shard(nn.Linear(3, 1), accumulate="full")
+    model = zerocore.shard(nn.Linear(3, 1), communication=zerocore.Communication(accumulate="full"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with zerocore.no_sync(model):
         with zerocore.retryable(model, optimizer):

@@ -59,7 +59,7 @@ try:
         leave(16 << 20)
     elif where == "other":
         leave(200 << 20)
-        with zerocore.explain_out_of_memory(model):
+        with zerocore.reporting.explain_out_of_memory(model):
             torch.ones(400 << 20, dtype=torch.uint8)
     optimizer.step()
 except torch.OutOfMemoryError as error:
@@ -137,9 +137,9 @@ def test_bytes_by_category_and_what_would_fit(
     model, optimizer = make(stage, mixed_precision=mixed)
     model(torch.randn(2, WIDTH)).sum().backward()
     optimizer.step()
-    totals = [zerocore.predict_memory(model, each).reserved for each in range(4)]
+    totals = [zerocore.planning.predict_memory(model, each).reserved for each in range(4)]
     model[1].error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 KiB.")
-    with pytest.raises(zerocore.OutOfMemory) as caught:
+    with pytest.raises(zerocore.reporting.OutOfMemory) as caught:
         model(torch.randn(2, WIDTH))
     found, usage = caught.value.diagnosis, zerocore.memory_usage(model, optimizer)
     assert found.requested == 1536
@@ -152,7 +152,8 @@ def test_bytes_by_category_and_what_would_fit(
     for higher in range(stage + 1, 4):
         assert saved[f"stage={higher}"] == totals[stage] - totals[higher]
     assert ("8 ranks" in saved) == (stage > 0)
-    assert ("prefetch=0" in saved) == (stage == 3)
+    on_demand = "communication=zerocore.Communication(prefetch=0)"
+    assert (on_demand in saved) == (stage == 3)
     assert bool(found.buckets) == (stage == 3)
     assert "enough for this request" in str(found)
 
@@ -166,7 +167,7 @@ def test_fewer_replicas_where_there_are_several(
     optimizer.step()
     before = zerocore.memory_usage(model, optimizer)
     model[1].error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 KiB.")
-    with pytest.raises(zerocore.OutOfMemory) as caught:
+    with pytest.raises(zerocore.reporting.OutOfMemory) as caught:
         model(torch.randn(2, WIDTH))
     saved = dict(caught.value.diagnosis.changes)["group= a (1, 4) mesh (gathers reach further)"]
     model, optimizer = make(3, group=init_device_mesh("cpu", (1, 4)), mixed_precision=mixed)
@@ -178,11 +179,11 @@ def test_fewer_replicas_where_there_are_several(
 def test_predictions_refuse_numbers_that_cannot_be(emulated: None) -> None:
     model, _ = make(3)
     for predict, options, error in (
-        (zerocore.predict_memory, {"stage": 4}, ValueError),
-        (zerocore.predict_memory, {"stage": "3"}, TypeError),
-        (zerocore.predict_memory, {"optimizer_states": -1}, ValueError),
-        (zerocore.predict_memory, {"micro_batches": 0}, ValueError),
-        (zerocore.predict_events, {"micro_batches": 1.5}, TypeError),
+        (zerocore.planning.predict_memory, {"stage": 4}, ValueError),
+        (zerocore.planning.predict_memory, {"stage": "3"}, TypeError),
+        (zerocore.planning.predict_memory, {"optimizer_states": -1}, ValueError),
+        (zerocore.planning.predict_memory, {"micro_batches": 0}, ValueError),
+        (zerocore.planning.predict_events, {"micro_batches": 1.5}, TypeError),
     ):
         with pytest.raises(error, match=next(iter(options))):
             predict(model, **options)
@@ -195,7 +196,7 @@ def test_other_errors_stay_as_they_are(emulated: None) -> None:
         with pytest.raises(type(error)) as caught:
             model(torch.randn(2, WIDTH))
         assert caught.value is error
-        with pytest.raises(type(error)) as caught, zerocore.explain_out_of_memory(model):
+        with pytest.raises(type(error)) as caught, zerocore.reporting.explain_out_of_memory(model):
             raise error
         assert caught.value is error
 
@@ -203,7 +204,7 @@ def test_other_errors_stay_as_they_are(emulated: None) -> None:
 def test_training_goes_on_afterwards(emulated: None) -> None:
     model, optimizer = make(3)
     model[2].error = MemoryError()
-    with pytest.raises(zerocore.OutOfMemory, match="in the forward of unit '2'"):
+    with pytest.raises(zerocore.reporting.OutOfMemory, match="in the forward of unit '2'"):
         model(torch.randn(2, WIDTH))
     model[2].error = None
     model(torch.randn(2, WIDTH)).sum().backward()
@@ -216,7 +217,7 @@ def test_a_backward_without_sharded_models_is_left_alone() -> None:
     y.register_hook(lambda grad: torch.empty(HUGE))
     with pytest.raises(RuntimeError, match="allocate") as caught:
         y.sum().backward()
-    assert not isinstance(caught.value, zerocore.OutOfMemory)
+    assert not isinstance(caught.value, zerocore.reporting.OutOfMemory)
 
 
 def test_backward_is_wrapped_once(emulated: None) -> None:

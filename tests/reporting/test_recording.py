@@ -32,7 +32,7 @@ def trained(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def kinds(timeline: zerocore.Timeline) -> list[tuple[str, str]]:
+def kinds(timeline: zerocore.reporting.Timeline) -> list[tuple[str, str]]:
     """Kind and unit of what the host did, in order."""
     boxes = sorted((b for b in timeline.boxes if b.lane == "compute"), key=lambda b: b.start_ns)
     for earlier, later in itertools.pairwise(boxes):
@@ -47,11 +47,13 @@ def test_boxes_of_a_step(emulated: None) -> None:
     forward, backward = ([(kind, unit) for unit in "012"] for kind in ("forward", "backward"))
     assert kinds(timeline) == [*forward, *backward[::-1], ("optimizer", "")]
     lanes = [box.lane for box in timeline.boxes]
-    planned = [op for op, *_ in zerocore.predict_events(model)]
+    planned = [op for op, *_ in zerocore.planning.predict_events(model)]
     for op in ("all_gather", "reduce_scatter"):
         assert lanes.count(op) == planned.count(op)
     assert timeline.label == "emulated: Chain, stage 3, rank 0 of 4, cpu"
-    assert max(nbytes for _, nbytes in timeline.pool) == zerocore.predict_memory(model).pool
+    assert (
+        max(nbytes for _, nbytes in timeline.pool) == zerocore.planning.predict_memory(model).pool
+    )
 
 
 class Outer(nn.Module):
@@ -114,7 +116,7 @@ def test_a_path_of_another_kind_is_refused_at_once(emulated: None, tmp_path: Pat
     for name in ("x.json", "x.png"):
         with pytest.raises(ValueError, match=rf"no folder '{tmp_path}/no'; make it first"):
             zerocore.trace(model, tmp_path / "no" / name).__enter__()
-    with zerocore.record_events(model):
+    with zerocore.reporting.record_events(model):
         pass
 
 

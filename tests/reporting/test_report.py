@@ -21,7 +21,7 @@ from zerocore.common.events import ONE_QUEUE, Event, queues_of_device, transfers
 from zerocore.common.tables import render_table
 from zerocore.model.meters import KEPT_STEPS, SAMPLE_EVERY, increase
 from zerocore.model.state import state_of
-from zerocore.reporting.step_figures import Communication, times_by_unit
+from zerocore.reporting.step_figures import CommunicationTimes, times_by_unit
 
 RANKS = 4
 
@@ -49,7 +49,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, mi
 def test_counts_and_bytes_of_each_step_equal_the_plan(emulated: None, stage: int) -> None:
     model, optimizer = make(stage)
     train(model, optimizer, 20)
-    planned = zerocore.predict_events(model)
+    planned = zerocore.planning.predict_events(model)
     steps = zerocore.report(model).steps
     assert [step.number for step in steps] == list(range(20))
     for step in steps[1:]:
@@ -57,7 +57,7 @@ def test_counts_and_bytes_of_each_step_equal_the_plan(emulated: None, stage: int
         gathered = sum(nbytes for op, _, nbytes in planned if op == "all_gather")
         assert step.gathered_nbytes == gathered
         assert step.reduced_nbytes == sum(nbytes for *_, nbytes in planned) - gathered
-        assert step.pool_nbytes == zerocore.predict_memory(model).pool
+        assert step.pool_nbytes == zerocore.planning.predict_memory(model).pool
 
 
 def test_the_pool_is_metered_by_step(emulated: None) -> None:
@@ -68,7 +68,7 @@ def test_the_pool_is_metered_by_step(emulated: None) -> None:
         whole = state_of(model).engine.pool_stats.in_use_nbytes
     train(model, optimizer, 2)
     found = zerocore.report(model)
-    usual = zerocore.predict_memory(model).pool
+    usual = zerocore.planning.predict_memory(model).pool
     assert [step.pool_nbytes for step in found.steps] == [usual, usual, whole, usual, usual]
     assert found.memory.pool_peak == whole > usual
     slots = [step.num_pool_allocations for step in found.steps]
@@ -134,7 +134,9 @@ def test_micro_batches_and_two_optimizers_make_one_step(emulated: None) -> None:
     steps = zerocore.report(model).steps
     assert len(steps) == 3
     assert steps[1].reduced_nbytes == 2 * sum(
-        nbytes for op, _, nbytes in zerocore.predict_events(model) if op == "reduce_scatter"
+        nbytes
+        for op, _, nbytes in zerocore.planning.predict_events(model)
+        if op == "reduce_scatter"
     )
 
 
@@ -163,7 +165,7 @@ def test_asking_does_not_end_a_step(emulated: None) -> None:
 def test_a_recording_takes_the_place_of_a_sample(emulated: None) -> None:
     model, optimizer = make(3)
     train(model, optimizer, 1)
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         train(model, optimizer, 1)
     train(model, optimizer, 1)
     collectives = [event for event in events if event.op in ("all_gather", "reduce_scatter")]
@@ -176,7 +178,7 @@ def test_a_recording_that_begins_within_a_sample(emulated: None) -> None:
     model, optimizer = make(3)
     train(model, optimizer, 1)
     model(torch.randn(3, WIDTH))  # the traced step has begun
-    with zerocore.record_events(model) as events:
+    with zerocore.reporting.record_events(model) as events:
         train(model, optimizer, 1)
     assert [event.op for event in events].count("reduce_scatter") == 4
     assert zerocore.report(model).steps[1].communication is None
@@ -185,12 +187,12 @@ def test_a_recording_that_begins_within_a_sample(emulated: None) -> None:
 def test_recordings_do_not_nest(emulated: None) -> None:
     model, _ = make(3)
     with (
-        zerocore.record_events(model),
+        zerocore.reporting.record_events(model),
         pytest.raises(ValueError, match="do not nest"),
         zerocore.trace(model),
     ):
         pass
-    with zerocore.record_events(model):
+    with zerocore.reporting.record_events(model):
         pass
 
 
@@ -286,18 +288,18 @@ def test_link_times() -> None:
     ]
     assert begins == [0, 10, 4, 30]  # they have a communicator of their own
     assert times_by_unit(events, ONE_QUEUE) == {
-        "a": Communication(10, 10, 14),
-        "b": Communication(10, 0, 0),
+        "a": CommunicationTimes(10, 10, 14),
+        "b": CommunicationTimes(10, 0, 0),
     }
-    assert Communication(10, 10, 14).overlap == pytest.approx(0.3)
-    assert Communication().overlap is None
+    assert CommunicationTimes(10, 10, 14).overlap == pytest.approx(0.3)
+    assert CommunicationTimes().overlap is None
 
 
 def measure_on_this_rank() -> tuple[str, list[int], list[int], int]:
     model, optimizer = make(3)
     train(model, optimizer, 4)
     found = zerocore.report(model)
-    planned = len(zerocore.predict_events(model))
+    planned = len(zerocore.planning.predict_events(model))
     traced = [step.number for step in found.steps if step.communication is not None]
     return found.source, [step.num_collectives for step in found.steps], traced, planned
 

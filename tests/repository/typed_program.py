@@ -27,7 +27,9 @@ class Net(nn.Module):
 
 def main() -> None:
     """Shards, trains a step, saves and reads what one rank has."""
-    model = zerocore.shard(Net(), stage=3, mixed_precision=None, prefetch=2)
+    model = zerocore.shard(
+        Net(), stage=3, mixed_precision=None, communication=zerocore.Communication(prefetch=2)
+    )
     assert_type(model, Net)
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)

@@ -66,7 +66,7 @@ def test_zerocore(stage: int, world_size: int) -> None:
     expected = train(make_branches(world_size))
     with zerocore.emulate(world_size, "10GB/s", "10us"):
         model = zerocore.shard(make_branches(world_size), stage=stage, units=[Branches])
-        with zerocore.record_events(model) as events:
+        with zerocore.reporting.record_events(model) as events:
             losses = train(model)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0.0)
     collectives = [event for event in events if event.op in ("all_gather", "reduce_scatter")]
@@ -83,7 +83,7 @@ def test_sums_over_replicas_begin_within_the_backward(stage: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(2):
             events = chain.step(model, optimizer)
-        planned = zerocore.predict_events(model)
+        planned = zerocore.planning.predict_events(model)
     found = [(event.op, event.unit, event.nbytes) for event in events if event.op in COLLECTIVES]
     assert found == planned
     first = "reduce_scatter" if stage else "all_reduce"

@@ -23,12 +23,13 @@ from zerocore.cli.environment import environment
 from zerocore.common.links import PRESETS
 from zerocore.common.nodes import MACHINES
 from zerocore.common.tables import print_table
-from zerocore.model.config import ACCUMULATE_MODES
+from zerocore.model.config import ACCUMULATE_MODES, Communication
 from zerocore.model.precision import MixedPrecision
 from zerocore.model.units import choose_units
 from zerocore.planning.division import Division
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, preset_names
 from zerocore.planning.planner import OPTIMIZER_STATES, make_planner
+from zerocore.planning.setting import Machine, Workload
 from zerocore.reporting.description import describe_plan
 
 app = typer.Typer(
@@ -157,38 +158,39 @@ def plan(
 ) -> None:
     """Plan each stage's memory and time, and say which one to choose; needs no GPU."""
     with _errors():
-        if reduce_dtype is not None and mixed_precision is None:
-            raise ValueError("--reduce-dtype goes with --mixed-precision")
-        given = (mixed_precision, reduce_dtype, wire_dtype, gather_dtype)
-        param, reduce, wire, gather = map(_torch_dtype, given)
-        mixed = MixedPrecision(param, reduce, wire_dtype=wire, gather_dtype=gather)
         result = zerocore.plan(
             _source(hf_config, preset),
             gpus,
             num_replicas=num_replicas,
-            replicas_share=replicas_share,
-            regather=regather,
             groups=_groups(group or []),
-            machine=machine,
-            memory=memory,
+            communication=Communication(
+                prefetch=prefetch,
+                accumulate=accumulate,
+                regather=regather,
+                replicas_share=replicas_share,
+            ),
+            workload=Workload(
+                micro_batches=micro_batches,
+                micro_batch=micro_batch,
+                seq_len=seq_len,
+                checkpointing=checkpointing,
+                zero_bubble=zero_bubble,
+                compiled=compiled,
+                optimizer=optimizer,
+                rank=rank,
+            ),
+            machine=Machine(
+                machine,
+                memory=memory,
+                links=link,
+                replica_link=replica_link,
+                near_link=near_link,
+                flops=flops,
+                host_memory=host_memory,
+                host_bandwidth=host_bandwidth,
+            ),
             dtype=_torch_dtype(dtype),
-            mixed_precision=mixed if any(given) else None,
-            optimizer=optimizer,
-            prefetch=prefetch,
-            micro_batch=micro_batch,
-            micro_batches=micro_batches,
-            accumulate=accumulate,
-            seq_len=seq_len,
-            checkpointing=checkpointing,
-            zero_bubble=zero_bubble,
-            compiled=compiled,
-            links=link,
-            replica_link=replica_link,
-            near_link=near_link,
-            flops=flops,
-            rank=rank,
-            host_memory=host_memory,
-            host_bandwidth=host_bandwidth,
+            mixed_precision=_mixed(mixed_precision, reduce_dtype, wire_dtype, gather_dtype),
         )
     if as_json:
         _print_json(result.to_dict())
@@ -196,7 +198,22 @@ def plan(
         print_table(result.title(), result.rows(), result.notes())
 
 
-def _groups(given: list[str]) -> dict[str, zerocore.Part]:
+def _mixed(
+    param: DType | None, reduce: DType | None, wire: DType | None, gather: ByteType | None
+) -> MixedPrecision | None:
+    if reduce is not None and param is None:
+        raise ValueError("--reduce-dtype goes with --mixed-precision")
+    if not any((param, reduce, wire, gather)):
+        return None
+    return MixedPrecision(
+        _torch_dtype(param),
+        _torch_dtype(reduce),
+        wire_dtype=_torch_dtype(wire),
+        gather_dtype=_torch_dtype(gather),
+    )
+
+
+def _groups(given: list[str]) -> dict[str, zerocore.ParameterMesh]:
     """Of ``experts=edp:2,ep:4``: a name or pattern, the ranks that share, and the parts."""
     groups = {}
     for text in given:
@@ -205,7 +222,7 @@ def _groups(given: list[str]) -> dict[str, zerocore.Part]:
             raise ValueError(f"--group: expected such as 'experts=edp:2,ep:4', got '{text}'")
         name, num_ranks, num_parts = match.groups()
         pattern = name if "*" in name else f"*.{name}.*"
-        groups[pattern] = zerocore.Part(int(num_ranks), of=int(num_parts or 1))
+        groups[pattern] = zerocore.ParameterMesh(int(num_ranks), of=int(num_parts or 1))
     return groups
 
 

@@ -103,7 +103,7 @@ def find_link(link: LinkLike) -> Link:
         f"{link!r}"
     )
     if isinstance(link, bool) or not isinstance(link, str | int | float):
-        raise TypeError(f"link must be a zerocore.Link, {expected}")
+        raise TypeError(f"link must be a zerocore.planning.Link, {expected}")
     if isinstance(link, str) and link in PRESETS:
         return PRESETS[link]
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -14,6 +15,7 @@ from zerocore.api import shard
 from zerocore.common.extras import missing
 from zerocore.integrations.accelerate import Accelerator
 from zerocore.integrations.common import ShardFolders, check_precision, mixed_precision
+from zerocore.model.config import Communication
 from zerocore.model.state import find_state
 from zerocore.reporting.metrics import metrics
 from zerocore.state_dict import full_state_dict
@@ -94,14 +96,17 @@ class ShardedTrainerMixin:
         else:
             options: dict[str, Any] = {
                 "mixed_precision": mixed_precision(self.args.mixed_precision),
-                "sync_buffers": self.args.ddp_broadcast_buffers is not False,
+                **self._shard_options,
             }
+            if self.args.ddp_broadcast_buffers is False:
+                given = options.get("communication") or Communication()
+                options["communication"] = replace(given, sync_buffers=False)
             device = self.args.device  # makes the process group
             if any(param.is_meta for param in model.parameters()):
-                options["device"] = device
+                options.setdefault("device", device)
             else:
                 model.to(device)
-            shard(model, **{**options, **self._shard_options})
+            shard(model, **options)
         _sync_generate(model)
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:

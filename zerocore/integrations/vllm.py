@@ -23,7 +23,7 @@ class ShardedSource(WeightSource):
 
     Args:
         max_bytes: of the export's buckets.
-        options: ``names``, ``dtype`` and ``merge``, as for :func:`zerocore.export_info`.
+        options: ``names``, ``dtype`` and ``merge``, as for :func:`zerocore.weights.export_info`.
     """
 
     def __init__(self, model: nn.Module, *, max_bytes: str | int = "1GiB", **options: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerocore._C import ShardOptions
-from zerocore.common.options import require_int
+from zerocore.common.checks import require_int
 from zerocore.model.offload import Offload, place_of
 from zerocore.model.precision import MixedPrecision, check_mixed
 from zerocore.model.stages import STAGES, Placements, placements_of
@@ -171,6 +171,10 @@ class ShardConfig:
                 )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.communication, Communication):
+            raise TypeError(
+                f"communication must be a zerocore.Communication, got {self.communication!r}"
+            )
         check_mixed(self.mixed_precision)
         if require_int("stage", self.stage) not in STAGES:
             raise ValueError(f"stage must be one of {STAGES}, got {self.stage}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from zerocore.common.options import check_int
+from zerocore.common.checks import check_int
 from zerocore.model.stages import STAGES, placements_of
 
 PLACES = ("device", "cpu", "disk")

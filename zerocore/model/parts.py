@@ -114,7 +114,7 @@ def split_replicated(planned: Sequence[UnitPlanned], mesh: int) -> list[UnitPlan
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterMesh:
     """The ranks of parameters that not all ranks of a model share.
 
     Their gradients are summed over ``mesh`` and divided as those of all other parameters are: by
@@ -160,14 +160,14 @@ def find_parts(groups: Any, model_ranks: Ranks) -> tuple[ModelPart, ...]:
         return ()
     if not isinstance(groups, Mapping):
         raise TypeError(
-            "groups: expected a dict such as {'*.experts.*': zerocore.Part(mesh['edp'], "
+            "groups: expected a dict such as {'*.experts.*': zerocore.ParameterMesh(mesh['edp'], "
             f"of=mesh['ep'])}}, got {type(groups)}"
         )
     return tuple(_find_part(pattern, part, model_ranks) for pattern, part in groups.items())
 
 
 def _find_part(pattern: str, given: Any, model_ranks: Ranks) -> ModelPart:
-    part = given if isinstance(given, Part) else Part(given)
+    part = given if isinstance(given, ParameterMesh) else ParameterMesh(given)
     what = f"groups['{pattern}']"
     ranks = ranks_of(part.mesh, what)
     others = None if part.of is None else group_of(part.of, f"{what}: of")
@@ -308,5 +308,6 @@ def check_has_places(state: Any) -> None:
             raise ValueError(
                 f"'{lacking[0]}': only some ranks of the model share it, and the others have a "
                 "parameter of the same name. A checkpoint cannot hold both: say in groups= of "
-                "zerocore.shard which ranks have the other parts, zerocore.Part(mesh, of=...)"
+                "zerocore.shard which ranks have the other parts, "
+                "zerocore.ParameterMesh(mesh, of=...)"
             )

@@ -125,7 +125,8 @@ def note_names(group: Any, divides: bool) -> None:
     elif of_sequence and not divides:
         _log.warning(
             "group: gradients are averaged over '%s'. Where a rank's loss is a share of that of "
-            "all tokens, pass gradient_divide_factor=1, which sums them",
+            "all tokens, pass communication=zerocore.Communication(gradient_divide_factor=1), "
+            "which sums them",
             of_sequence[0],
         )
 

@@ -113,7 +113,7 @@ def name_of(param: Any) -> str:
 
 
 def full_shape(param: Any) -> torch.Size:
-    """As one process has it, but for the parts of :class:`zerocore.Part`."""
+    """As one process has it, but for the parts of :class:`zerocore.ParameterMesh`."""
     return param.global_shape if isinstance(param, ShardedParameter) else param.shape
 
 

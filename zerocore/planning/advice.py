@@ -134,11 +134,11 @@ def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
     within = _fully_sharded(plan, planner).at(num_replicas=replicas)
     if within.nbytes + activations > plan.setting.machine.memory_nbytes:
         return ""
-    links = f"links= what is within a node, replica_link='{link}'"
+    machine, where = f"links=inside, replica_link='{link}'", ", inside= the link within a node"
     if link == node.link(world_size).name:
-        links = f"machine='{node.name}'"
+        machine, where = f"'{node.name}'", ""
     return (
         f", or hybrid sharding within nodes of {shards}: plan it with num_replicas={replicas}, "
-        f"{links}; run it with "
+        f"machine=zerocore.Machine({machine}){where}; run it with "
         f"group=init_device_mesh('cuda', ({replicas}, {shards}))"
     )

@@ -108,12 +108,13 @@ def _higher_stages(now: Candidate) -> Iterator[Change]:
         yield Change(f"stage={stage} (communicates {traffic})", now.at(stage=stage).nbytes)
     if now.division.communication.prefetch == 0:
         return
-    alone = now.at(communication=replace(now.division.communication, prefetch=0))
+    communication = replace(now.division.communication, prefetch=0)
+    alone, text = now.at(communication=communication), call_of(communication, always="prefetch")
     if higher:
         nbytes = alone.at(stage=HIGHEST_STAGE).nbytes
-        yield Change(f"stage={HIGHEST_STAGE}, prefetch=0 (nor are gathers hidden)", nbytes)
+        yield Change(f"stage={HIGHEST_STAGE}, {text} (nor are gathers hidden)", nbytes)
     else:
-        yield Change("prefetch=0 (gathers are not hidden)", alone.nbytes)
+        yield Change(f"{text} (gathers are not hidden)", alone.nbytes)
 
 
 def with_fewer_replicas(now: Candidate, fits: Fits) -> Candidate | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_nbytes
+from zerocore.model.config import Communication
 from zerocore.model.offload import Offload
 from zerocore.model.stages import STAGES, placements_of
 from zerocore.planning.planner import Planner
@@ -90,12 +91,13 @@ def advise_offload(plans: Sequence[OffloadPlan], host: Host, setting: Setting) -
     )
 
 
-def call_of(offload: Offload) -> str:
-    """The argument of ``shard`` as text, without what is the default."""
-    default = Offload()
-    parts = [
-        f"{name}={getattr(offload, name)!r}"
-        for name in ("states", "gradients", "parameters", "path")
-        if getattr(offload, name) != getattr(default, name) or name == "states"
-    ]
-    return f"offload=zerocore.Offload({', '.join(parts)})"
+def call_of(options: Offload | Communication, always: str = "states") -> str:
+    """The argument of ``shard`` as text: the options that are not the default, and ``always``."""
+    kind = type(options)
+    default, parts = kind(), []
+    for name in (field.name for field in fields(options)):
+        value = getattr(options, name)
+        by_all = name == "regather" and value == 1  # a number of ranks in a plan
+        if (value != getattr(default, name) and not by_all) or name == always:
+            parts.append(f"{name}={value!r}")
+    return f"{kind.__name__.lower()}=zerocore.{kind.__name__}({', '.join(parts)})"

@@ -35,8 +35,8 @@ class CheckpointBytes:
 
     @property
     def near(self) -> int:
-        """Memory that a node holds for this rank with ``zerocore.PeerCheckpoints``: its file and
-        another rank's, of two checkpoints that stay and one that is written."""
+        """Memory that a node holds for this rank with ``zerocore.recovery.PeerCheckpoints``: its
+        file and another rank's, of two checkpoints that stay and one that is written."""
         return 3 * 2 * self.own
 
 

@@ -14,10 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from zerocore._C import BackwardEvent, CallEvent, PlannedEvent
+from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
-from zerocore.common.links import LinkLike, traffic_nbytes
-from zerocore.common.nodes import Node
-from zerocore.common.options import UNSET, check_int, options_of
+from zerocore.common.links import traffic_nbytes
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.config import Communication
 from zerocore.model.parts import assign_parts
@@ -57,34 +56,10 @@ def plan(
     groups: Mapping[str, Any] | None = None,
     communication: Communication | None = None,
     workload: Workload | None = None,
-    machine: Machine | str | None = None,
+    machine: Machine | None = None,
     mixed_precision: MixedPrecision | None = None,
-    optimizer: str | int = "adamw",
     dtype: torch.dtype | None = None,
     units: Sequence[UnitChoice] | None = None,
-    inputs: Any = None,
-    loss: Loss = default_loss,
-    rank: int = 0,
-    prefetch: int = UNSET,
-    reductions_in_flight: int = UNSET,
-    accumulate: str = UNSET,
-    regather: Any = UNSET,
-    replicas_share: str | None = UNSET,
-    retain_last: bool = UNSET,
-    micro_batches: int = UNSET,
-    micro_batch: int = UNSET,
-    seq_len: int = UNSET,
-    checkpointing: bool = UNSET,
-    zero_bubble: bool = UNSET,
-    compiled: bool = UNSET,
-    memory: str | int | None = UNSET,
-    links: Sequence[LinkLike] | LinkLike | None = UNSET,
-    replica_link: LinkLike | None = UNSET,
-    near_link: LinkLike | None = UNSET,
-    flops: str | float | None = UNSET,
-    host_memory: str | int | None = UNSET,
-    host_bandwidth: str | float = UNSET,
-    node: str | Node | None = UNSET,
 ) -> Plan:
     """Bytes, traffic and time of a training step at each stage, on one rank.
 
@@ -98,25 +73,18 @@ def plan(
         num_replicas: groups of ranks that hold the same (hybrid sharding): the state is sharded
             over ``world_size / num_replicas`` ranks, as with ``group=`` a DeviceMesh of
             ``(num_replicas, world_size // num_replicas)``; they may share the optimizer's states
-            (``replicas_share="optimizer"``).
+            (``Communication(replicas_share="optimizer")``).
         groups: parameters that not all ranks share, such as experts, by a pattern of their names:
-            ``{"*.experts.*": zerocore.Part(2, of=4)}`` for 4 parts along dimension 0, each on 2
-            ranks. ``model`` has all of them, and rank 0 the largest part.
-        communication: as for :func:`zerocore.shard`. Options of this and the next two are also
-            keywords: ``memory="80GB"`` stands for ``machine=Machine(memory="80GB")``.
-        workload: the step of a rank, see :class:`Workload`.
-        machine: the devices and their links, see :class:`Machine`, or the name of a node, such as
-            ``"8xH100-ib400"``, which ``node=`` stands for as well.
+            ``{"*.experts.*": zerocore.ParameterMesh(2, of=4)}`` for 4 parts along dimension 0, each
+            on 2 ranks. ``model`` has all of them, and rank 0 the largest part.
+        communication: as for :func:`zerocore.shard`.
+        workload: the step of a rank, such as ``Workload(inputs=batch, micro_batches=4)``; see
+            :class:`Workload`.
+        machine: the devices and their links, such as ``Machine("8xH100-ib400")`` or
+            ``Machine(memory="80GB")``; see :class:`Machine`.
         mixed_precision: main weights in the model's own dtype, layers in a narrower one.
-        optimizer: a name such as ``"adamw"``, or how many tensors of a parameter's size it keeps.
-            ``"muon"`` is that on all matrices by shape: what it sends is counted, its time is not.
         dtype: floating-point dtype of the model, instead of its own.
         units: as for :func:`zerocore.shard`.
-        inputs: one micro-batch for ``loss``, read for shapes only; made from ``micro_batch`` and
-            ``seq_len`` for Hugging Face models.
-        loss: called as ``loss(model, inputs)``; by default the model's ``loss`` or the sum of its
-            outputs.
-        rank: whose bytes, counted replica by replica; rank 0 owns the most.
 
     Raises:
         ValueError, TypeError: an argument is out of range, the model is sharded already, or it
@@ -124,41 +92,30 @@ def plan(
             values of its inputs is no error: it is planned without activations.
         ImportError: a configuration without transformers.
     """
-    communication = options_of(
-        communication, Communication, prefetch=prefetch, accumulate=accumulate,
-        regather=regather, replicas_share=replicas_share,
-        retain_last=retain_last, reductions_in_flight=reductions_in_flight,
-    )  # fmt: skip
-    workload = options_of(
-        workload, Workload, micro_batches=micro_batches, micro_batch=micro_batch, seq_len=seq_len,
-        checkpointing=checkpointing, zero_bubble=zero_bubble, compiled=compiled,
-    )  # fmt: skip
-    if isinstance(machine, str):
-        node, machine = machine, None
-    devices = options_of(
-        machine, Machine, memory=memory, links=links, replica_link=replica_link,
-        near_link=near_link, flops=flops, host_memory=host_memory, host_bandwidth=host_bandwidth,
-        node=node,
-    )  # fmt: skip
+    communication = Communication() if communication is None else communication
+    workload = Workload() if workload is None else workload
+    machine = Machine() if machine is None else machine
+    _check_kinds(communication, workload, machine)
     num_near = communication.num_near
-    _check(loss, world_size=world_size, num_replicas=num_replicas, regather=num_near)
+    for what, count in (("world_size", world_size), ("num_replicas", num_replicas)):
+        check_int(what, count, 1)
+    check_int("regather", num_near, 1)
+    inputs, loss = workload.inputs, workload.loss
     setting = Setting(
         world_size=world_size,
-        rank=rank,
         num_replicas=num_replicas,
         communication=replace(communication, regather=num_near),
-        workload=workload,
-        machine=devices.figures(world_size, num_replicas, num_near),
+        workload=replace(workload, inputs=None, loss=None),
+        machine=machine.figures(world_size, num_replicas, num_near),
         groups=planned_parts(groups, world_size),
     )
     module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
     parts = {part.pattern: part.num_parts for part in setting.groups}
     planned = assign_parts(choose_units(module, units), [*parts])
-    num_states, num_parts = optimizer_states(optimizer), (1, *parts.values())
-    planner = _of_step(
-        make_planner(module, planned, precision, num_states, num_parts), workload, optimizer
-    )
-    given = inputs is not None or loss is not default_loss
+    num_states, num_parts = optimizer_states(workload.optimizer), (1, *parts.values())
+    planner = _of_step(make_planner(module, planned, precision, num_states, num_parts), workload)
+    given = inputs is not None or loss is not None
+    loss = default_loss if loss is None else loss
     if inputs is None:
         inputs = sample_inputs(module, workload.micro_batch, _allowed_length(module, workload))
     measured = _measure(module, planned, inputs, loss, precision.run_dtype, given)
@@ -166,14 +123,18 @@ def plan(
     return replace(result, num_tokens=_num_tokens(inputs))
 
 
-def _check(loss: Any, **counts: Any) -> None:
-    for what, count in counts.items():
-        check_int(what, count, 1)
-    if not callable(loss):
-        raise TypeError(f"loss must be a function of the model and its inputs, got {loss!r}")
+def _check_kinds(communication: object, workload: object, machine: object) -> None:
+    for what, given, kind in (
+        ("communication", communication, Communication),
+        ("workload", workload, Workload),
+        ("machine", machine, Machine),
+    ):
+        if not isinstance(given, kind):
+            raise TypeError(f"{what} must be a zerocore.{kind.__name__}, got {given!r}")
 
 
-def _of_step(planner: Planner, workload: Workload, optimizer: str | int) -> Planner:
+def _of_step(planner: Planner, workload: Workload) -> Planner:
+    optimizer = workload.optimizer
     moves_matrices = isinstance(optimizer, str) and optimizer.lower() == "muon"
     if workload.zero_bubble:
         units = tuple(replace(unit, stays=True) for unit in planner.units)
@@ -314,7 +275,7 @@ def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precisio
         if is_sharded(model):
             raise ValueError(
                 f"this {type(model).__name__} is sharded already; plan it before "
-                "zerocore.shard or fully_shard, or use zerocore.predict_memory"
+                "zerocore.shard or fully_shard, or use zerocore.planning.predict_memory"
             )
         return model, type(model).__name__, precision
     config = load_config(model) if isinstance(model, str | Path | dict) else model
@@ -346,7 +307,10 @@ def _measure(
     """The run as it is, the checkpointed one, and why either is missing. Inputs or a loss that were
     ``given`` are a mistake if they fail for want of no data."""
     if inputs is None:
-        note = f"activations not measured: pass inputs= to run a {type(model).__name__}"
+        note = (
+            "activations not measured: pass workload=zerocore.Workload(inputs=...) to run a "
+            f"{type(model).__name__}"
+        )
         return None, None, note
     found: list[Activations | None] = [None, None]
     for checkpointing in (False, True):
@@ -359,7 +323,7 @@ def _measure(
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if given and not checkpointing and not isinstance(error, _NEEDS_DATA):
                 raise ValueError(
-                    "the forward or backward failed with the inputs= or loss= given: "
+                    "the forward or backward failed with the inputs= or loss= of the workload: "
                     f"{type(error).__name__}: {reason}. inputs must be one micro-batch of this "
                     f"{type(model).__name__}, and loss(model, inputs) return a scalar tensor; "
                     "leave both out for a plan without activations"

@@ -218,7 +218,7 @@ def make_planner(
             raise NotImplementedError(
                 f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which is not "
                 "planned before shard; shard the model inside of `with "
-                "zerocore.emulate(world_size):` and call zerocore.predict_memory(model)"
+                "zerocore.emulate(world_size):` and call zerocore.planning.predict_memory(model)"
             )
     precision = precision or Precision()
     units = []

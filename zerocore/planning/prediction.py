@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from zerocore.common.checks import check_int
 from zerocore.common.memory_bytes import MemoryBytes
-from zerocore.common.options import check_int
 from zerocore.model.state import ShardState, state_of
 from zerocore.planning.division import Division, parts_of
 from zerocore.planning.planner import Planner, PlannerUnit

@@ -113,7 +113,7 @@ class Plan:
 
     def mfu(self, timing: Timing) -> float | None:
         """Predicted share of the GPU's peak that the model's operations are, without those that
-        checkpointing repeats; None without ``machine=`` the name of a node."""
+        checkpointing repeats; None without the ``node`` of a :class:`Machine`."""
         gpu = self.setting.machine.gpu
         if gpu is None or self.activations is None:
             return None
@@ -223,7 +223,7 @@ class Plan:
         reductions = communication.reductions_in_flight
         return (
             f"{self.model}: {self.num_params:,} parameters in {self.num_units} units, rank "
-            f"{setting.rank} of {setting.world_size}"
+            f"{setting.workload.rank} of {setting.world_size}"
             + (f" in {setting.num_replicas} replicas" if setting.num_replicas > 1 else "")
             + (", which share the optimizer's states" if communication.replicas_share else "")
             + (f", {communication.num_near} of them near" if communication.num_near > 1 else "")
@@ -257,12 +257,15 @@ class Plan:
                 for t in stage.timings
             ]
             stages.append(entry)
+        setting = asdict(self.setting)
+        for name in ("inputs", "loss"):
+            del setting["workload"][name]
         return {
             "model": self.model,
             "num_params": self.num_params,
             "num_units": self.num_units,
             "num_tokens": self.num_tokens,
-            "setting": asdict(self.setting),
+            "setting": setting,
             "stages": stages,
             "smallest_fit": None if self.smallest_fit is None else self.smallest_fit.stage,
             "activations": _summary(self.activations),

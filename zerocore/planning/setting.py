@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zerocore.common.checks import check_int
 from zerocore.common.links import Link, LinkLike, find_link
 from zerocore.common.nodes import DEFAULT_NODE, MATMUL_SHARE, Gpu, Node, find_node
-from zerocore.common.options import check_int
 from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbytes
 from zerocore.model.config import Communication
-from zerocore.model.parts import Part
+from zerocore.model.parts import ParameterMesh
+from zerocore.planning.activations import Loss
 from zerocore.planning.division import Division
 
 DEFAULT_FLOPS = 400e12
@@ -36,6 +37,13 @@ class Workload:
     Attributes:
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``. Bytes
             are those of the whole step, times those of one micro-batch that communicates.
+        inputs: one micro-batch for ``loss``, read for shapes only; made from ``micro_batch`` and
+            ``seq_len`` for Hugging Face models.
+        loss: called as ``loss(model, inputs)``; by default the model's ``loss`` or the sum of its
+            outputs.
+        optimizer: a name such as ``"adamw"``, or how many tensors of a parameter's size it keeps.
+            ``"muon"`` is that on all matrices by shape: what it sends is counted, its time is not.
+        rank: whose step, counted replica by replica; rank 0 owns the most.
         micro_batch: samples in a forward, for Hugging Face models.
         seq_len: tokens in a sample, at most what the configuration allows.
         checkpointing: recompute each block in the backward.
@@ -54,10 +62,19 @@ class Workload:
     checkpointing: bool = False
     zero_bubble: bool = False
     compiled: bool = False
+    inputs: Any = None
+    loss: Loss | None = None
+    optimizer: str | int = "adamw"
+    rank: int = 0
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "micro_batch", "seq_len"):
             check_int(name, getattr(self, name), 1)
+        check_int("rank", self.rank, 0)
+        if self.loss is not None and not callable(self.loss):
+            raise TypeError(
+                f"loss must be a function of the model and its inputs, got {self.loss!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -131,6 +148,7 @@ class Machine:
         ValueError, TypeError: no such quantity, machine or link.
     """
 
+    node: str | Node | None = None
     memory: str | int | None = None
     links: Sequence[LinkLike] | LinkLike | None = None
     replica_link: LinkLike | None = None
@@ -138,7 +156,6 @@ class Machine:
     flops: str | float | None = None
     host_memory: str | int | None = None
     host_bandwidth: str | float = DEFAULT_HOST_BANDWIDTH
-    node: str | Node | None = None
 
     def __post_init__(self) -> None:
         self.figures(1, 1, 1)
@@ -202,20 +219,20 @@ def planned_parts(groups: Mapping[str, Any] | None, world_size: int) -> tuple[Pl
     """The parts that ``groups=`` of :func:`zerocore.plan` names.
 
     Raises:
-        TypeError: no dict of :class:`zerocore.Part` with numbers of ranks.
+        TypeError: no dict of :class:`zerocore.ParameterMesh` with numbers of ranks.
         ValueError: a number below 1, or numbers that do not make up ``world_size``.
     """
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(
-            "groups: expected a dict such as {'*.experts.*': zerocore.Part(2, of=4)}, got "
+            "groups: expected a dict such as {'*.experts.*': zerocore.ParameterMesh(2, of=4)}, got "
             f"{type(groups)}"
         )
     found = []
     for pattern, part in (groups or {}).items():
-        if not isinstance(part, Part) or part.dim != 0:
+        if not isinstance(part, ParameterMesh) or part.dim != 0:
             raise TypeError(
-                f"groups['{pattern}']: expected numbers of ranks, zerocore.Part(2, of=4), along "
-                f"dimension 0, got {part!r}"
+                f"groups['{pattern}']: expected numbers of ranks, zerocore.ParameterMesh(2, of=4), "
+                f"along dimension 0, got {part!r}"
             )
         num_parts = 1 if part.of is None else part.of
         for name, number in (("mesh", part.mesh), ("of", num_parts)):
@@ -231,7 +248,8 @@ def planned_parts(groups: Mapping[str, Any] | None, world_size: int) -> tuple[Pl
 
 @dataclass(frozen=True)
 class Setting:
-    """The question that a plan answers; fields are arguments of :func:`zerocore.plan`.
+    """The question that a plan answers; fields are arguments of :func:`zerocore.plan`. The
+    workload has no ``inputs`` and no ``loss``, which are measured before.
 
     Raises:
         ValueError: there is no such rank, or replicas or near ranks of unequal size.
@@ -239,7 +257,6 @@ class Setting:
     """
 
     world_size: int
-    rank: int
     num_replicas: int
     communication: Communication
     workload: Workload
@@ -258,13 +275,13 @@ class Setting:
                 f"regather must divide the number of ranks that share the state, {num_shards}; got "
                 f"{num_near}"
             )
-        check_int("rank", self.rank, 0)
-        if self.rank >= self.world_size:
-            raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.rank}")
+        if self.workload.rank >= self.world_size:
+            raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.workload.rank}")
 
     def division(self, stage: int) -> Division:
         """How the state is divided at a stage."""
-        parts = tuple((p.num_ranks, 1, self.rank // p.num_parts) for p in self.groups)
+        rank = self.workload.rank
+        parts = tuple((p.num_ranks, 1, rank // p.num_parts) for p in self.groups)
         return Division(
-            stage, self.world_size, self.num_replicas, self.communication, self.rank, parts=parts
+            stage, self.world_size, self.num_replicas, self.communication, rank, parts=parts
         )

@@ -1,1 +1,16 @@
 """Training goes on after what went wrong: state compared, steps taken back, ranks replaced."""
+
+from zerocore.recovery.elastic import Life
+from zerocore.recovery.peers import PeerCheckpoints
+from zerocore.recovery.retrying import Attempt
+from zerocore.recovery.snapshots import Snapshot
+from zerocore.recovery.verification import Difference, Verification
+
+__all__ = [
+    "Attempt",
+    "Difference",
+    "Life",
+    "PeerCheckpoints",
+    "Snapshot",
+    "Verification",
+]

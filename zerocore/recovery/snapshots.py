@@ -103,7 +103,7 @@ class Snapshot:
             ranks = "rank {} of {}"
             raise ValueError(
                 f"this is {ranks.format(*own)}, and the snapshot one of "
-                f"{ranks.format(*saved['rank'])}: use zerocore.PeerCheckpoints"
+                f"{ranks.format(*saved['rank'])}: use zerocore.recovery.PeerCheckpoints"
             )
         own_kinds = {name: _kind(own_elements(p)) for name, p in self._large.params.items()}
         kinds = {name: _kind(value) for name, value in saved["weights"].items()}

@@ -1,1 +1,18 @@
 """Reports on training steps: time, bytes, and the memory held when there was none left."""
+
+from zerocore.common.events import Event
+from zerocore.reporting.description import Description
+from zerocore.reporting.out_of_memory import OutOfMemory, explain_out_of_memory
+from zerocore.reporting.recording import record_events
+from zerocore.reporting.report import Report
+from zerocore.reporting.timeline import Timeline
+
+__all__ = [
+    "Description",
+    "Event",
+    "OutOfMemory",
+    "Report",
+    "Timeline",
+    "explain_out_of_memory",
+    "record_events",
+]

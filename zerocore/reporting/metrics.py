@@ -32,10 +32,10 @@ def metrics(
 ) -> dict[str, float]:
     """Figures of the last step on this rank, for any logger; no communication.
 
-    The names are those of :class:`StepFigures`, :class:`Communication` of the last traced step and,
-    under ``memory/``, of :class:`MemoryBytes` and :class:`MemoryFigures`, all behind ``zerocore/``.
-    Milliseconds, bytes, and shares from 0 to 1. An unknown figure is left out, so there are none
-    before the first step is complete.
+    The names are those of :class:`StepFigures`, :class:`CommunicationTimes` of the last traced step
+    and, under ``memory/``, of :class:`MemoryBytes` and :class:`MemoryFigures`, all behind
+    ``zerocore/``. Milliseconds, bytes, and shares from 0 to 1. An unknown figure is left out, so
+    there are none before the first step is complete.
 
     Args:
         model: a sharded model.

@@ -24,7 +24,7 @@ from zerocore.reporting.description import registered_of, wires_of
 from zerocore.reporting.memory_usage import usage_of
 from zerocore.reporting.recording import queues_of, source_of, title_of
 from zerocore.reporting.step_figures import (
-    Communication,
+    CommunicationTimes,
     MemoryFigures,
     StepFigures,
     times_by_unit,
@@ -54,7 +54,7 @@ class Report:
     title: str
     source: str
     steps: tuple[StepFigures, ...]
-    units: dict[str, Communication]
+    units: dict[str, CommunicationTimes]
     memory: MemoryFigures
     meshes: tuple[str, ...] = ()
     wires: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
@@ -68,7 +68,7 @@ class Report:
     def mean(self, name: str) -> float | None:
         """Mean of an attribute of :class:`StepFigures` over the counted steps that have it.
 
-        Of an attribute of :class:`Communication` that over the traced steps.
+        Of an attribute of :class:`CommunicationTimes` that over the traced steps.
         """
         found = [value for step in self.counted if (value := _figure(step, name)) is not None]
         return fmean(found) if found else None
@@ -189,7 +189,7 @@ def _meshes(state: ShardState) -> tuple[str, ...]:
 
 
 def _figures(
-    step: Step, trace: dict[str, Communication] | None, rate: float | None, mfu: float | None
+    step: Step, trace: dict[str, CommunicationTimes] | None, rate: float | None, mfu: float | None
 ) -> StepFigures:
     gathered = sum(step.counts[op].nbytes for op in GATHERS)
     return StepFigures(
@@ -290,7 +290,7 @@ def _notes(found: Report) -> list[str]:
     return lines
 
 
-def _unit_rows(units: dict[str, Communication]) -> list[list[str]]:
+def _unit_rows(units: dict[str, CommunicationTimes]) -> list[list[str]]:
     show, percent = format_number(2), format_number(1, 100)
     rows = [["unit", "all-gather", "reduce", "exchange", "exposed", "overlap %"]]
     for name, unit in units.items():

@@ -10,7 +10,7 @@ from zerocore.common.events import EXCHANGE, GATHERS, Event, Queues, transfers
 
 
 @dataclass(frozen=True)
-class Communication:
+class CommunicationTimes:
     """Of one traced step, or of one unit in it; milliseconds.
 
     Attributes:
@@ -77,8 +77,8 @@ class StepFigures:
     num_pool_allocations: int
     num_retries: int | None
     num_device_allocations: int | None
-    communication: Communication | None
-    units: dict[str, Communication] | None
+    communication: CommunicationTimes | None
+    units: dict[str, CommunicationTimes] | None
 
     @property
     def idle_ms(self) -> float | None:
@@ -114,9 +114,9 @@ class MemoryFigures:
     disk: int = 0
 
 
-def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, Communication]:
+def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, CommunicationTimes]:
     """Link time and exposed time of each unit's collectives; ``queues`` as for ``transfers``."""
-    found: dict[str, Communication] = defaultdict(Communication)
+    found: dict[str, CommunicationTimes] = defaultdict(CommunicationTimes)
     for event, begin_ns in transfers(events, queues):
         own, busy_ms = found[event.unit], (event.done_ns - begin_ns) / 1e6
         field = {**dict.fromkeys(GATHERS, "all_gather_ms"), EXCHANGE: "exchange_ms"}.get(
@@ -127,15 +127,15 @@ def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, Communic
     return dict(found)
 
 
-def total(parts: Sequence[Communication]) -> Communication:
-    return Communication(*map(sum, zip(*map(astuple, parts), strict=True)))
+def total(parts: Sequence[CommunicationTimes]) -> CommunicationTimes:
+    return CommunicationTimes(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
-def unit_means(traces: Sequence[dict[str, Communication]]) -> dict[str, Communication]:
+def unit_means(traces: Sequence[dict[str, CommunicationTimes]]) -> dict[str, CommunicationTimes]:
     """Mean over traced steps, by unit; a unit without communication in a step has zeros there."""
     names = dict.fromkeys(name for trace in traces for name in trace)
     means = {}
     for name in names:
-        whole = total([trace.get(name, Communication()) for trace in traces])
-        means[name] = Communication(*(part / len(traces) for part in astuple(whole)))
+        whole = total([trace.get(name, CommunicationTimes()) for trace in traces])
+        means[name] = CommunicationTimes(*(part / len(traces) for part in astuple(whole)))
     return means

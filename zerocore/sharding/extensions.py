@@ -65,7 +65,7 @@ def check_options(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
         communication = config.communication
         for option, given in (
             ("offload=", config.offload is not None),
-            ("replicas_share=", communication.replicas_share is not None),
+            ("replicas_share", communication.replicas_share is not None),
             ("tensor parallelism", choice.spec is not None),
             ("memory that is not contiguous", not choice.tensor.is_contiguous()),
             ("the meta device", choice.consists_of_several and choice.tensor.is_meta),

@@ -172,7 +172,7 @@ def _check_shared(
     ranks: Ranks, config: ShardConfig, groups: Any, tensor_ranks: ProcessGroup | None
 ) -> None:
     near = None if ranks.num_near == 1 else ranks.num_near
-    others = {"groups=": groups, "offload=": config.offload, "regather=": near}
+    others = {"groups=": groups, "offload=": config.offload, "regather": near}
     others["tensor parallelism"] = tensor_ranks
     for name, given in others.items():
         if given is not None:

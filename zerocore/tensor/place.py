@@ -40,8 +40,8 @@ def spread(
 class PartOf:
     """A larger tensor, of which a parameter is a part along one dimension."""
 
-    # The ranks that have its parts, each of them a parameter; see :class:`zerocore.Part`. None in
-    # a shard that was loaded from a file.
+    # The ranks that have its parts, each of them a parameter; see :class:`zerocore.ParameterMesh`.
+    # None in a shard that was loaded from a file.
     group: dist.ProcessGroup | None
     shape: torch.Size
     dim: int
@@ -321,7 +321,7 @@ class Placed:
         return self.place.gather(local_of(self))
 
     def whole_tensor(self) -> Tensor:
-        """As :meth:`full_tensor`; the larger tensor of a part, see :class:`zerocore.Part`."""
+        """As :meth:`full_tensor`; of a :class:`zerocore.ParameterMesh` the larger tensor."""
         return self.place.whole_of(self.full_tensor())
 
 

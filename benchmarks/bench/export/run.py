@@ -121,7 +121,7 @@ def planned_peak(width: int, depth: int, dtype: str, max_bytes: int) -> list[flo
     engine = state_of(wrapped).engine
     engine.forget_recent_peak()
     _take(wrapped, max_bytes)
-    planned = zerocore.export_info(wrapped).peak_nbytes(max_bytes)
+    planned = zerocore.weights.export_info(wrapped).peak_nbytes(max_bytes)
     return [planned / MIB, engine.pool_stats.recent_peak_nbytes / MIB]
 
 

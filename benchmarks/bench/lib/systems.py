@@ -161,7 +161,7 @@ def _shard(
     if recipe.compute_dtype is not None:
         mixed = zerocore.MixedPrecision(recipe.compute_dtype, reduce_dtype=torch.float32)
     # Not named where they are off: a build from before it had them is compared, too.
-    options: dict[str, Any] = {"offload": zerocore.Offload(states="cpu")} if system.offload else {}
+    options: dict[str, Any] = {}
     if system.near is not None:
         options["regather"] = system.near
     if system.reductions != 1:
@@ -170,15 +170,17 @@ def _shard(
         options["static_graph"] = True
     if system.registered:  # with one communicator, which all of its collectives are registered with
         options |= {"registered": True, "overlap_reductions": False}
+    accumulate = "sharded" if recipe.accumulate == 1 else "full"
     sharded: nn.Module = zerocore.shard(
         model,
         stage=system.stage,
         group=mesh,
         units=units,
-        prefetch=system.prefetch,
-        accumulate="sharded" if recipe.accumulate == 1 else "full",
+        communication=zerocore.Communication(
+            prefetch=system.prefetch, accumulate=accumulate, **options
+        ),
         mixed_precision=mixed,
-        **options,
+        offload=zerocore.Offload(states="cpu") if system.offload else None,
     )
     return sharded
 

@@ -17,7 +17,7 @@ from bench.lib.fresh import run_in_fresh_process
 from bench.lib.models import GPT, GPT_SIZES, GPTSize
 from bench.lib.systems import System, apply_fsdp2
 from bench.memory.sampler import CpuMemory, CudaMemory, Memory, Sample, Sampler
-from zerocore import MemoryBytes
+from zerocore.planning import MemoryBytes
 
 SIZES = {
     **GPT_SIZES,
@@ -201,7 +201,7 @@ def _measure_phases(cell: Cell, memory: Memory) -> MemoryRun:
     run.measured = trainer.parts(gradients)
     run.saved_activations = _saved_nbytes(trainer)
     if trainer.is_zerocore:
-        run.planned = zerocore.predict_memory(trainer.model)
+        run.planned = zerocore.planning.predict_memory(trainer.model)
     run.planned_activations = _planned_activations(cell)
     return run
 
@@ -276,7 +276,9 @@ def _planned_activations(cell: Cell) -> int | None:
         model = GPT(size).to(getattr(torch, cell.dtype))
         tokens = torch.zeros((cell.batch, size.sequence), dtype=torch.long)
     found = zerocore.plan(
-        model, cell.world_size, inputs=(tokens, tokens), loss=lambda gpt, pair: gpt(*pair)
+        model,
+        cell.world_size,
+        workload=zerocore.Workload(inputs=(tokens, tokens), loss=lambda gpt, pair: gpt(*pair)),
     )
     return None if found.activations is None else found.activations.peak_nbytes
 

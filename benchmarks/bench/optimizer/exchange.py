@@ -54,7 +54,7 @@ def measure_hidden(shares: list[float], rounds: int) -> list[HiddenExchange]:
         own.step()
         steps = []
         for _ in range(rounds):
-            with zerocore.record_events(own.model) as events:
+            with zerocore.reporting.record_events(own.model) as events:
                 step_s = _seconds(own.step)
             exchange = [event for event in events if event.op == "all_to_all"]
             moved = zerocore.common.events.transfers(exchange, zerocore.common.events.ONE_QUEUE)

@@ -92,7 +92,7 @@ def measure_muon(rounds: int) -> MuonRun:
         for name in names[first:] + names[:first]:
             seconds[name].append(_seconds(steps[name]))
     zerocore = import_zerocore()
-    with zerocore.record_events(models[OWN]) as events:
+    with zerocore.reporting.record_events(models[OWN]) as events:
         steps[OWN]()
     sent = sum(event.nbytes for event in events if event.op == "all_to_all")
     waited = sum(event.wait_ns for event in events if event.op == "all_to_all") / 1e9

@@ -43,7 +43,7 @@ def sent_in_a_step(link: Link, tied: bool, size_name: str) -> Sent:
     model = zerocore.shard(model, stage=3, units=[type(model.blocks[0]), nn.Embedding])
     tokens = torch.randint(size.vocab_size, (size.batch, size.sequence), device=link.device)
     for _ in range(2):
-        with zerocore.record_events(model) as recorded:
+        with zerocore.reporting.record_events(model) as recorded:
             loss: Tensor = model(tokens, tokens)
             loss.backward()
     events = [event for event in recorded if event.op in COLLECTIVES]

@@ -84,8 +84,17 @@ def save_and_predict(folder: Path, shape: tuple[int, int], stage: int) -> int:
     net = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 100, bias=False))
     net[0].bias.requires_grad_(False)
     mixed = zerocore.MixedPrecision(torch.bfloat16)
-    options = {"num_replicas": shape[0], "rank": dist.get_rank(), "mixed_precision": mixed}
-    predicted = zerocore.plan(net, shape[0] * shape[1], **options).stages[stage].checkpoint
+    predicted = (
+        zerocore.plan(
+            net,
+            shape[0] * shape[1],
+            num_replicas=shape[0],
+            workload=zerocore.Workload(rank=dist.get_rank()),
+            mixed_precision=mixed,
+        )
+        .stages[stage]
+        .checkpoint
+    )
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model = zerocore.shard(net, stage=stage, group=mesh, mixed_precision=mixed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,18 +25,22 @@ class ZerocoreRun(ParallelRun):
     def __init__(self, seed: int, unused: bool, stage: int) -> None:
         super().__init__(seed, unused)
         # Buffers stay each rank's own, as with the peers.
-        self.options: dict[str, Any] = {"stage": stage, "sync_buffers": False}
+        self.options: dict[str, Any] = {
+            "stage": stage,
+            "communication": zerocore.Communication(sync_buffers=False),
+        }
 
     def wrap(self, model: nn.Module, units: Units | None) -> nn.Module:
         return zerocore.shard(model, units=units, **self.options)
 
     def shard_experts(self, model: nn.Module, units: Units | None = None) -> Any:
         mesh = self.other_mesh("ep")
-        self.options["groups"] = {"*.experts.*": zerocore.Part(mesh["dp"], of=mesh["ep"])}
+        self.options["groups"] = {"*.experts.*": zerocore.ParameterMesh(mesh["dp"], of=mesh["ep"])}
         return self.shard(model, units)
 
     def shard_shared(self, model: nn.Module, units: Units | None = None) -> Any:
-        self.options["gradient_divide_factor"] = 1
+        own = self.options["communication"]
+        self.options["communication"] = replace(own, gradient_divide_factor=1)
         return self.shard(model, units)
 
     def shard_cut(self, cut: Callable[[Any], nn.Module], whole: nn.Module) -> Any:
