@@ -82,7 +82,7 @@ def options_of(seed: int, stage: int, shape: str) -> dict[str, Any]:
     if more == "offload":
         options[more] = zerocore.Offload(parameters="cpu" if stage == 3 else "device")
     elif more and (stage == 3 or more == "overlap_reductions"):
-        communication[more] = True
+        communication[more] = False
     if replicas:
         options["group"] = mesh_of(int(replicas), int(shards))
         if seed % 3 == 0 and stage > 0 and more != "offload":

@@ -43,7 +43,7 @@ def plan_seconds(world_size: int) -> dict[str, float]:
     import_zerocore()
     from zerocore._C import Layout, ParamSpec
     from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
-    from zerocore.checkpoint.slices.save_ownership import owned_ranges
+    from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
 
     layouts = [
         (unit, Layout.build([ParamSpec(n, list(s), 6, 4) for n, s in unit], world_size))
@@ -55,7 +55,7 @@ def plan_seconds(world_size: int) -> dict[str, float]:
         for unit, layout in layouts:
             for position, (name, shape) in enumerate(unit):
                 known = tensors.get(f"model.{name}")
-                spread = known[1] if known else Spread(shape, tuple(owned_ranges(layout, position)))
+                spread = known[1] if known else Spread(shape, SavedRanges(Cut.of(layout, position)))
                 tensors[kind.format(name)] = (torch.float32, spread)
     plan = SavePlan(tensors, world_size)
     pieces = plan.pieces_of(world_size // 2)
