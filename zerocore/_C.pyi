@@ -91,24 +91,13 @@ class EmulatedGroup(Backend):
     def shut_down_all() -> None: ...
 
 def define_grad(type: type) -> None: ...
-def define_shown_grad(
-    type: type,
-    marks: tuple[str, ...],
-    get: Callable[[Tensor], Tensor | None],
-    set: Callable[[Tensor, Tensor | None], None],
-) -> None:
-    """The attribute ``grad`` of objects with one of the ``marks`` as an attribute."""
-
 def counted(tensor: Tensor) -> Tensor: ...  # see csrc/engine/unit/data_writes.h
 def counted_view(leaf: Tensor, view: Tensor) -> Tensor: ...
 def count_as_data(tensor: Tensor, alias: Tensor) -> None: ...
 def count_view_as_data(view: Tensor, alias: Tensor) -> None: ...
-
-class HeldNode:
-    """A node of autograd's graph, which lives as long as this."""
-
-def take_node_hooks(from_: Tensor, to: Tensor) -> HeldNode:
-    """Hooks on the node that accumulates the gradient of one leaf become those of another."""
+def take_node_hooks(from_: Tensor, to: Tensor) -> object:
+    """Hooks on the node that accumulates the gradient of one leaf become those of another, whose
+    node lives as long as what is returned."""
 
 def exchange_impls(first: Tensor, second: Tensor) -> None:
     """The tensors of two objects change places; their classes and attributes stay."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.common.options import UNSET, options_of

@@ -25,7 +25,7 @@ from zerocore.model.extensions import Extension
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
-from zerocore.tensor.earlier import stands_for
+from zerocore.tensor.earlier import current, stands_for
 from zerocore.tensor.place import IS_ROWS, as_view
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import PRE, gathers_itself
@@ -53,9 +53,9 @@ class RowParam:
     extension: Any = None  # where the parameter says itself what is gathered of it
 
     def registered(self) -> Any:
-        """The entry of the first owner in its place."""
+        """The entry of the first owner in its place, or what that stands for."""
         owner, name = self.owners[0]
-        return owner._parameters.get(name)
+        return current(owner._parameters.get(name))
 
     def is_in_place(self) -> bool:
         """Whether the engine and the modules have the same tensors."""

@@ -37,15 +37,8 @@ from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.earlier import give_rows_to_all
-from zerocore.tensor.rows import (
-    RowShard,
-    as_dtensor,
-    at_origin,
-    forget_rows,
-    full_rows,
-    local_part,
-    note_rows,
-)
+from zerocore.tensor.rows import RowShard, as_dtensor, at_origin, forget_rows, local_part, note_rows
+from zerocore.tensor.shown import full_rows
 
 _COMMUNICATION = Communication(accumulate="full")
 _CONFIG = ShardConfig(communication=_COMMUNICATION, by_rows=True)

@@ -23,7 +23,6 @@ from zerocore._C import (
 from zerocore.common.agreement import together
 from zerocore.common.alarm import watch
 from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
-from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_rules import earlier_optimizers, take_over
 from zerocore.hooks.registration import watch_registrations, watch_state_dicts
 from zerocore.model.as_ddp import behave_as_ddp
@@ -49,8 +48,9 @@ from zerocore.sharding.extensions import bind_extensions, encoded_params, make_e
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.cuts import Cut
-from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard, full_class
+from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard
 from zerocore.tensor.place import PartOf, Place, spread
+from zerocore.tensor.shown import shown_class
 from zerocore.tensor.wrapped import show_made
 
 
@@ -251,7 +251,7 @@ def _shard_param(
     param: Any = choice.param
     types = types_of(choice, state.config)  # of the parameter as it was
     made = engine.make_full(unit.index, position)
-    full: nn.Parameter = as_parameter(made, full_class(param), param.requires_grad)
+    full: nn.Parameter = as_parameter(made, shown_class(type(param)), param.requires_grad)
     place = _place_of(state, unit, position, choice, full, wholes.get(fqn))
     shard = engine.make_shard(unit.index, position)
     grad = None
@@ -266,7 +266,6 @@ def _shard_param(
     if param.make_view is not None:
         owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
         engine.set_view(unit.index, position, owners, param.shown)
-    keep_in_place(param, fqn)
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, param, full, spec, types)
 

@@ -194,9 +194,10 @@ def _set_items(changed: Any, index: Any, value: Any) -> Any:
 
 def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
     """The shape of a shard is that of its full tensor, which the function itself would not see."""
-    if tensor is other and name == "expand_as" and is_recorded(tensor):
-        return tensor.full.expand_as(tensor.full)  # type: ignore[attr-defined]  # for its node
     view = getattr(Tensor, name.removesuffix("_as"))
+    if tensor is other and isinstance(tensor, PlacedParameter) and is_recorded(tensor):
+        full = tensor.full  # programs look for the node that accumulates its gradient
+        return full.view_as(full)
     args = (tensor, outline_of(other).shape)
     return call(view, args, {}) if isinstance(tensor, Placed) else view(*args)
 
