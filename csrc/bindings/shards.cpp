@@ -178,7 +178,8 @@ void register_shards(pybind11::module_& module) {
       [](const at::Tensor& from, const at::Tensor& to) {
         using Node = std::shared_ptr<void>;
         auto held = std::make_unique<Node>(take_node_hooks(from, to));
-        return pybind11::capsule(held.release(), [](void* node) { delete static_cast<Node*>(node); });
+        return pybind11::capsule(
+            held.release(), [](void* node) { delete static_cast<Node*>(node); });
       },
       pybind11::arg("from_"),
       pybind11::arg("to"));

@@ -260,7 +260,7 @@ def test_copies_in_a_hook_and_between_calls(face: int | str) -> None:
 
 
 class Block(nn.Module):
-    """What is compiled; the forward of torch's own modules alone would not be."""
+    """A forward to compile; torch skips those of its own modules."""
 
     def __init__(self) -> None:
         super().__init__()

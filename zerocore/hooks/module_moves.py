@@ -39,7 +39,8 @@ class _Checked:
 def spares_shards(move_all: Any, self: nn.Module, fn: _Move, recurse: bool = True) -> nn.Module:
     """``nn.Module._apply``, which all moves and casts go through, with shards left in place."""
     if not isinstance(fn, _Checked):
-        kept = {p: p.place.fqn for p in self.parameters(recurse) if shard_in(p) is not None}
+        shards = {p: shard_in(p) for p in self.parameters(recurse)}
+        kept = {param: shard.fqn for param, shard in shards.items() if shard is not None}
         if not kept:
             return move_all(self, fn, recurse)
         _check(self, kept, fn)

@@ -251,7 +251,8 @@ def _shard_param(
     param: Any = choice.param
     types = types_of(choice, state.config)  # of the parameter as it was
     made = engine.make_full(unit.index, position)
-    full: nn.Parameter = as_parameter(made, shown_class(type(param)), param.requires_grad)
+    kind: Any = type(param)
+    full: nn.Parameter = as_parameter(made, shown_class(kind), param.requires_grad)
     place = _place_of(state, unit, position, choice, full, wholes.get(fqn))
     shard = engine.make_shard(unit.index, position)
     grad = None

@@ -20,7 +20,7 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 class ShownParameter(nn.Parameter):
-    """What the class of a full parameter adds to that of the user's object, which it is based on.
+    """A full parameter; :func:`shown_class` adds the class that the user's object had.
 
     Torch functions of it cost nothing more: it has torch's disabled ``__torch_function__``.
     """
@@ -52,9 +52,9 @@ class ShownParameter(nn.Parameter):
         self.grad = None
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        register = nn.Parameter.register_post_accumulate_grad_hook
         shard = seen_shard(self)
-        on = super() if shard is None else shard
-        return on.register_post_accumulate_grad_hook(hook)
+        return register(self if shard is None else shard, hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return nn.Parameter(self.data.clone(), self.requires_grad)
