@@ -198,11 +198,6 @@ class UnitSpec:
         mesh: int = 0,
     ) -> None: ...
 
-class ParamOwner:
-    """Where a parameter is registered: the dict of a module, and the name in it."""
-
-    def __init__(self, parameters: dict[str, Any], name: str) -> None: ...
-
 class UpdatedUnit:
     """A unit that an optimizer updates, and which parameters in it; None for all it trains."""
 
@@ -336,10 +331,9 @@ class Engine:
     ) -> None:
         """``shard`` is the object that programs hold, unless none is ``is_seen`` by them."""
 
-    def set_view(
-        self, unit: int, param: int, owners: Sequence[ParamOwner], make: Callable[[], Tensor]
-    ) -> None: ...
-    def renew_views(self, unit: int) -> None: ...
+    def set_view(self, unit: int, param: int, show: Callable[[bool], None]) -> None:
+        """``show(full)`` shows the parameter, in full or not."""
+
     def set_kept(self, unit: int, kept: bool) -> None: ...
     def show(self, unit: int) -> None: ...
     def set_staying(self, unit: int, *, after_forward: bool, after_backward: bool) -> None: ...

@@ -28,6 +28,7 @@ from zerocore.model.unit_call import UnitCall
 from zerocore.tensor.earlier import current, stands_for
 from zerocore.tensor.place import IS_ROWS, as_view
 from zerocore.tensor.rows import local_part
+from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import PRE, gathers_itself
 
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
@@ -49,7 +50,7 @@ class RowParam:
     attributes: dict[str, Any]  # what was set on it
     local: torch.Tensor | None = None  # its memory in the engine, once there is one
     hidden: Any = None  # the object that it exchanges its tensor with then
-    shown: torch.Tensor | None = None  # what layers compute with, if that is a view of the full one
+    view: ShownView | None = None  # of the full one, if layers compute with that
     extension: Any = None  # where the parameter says itself what is gathered of it
 
     def registered(self) -> Any:
@@ -65,7 +66,7 @@ class RowParam:
         )
 
     def _is_view(self, found: Any) -> bool:
-        return found is not None and found is self.shown
+        return found is not None and self.view is not None and found is self.view.view
 
     @property
     def is_full(self) -> bool:
@@ -84,13 +85,11 @@ class RowParam:
         return self.extension is not None or not is_plain
 
     def make_view(self) -> torch.Tensor:
-        """Makes ``shown`` anew, with what was set on the parameter."""
+        """What layers compute with, with what was set on the parameter."""
         with torch.enable_grad():  # a backward that computes a call once more records, too
             shown = (self.rows if self.extension is None else self.extension).show(self.hidden)
-            self.shown = as_view(shown, self.hidden)
-        for key, value in self.attributes.items():
-            setattr(self.shown, key, value)
-        return self.shown
+        vars(as_view(shown, self.hidden)).update(self.attributes)
+        return shown
 
     def take_registered(self) -> None:
         """Another parameter may have been put in its place (a load that assigns, ``to_empty``);

@@ -16,7 +16,6 @@ from zerocore._C import (
     Engine,
     EngineOptions,
     GroupNames,
-    ParamOwner,
     UnitParam,
     UnitSpec,
 )
@@ -50,7 +49,7 @@ from zerocore.tensor import pending_host_updates
 from zerocore.tensor.cuts import Cut
 from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard
 from zerocore.tensor.place import PartOf, Place, spread
-from zerocore.tensor.shown import shown_class
+from zerocore.tensor.shown import ShownView, shown_class
 from zerocore.tensor.wrapped import show_made
 
 
@@ -265,8 +264,9 @@ def _shard_param(
     if grad is not None and place.group is not None:
         param.bind_sums()
     if param.make_view is not None:
-        owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
-        engine.set_view(unit.index, position, owners, param.shown)
+        owners = [(owner._parameters, name) for owner, name in choice.owners]
+        unit.views.append(ShownView(param, owners, param.shown))
+        engine.set_view(unit.index, position, unit.views[-1].show)
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, param, full, spec, types)
 
@@ -334,8 +334,8 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
             among = state.units if is_root else [state.units[unit] for unit in units]
             has_any = any(unit.extensions for unit in among)
             encodes = {"before_units": state.encode} if has_any else {}
-            viewed = tuple(unit for unit in units if state.units[unit].is_viewed)
-            is_lookup = not (has_any or viewed or backward_reads(module))
+            views = tuple(view for unit in units for view in state.units[unit].views)
+            is_lookup = not (has_any or views or backward_reads(module))
             computes = {param.types.model for unit in units for param in state.units[unit].params}
             unit_call = UnitCall(
                 state,
@@ -349,6 +349,6 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 looked_at=tuple(sorted(looked_at)),
                 lookup=ref(module) if is_lookup else None,
                 **encodes,
-                viewed=viewed,
+                views=views,
             )
             set_unit_call(module, unit_call)

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocore._C import count_as_data, count_view_as_data
 from zerocore.tensor import pending_host_updates
+from zerocore.tensor.earlier import current
 from zerocore.tensor.noted_writes import note_full
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import IS_ROWS, OTHER, Place, Placed, leaf_of, local_of, shard_in
@@ -70,7 +71,7 @@ def seen_shard(full: Any) -> Any:
 def shard_of(param: Any) -> ShardedParameter | RowShard | None:
     """The shard of an engine that a parameter is, of either kind; None for another parameter."""
     shard: Any = shard_in(param)
-    return _rows.get(param) if shard is None else shard
+    return _rows.get(current(param)) if shard is None else shard
 
 
 def note_late(group: Any, make: Callable[[Any], Any]) -> None:

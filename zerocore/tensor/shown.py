@@ -4,11 +4,14 @@ shard, the sum over the ranks. Copies and pickles are plain parameters.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 
 from zerocore._C import exchange_impls
@@ -52,9 +55,7 @@ class ShownParameter(nn.Parameter):
         self.grad = None
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        register = nn.Parameter.register_post_accumulate_grad_hook
-        shard = seen_shard(self)
-        return register(self if shard is None else shard, hook)
+        return nn.Parameter.register_post_accumulate_grad_hook(shard_or_self(self), hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return nn.Parameter(self.data.clone(), self.requires_grad)
@@ -85,6 +86,35 @@ class _ShownRows(ShownParameter):
                 engine.set_hiding(False)
                 return getattr(shard, name)
         raise AttributeError(f"'Parameter' object has no attribute '{name}'")
+
+
+@dataclass(eq=False)
+class ShownView:
+    """A parameter that is a DTensor or a tensor around others, in full: modules see a view, which
+    belongs to the graph of one call."""
+
+    param: Tensor
+    owners: Sequence[tuple[dict[str, Any], str]]  # dicts of modules, and its name in each
+    make: Callable[[], Tensor]
+    view: Tensor | None = None
+    is_fresh: bool = False  # no call has seen it
+
+    def show(self, full: bool) -> None:
+        """Puts a new view in the place of the parameter in its modules, or that back. Another one
+        that is there for a while (``torch.func.functional_call``) is the one to use."""
+        before = self.param if self.view is None else self.view
+        self.view = self.make() if full else None
+        self.is_fresh = full
+        for params, name in self.owners:
+            if params.get(name, before) is before:
+                params[name] = self.param if self.view is None else self.view
+
+    def renew(self) -> None:
+        """At a call of the unit."""
+        if self.view is not None and not self.is_fresh:
+            with temporarily_clear_interpreter_stack():
+                self.show(True)
+        self.is_fresh = False
 
 
 @cache
