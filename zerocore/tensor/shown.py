@@ -127,6 +127,15 @@ def shown_class(kind: Any, base: type[ShownParameter] = ShownParameter) -> Any:
     return type(kind)(kind.__name__, bases, {"__module__": kind.__module__})
 
 
+def take_class_of_torch(full: Any) -> None:
+    """Drops what :class:`ShownParameter` adds to a class, where no memory depends on it: torch's
+    tracers ask for the class itself."""
+    kind = type(full)
+    own = next(cls for cls in kind.__mro__ if not issubclass(cls, ShownParameter))
+    if own.__basicsize__ == kind.__basicsize__:
+        full.__class__ = own
+
+
 def full_rows(made: Tensor, shard: Any, kind: type[nn.Parameter]) -> Any:
     """A parameter over the memory of ``made``, whose tensor may be exchanged with that of the
     DTensor ``shard``, in whose place there was one of class ``kind``."""
