@@ -91,24 +91,13 @@ class EmulatedGroup(Backend):
     def shut_down_all() -> None: ...
 
 def define_grad(type: type) -> None: ...
-def define_shown_grad(
-    type: type,
-    marks: tuple[str, ...],
-    get: Callable[[Tensor], Tensor | None],
-    set: Callable[[Tensor, Tensor | None], None],
-) -> None:
-    """The attribute ``grad`` of objects with one of the ``marks`` as an attribute."""
-
 def counted(tensor: Tensor) -> Tensor: ...  # see csrc/engine/unit/data_writes.h
 def counted_view(leaf: Tensor, view: Tensor) -> Tensor: ...
 def count_as_data(tensor: Tensor, alias: Tensor) -> None: ...
 def count_view_as_data(view: Tensor, alias: Tensor) -> None: ...
-
-class HeldNode:
-    """A node of autograd's graph, which lives as long as this."""
-
-def take_node_hooks(from_: Tensor, to: Tensor) -> HeldNode:
-    """Hooks on the node that accumulates the gradient of one leaf become those of another."""
+def take_node_hooks(from_: Tensor, to: Tensor) -> object:
+    """Hooks on the node that accumulates the gradient of one leaf become those of another, whose
+    node lives as long as what is returned."""
 
 def exchange_impls(first: Tensor, second: Tensor) -> None:
     """The tensors of two objects change places; their classes and attributes stay."""
@@ -208,11 +197,6 @@ class UnitSpec:
         near: bool = True,
         mesh: int = 0,
     ) -> None: ...
-
-class ParamOwner:
-    """Where a parameter is registered: the dict of a module, and the name in it."""
-
-    def __init__(self, parameters: dict[str, Any], name: str) -> None: ...
 
 class UpdatedUnit:
     """A unit that an optimizer updates, and which parameters in it; None for all it trains."""
@@ -347,10 +331,9 @@ class Engine:
     ) -> None:
         """``shard`` is the object that programs hold, unless none is ``is_seen`` by them."""
 
-    def set_view(
-        self, unit: int, param: int, owners: Sequence[ParamOwner], make: Callable[[], Tensor]
-    ) -> None: ...
-    def renew_views(self, unit: int) -> None: ...
+    def set_view(self, unit: int, param: int, show: Callable[[bool], None]) -> None:
+        """``show(full)`` shows the parameter, in full or not."""
+
     def set_kept(self, unit: int, kept: bool) -> None: ...
     def show(self, unit: int) -> None: ...
     def set_staying(self, unit: int, *, after_forward: bool, after_backward: bool) -> None: ...

@@ -14,7 +14,6 @@ from zerocore.hooks.patches import Patch
 from zerocore.optim.clipping import over_meshes
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.shard import rebuild_shard
-from zerocore.tensor.shown import show_gradients
 
 
 def register() -> None:
@@ -32,5 +31,4 @@ def hook_into_torch() -> None:
     """Called by the first ``shard`` or ``fully_shard``: applies all patches."""
     clips = Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", over_meshes)
     patches.install((clips,))
-    show_gradients()
     watch_imports()

@@ -195,7 +195,6 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("local") = py::none(),
           py::arg("is_seen") = true)
       .def("set_view", method(&Registrar::set_view))
-      .def("renew_views", method(&Registrar::renew_views))
       .def("start", method(&Engine::start));
 }
 
@@ -240,7 +239,6 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def(
           "begin_update", method(&Engine::begin_update), py::arg("units"), py::arg("casts"), no_gil)
       .def("end_update", method(&Engine::end_update), py::arg("units"), py::arg("casts"), no_gil)
-      .def("sync_requires_grad", method(&Engine::sync_requires_grad), no_gil)
       .def("finalize_backward", method(&Engine::finalize_backward), no_gil)
       .def("begin_deferred", method(&Engine::begin_deferred), no_gil)
       .def("end_deferred", method(&Engine::end_deferred), py::arg("drops"), no_gil)

@@ -50,12 +50,6 @@ UnitParam make_param(
   return param;
 }
 
-// The dict finds an interned key by identity.
-ParamOwner make_owner(py::dict parameters, const std::string& name) {
-  PyObject* key = PyUnicode_InternFromString(name.c_str());
-  return {std::move(parameters), py::reinterpret_steal<py::str>(key)};
-}
-
 void register_engine_options(py::module_& module) {
   using Name = std::optional<std::string>;
   py::class_<GroupNames>(module, "GroupNames")
@@ -113,8 +107,6 @@ void register_units(py::module_& module) {
           py::arg("stays") = false,
           py::arg("near") = true,
           py::arg("mesh") = 0);
-  py::class_<ParamOwner>(module, "ParamOwner")
-      .def(py::init(&make_owner), py::arg("parameters"), py::arg("name"));
   py::class_<UpdatedUnit>(module, "UpdatedUnit")
       .def(
           py::init<UnitId, std::optional<std::vector<int>>>(),

@@ -1,4 +1,4 @@
-// Shows full parameters and shards: in the parameters' own objects, and in modules' dicts.
+// Shows full parameters and shards.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -11,21 +11,11 @@
 
 namespace zerocore {
 
-// Where a parameter is registered: module._parameters and the name in it.
-struct ParamOwner {
-  pybind11::dict parameters;
-  pybind11::str name;
-};
-
 struct RegisteredParam {
   pybind11::object object; // the user's, see Note [One object]; null if no program sees it
   pybind11::object hidden;
   bool is_full = false; // the user's is the full one
-  // Of a parameter that is no plain tensor. Modules see a view of the full one, which stays hidden.
-  std::vector<ParamOwner> owners = {};
-  pybind11::object make_view = {};
-  pybind11::object view = {};
-  bool is_fresh = false; // no call has seen the view
+  pybind11::object show = {}; // of a parameter that is no plain tensor, see ShownView
 };
 
 class Registrar {
@@ -49,55 +39,21 @@ class Registrar {
       if (param.is_full == full || !param.object) {
         continue;
       }
-      if (!param.make_view) {
-        exchange(param.object.ptr(), param.hidden.ptr());
-      } else if (full) {
-        param.view = param.make_view();
-        param.is_fresh = true;
-        replace(param, param.object, param.view);
+      if (param.show) {
+        param.show(full);
       } else {
-        replace(param, param.view, param.object);
-        param.view = {};
+        exchange(param.object.ptr(), param.hidden.ptr());
       }
       param.is_full = full;
     }
   }
 
-  // Modules see `make()`, a view of the full parameter, wherever they would see that.
-  void set_view(UnitId unit, int index, std::vector<ParamOwner> owners, pybind11::object make) {
-    units_.at(unit).at(index).owners = std::move(owners);
-    units_.at(unit).at(index).make_view = std::move(make);
-  }
-
-  // At a call of a unit that is shown: views belong to the graph of one call.
-  void renew_views(UnitId unit) {
-    for (RegisteredParam& param : units_.at(unit)) {
-      if (param.view && !param.is_fresh) {
-        pybind11::object view = param.make_view();
-        replace(param, param.view, view);
-        param.view = std::move(view);
-      }
-      param.is_fresh = false;
-    }
+  // Python shows the parameter, by `show(full)`.
+  void set_view(UnitId unit, int index, pybind11::object show) {
+    units_.at(unit).at(index).show = std::move(show);
   }
 
  private:
-  // Another one that was put there for a while (torch.func.functional_call) is the one to use.
-  static void replace(
-      const RegisteredParam& param,
-      const pybind11::object& hidden,
-      const pybind11::object& value) {
-    for (const ParamOwner& owner : param.owners) {
-      PyObject* current = PyDict_GetItemWithError(owner.parameters.ptr(), owner.name.ptr());
-      if (current != hidden.ptr() && current != nullptr) {
-        continue;
-      }
-      if (PyDict_SetItem(owner.parameters.ptr(), owner.name.ptr(), value.ptr()) != 0) {
-        throw pybind11::error_already_set();
-      }
-    }
-  }
-
   std::vector<std::vector<RegisteredParam>> units_;
 };
 

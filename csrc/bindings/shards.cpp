@@ -54,41 +54,9 @@ int set_grad(PyObject* param, PyObject* value, void* /*closure*/) {
   return result == nullptr ? -1 : 0;
 }
 
-// How parameters with a mark get and set `grad`; others do as torch has it.
-struct ShownGrad {
-  pybind11::tuple marks;
-  pybind11::object get, set, torchs;
-};
-ShownGrad* shown_grad = nullptr;
-
-bool is_marked(PyObject* param) {
-  const auto dict =
-      pybind11::reinterpret_steal<pybind11::object>(PyObject_GenericGetDict(param, nullptr));
-  return std::ranges::any_of(shown_grad->marks, [&](const pybind11::handle& mark) {
-    return PyDict_Contains(dict.ptr(), mark.ptr()) == 1;
-  });
-}
-
-PyObject* get_shown_grad(PyObject* param, void* /*closure*/) {
-  if (is_marked(param)) {
-    return PyObject_CallOneArg(shown_grad->get.ptr(), param);
-  }
-  PyObject* torchs = shown_grad->torchs.ptr();
-  return Py_TYPE(torchs)->tp_descr_get(torchs, param, reinterpret_cast<PyObject*>(Py_TYPE(param)));
-}
-
-int set_shown_grad(PyObject* param, PyObject* value, void* /*closure*/) {
-  if (!is_marked(param)) {
-    PyObject* torchs = shown_grad->torchs.ptr();
-    return Py_TYPE(torchs)->tp_descr_set(torchs, param, value);
-  }
-  const auto done = pybind11::reinterpret_steal<pybind11::object>(PyObject_CallFunctionObjArgs(
-      shown_grad->set.ptr(), param, value == nullptr ? Py_None : value, nullptr));
-  return done ? 0 : -1;
-}
-
-void set_grad_attribute(const pybind11::type& type, PyGetSetDef& definition) {
-  // As torch's own attribute, which would ask the class's __torch_function__ each time.
+// As torch's own attribute, which would ask the class's __torch_function__ each time.
+void define_grad(const pybind11::type& type) {
+  static PyGetSetDef definition{"grad", get_grad, set_grad, nullptr, nullptr};
   auto attribute = pybind11::reinterpret_steal<pybind11::object>(
       PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(type.ptr()), &definition));
   if (!attribute) {
@@ -96,26 +64,6 @@ void set_grad_attribute(const pybind11::type& type, PyGetSetDef& definition) {
   }
   pybind11::setattr(type, "grad", attribute);
 }
-
-void define_grad(const pybind11::type& type) {
-  static PyGetSetDef definition{"grad", get_grad, set_grad, nullptr, nullptr};
-  set_grad_attribute(type, definition);
-}
-
-void define_shown_grad(
-    const pybind11::type& type,
-    const pybind11::tuple& marks,
-    const pybind11::function& get,
-    const pybind11::function& set) {
-  static PyGetSetDef definition{"grad", get_shown_grad, set_shown_grad, nullptr, nullptr};
-  // Never freed: the attribute outlives modules.
-  shown_grad = new ShownGrad{marks, get, set, type.attr("grad")};
-  set_grad_attribute(type, definition);
-}
-
-struct HeldNode {
-  std::shared_ptr<void> node;
-};
 
 // Also one on another device, which torch would refuse.
 void show_grad(const at::Tensor& param, const at::Tensor& grad) {
@@ -210,13 +158,6 @@ void ask_before_typed(const pybind11::iterable& types, const pybind11::function&
 
 void register_shards(pybind11::module_& module) {
   module.def("define_grad", define_grad, pybind11::arg("type"));
-  module.def(
-      "define_shown_grad",
-      define_shown_grad,
-      pybind11::arg("type"),
-      pybind11::arg("marks"),
-      pybind11::arg("get"),
-      pybind11::arg("set"));
   module.def("counted", counted, pybind11::arg("tensor"));
   module.def("counted_view", counted_view, pybind11::arg("leaf"), pybind11::arg("view"));
   module.def("count_as_data", count_as_data, pybind11::arg("tensor"), pybind11::arg("alias"));
@@ -232,11 +173,13 @@ void register_shards(pybind11::module_& module) {
   module.def("replace_in_modules", replace_in_modules, pybind11::arg("replaced"));
   module.def("ask_before_typed", ask_before_typed, pybind11::arg("types"), pybind11::arg("ask"));
   module.def("same_objects", same_objects, pybind11::arg("first"), pybind11::arg("second"));
-  pybind11::class_<HeldNode>(module, "HeldNode");
   module.def(
       "take_node_hooks",
       [](const at::Tensor& from, const at::Tensor& to) {
-        return HeldNode{take_node_hooks(from, to)};
+        using Node = std::shared_ptr<void>;
+        auto held = std::make_unique<Node>(take_node_hooks(from, to));
+        return pybind11::capsule(
+            held.release(), [](void* node) { delete static_cast<Node*>(node); });
       },
       pybind11::arg("from_"),
       pybind11::arg("to"));

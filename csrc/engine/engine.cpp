@@ -159,12 +159,6 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   calls_.begin_step();
 }
 
-void Engine::sync_requires_grad(UnitId unit) {
-  if (calls_.has_calls() && !lifecycle_.in_backward_pass()) {
-    lifecycle_.trainable().sync(unit);
-  }
-}
-
 void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   lifecycle_.end_update(units, casts);
   calls_.end_step();

@@ -98,8 +98,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // UnitLifecycle::end_inner_step.
   void begin_update(const std::vector<UnitId>& units, bool casts);
   void end_update(const std::vector<UpdatedUnit>& units, bool casts);
-  // Someone has set requires_grad of a parameter of the unit: calls under way go by it at once.
-  void sync_requires_grad(UnitId unit);
   // Reduces gradients that backwards without sync have held back. On all ranks.
   void finalize_backward();
   // From here on nothing is reduced, and units that are gathered stay.

@@ -18,24 +18,21 @@ void TrainableParams::take_from_full(UnitId id) {
 }
 
 void TrainableParams::sync(UnitId id) {
+  take_from_full(id);
   Trainable& use = trainable_[id];
   use.count = 0;
   auto& params = units_[id]->params();
   for (size_t i = 0; i < params.size(); ++i) {
     UnitParam& param = params[i];
-    const bool is_set_on_full = param.full.requires_grad() != param.trained;
-    const bool requires_grad = is_set_on_full ? !param.trained : param.shard.requires_grad();
+    const bool requires_grad = param.shard.requires_grad();
     TORCH_CHECK_VALUE(
         !requires_grad || !param.lacks_main,
         "parameter '",
         param.spec.fqn,
         "' was frozen when the model was sharded, so mixed precision keeps no main weight of it. "
         "Call requires_grad_(True) before zerocore.shard; it can be frozen again after.");
-    if (param.trained != requires_grad || is_set_on_full) {
-      param.full.set_requires_grad(requires_grad);
-      param.shard.set_requires_grad(requires_grad);
-      param.trained = requires_grad;
-    }
+    param.full.set_requires_grad(requires_grad);
+    param.trained = requires_grad;
     use.count += requires_grad ? 1 : 0;
     if (requires_grad && !std::exchange(param.hooked, true)) {
       on_grad_accumulated(param.full, [on_gradient = on_gradient_, id, i] {

@@ -25,9 +25,10 @@ from zerocore.model.extensions import Extension
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
-from zerocore.tensor.earlier import stands_for
+from zerocore.tensor.earlier import current, stands_for
 from zerocore.tensor.place import IS_ROWS, as_view
 from zerocore.tensor.rows import local_part
+from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import PRE, gathers_itself
 
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
@@ -49,13 +50,13 @@ class RowParam:
     attributes: dict[str, Any]  # what was set on it
     local: torch.Tensor | None = None  # its memory in the engine, once there is one
     hidden: Any = None  # the object that it exchanges its tensor with then
-    shown: torch.Tensor | None = None  # what layers compute with, if that is a view of the full one
+    view: ShownView | None = None  # of the full one, if layers compute with that
     extension: Any = None  # where the parameter says itself what is gathered of it
 
     def registered(self) -> Any:
-        """The entry of the first owner in its place."""
+        """The entry of the first owner in its place, or what that stands for."""
         owner, name = self.owners[0]
-        return owner._parameters.get(name)
+        return current(owner._parameters.get(name))
 
     def is_in_place(self) -> bool:
         """Whether the engine and the modules have the same tensors."""
@@ -65,7 +66,7 @@ class RowParam:
         )
 
     def _is_view(self, found: Any) -> bool:
-        return found is not None and found is self.shown
+        return found is not None and self.view is not None and found is self.view.view
 
     @property
     def is_full(self) -> bool:
@@ -84,13 +85,11 @@ class RowParam:
         return self.extension is not None or not is_plain
 
     def make_view(self) -> torch.Tensor:
-        """Makes ``shown`` anew, with what was set on the parameter."""
+        """What layers compute with, with what was set on the parameter."""
         with torch.enable_grad():  # a backward that computes a call once more records, too
             shown = (self.rows if self.extension is None else self.extension).show(self.hidden)
-            self.shown = as_view(shown, self.hidden)
-        for key, value in self.attributes.items():
-            setattr(self.shown, key, value)
-        return self.shown
+        vars(as_view(shown, self.hidden)).update(self.attributes)
+        return shown
 
     def take_registered(self) -> None:
         """Another parameter may have been put in its place (a load that assigns, ``to_empty``);

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from zerocore._C import ParamOwner, UnitParam, UnitSpec, counted
+from zerocore._C import UnitParam, UnitSpec, counted
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.collectives import set_collectives
@@ -37,15 +37,8 @@ from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.earlier import give_rows_to_all
-from zerocore.tensor.rows import (
-    RowShard,
-    as_dtensor,
-    at_origin,
-    forget_rows,
-    full_rows,
-    local_part,
-    note_rows,
-)
+from zerocore.tensor.rows import RowShard, as_dtensor, at_origin, forget_rows, local_part, note_rows
+from zerocore.tensor.shown import ShownView, full_rows
 
 _COMMUNICATION = Communication(accumulate="full")
 _CONFIG = ShardConfig(communication=_COMMUNICATION, by_rows=True)
@@ -83,7 +76,7 @@ class Root(Tree):
                 note_unit_call(module, None)
         for param in self.params():
             forget_rows(param.param, param.hidden)
-            param.hidden = param.shown = param.local = param.extension = None
+            param.hidden = param.view = param.local = param.extension = None
 
     def _make(self) -> None:
         meshes = list(dict.fromkeys([self.group.mesh, *(group.mesh for _, group in self.groups)]))
@@ -164,15 +157,15 @@ class Root(Tree):
         count, extensions = len(group.params), extensions_of(group)
         num_inner = sum(len(each.inputs) for each in extensions)
         state.engine.materialize(unit.index, [None] * (count + num_inner), False)  # memory, zero
-        unit.params = [_bind_param(state, group, position) for position in range(count)]
+        unit.params = [_bind_param(state, unit, group, position) for position in range(count)]
         for each in extensions:
             each.bind(state.engine, unit)
 
     def _set_unit_call(self, state: ShardState, group: Group) -> None:
         policy = group.policy
         parts = [each for each in (group, *group.siblings) if each.params]
-        viewed = [each.unit for each in parts if any(p.is_viewed for p in each.params)]
-        is_lookup = len(group.modules) == 1 and not (viewed or backward_reads(group.modules[0]))
+        views = tuple(view for each in parts for view in state.units[each.unit].views)
+        is_lookup = len(group.modules) == 1 and not (views or backward_reads(group.modules[0]))
         group.unit_call = UnitCall(
             state,
             state.engine,
@@ -182,7 +175,7 @@ class Root(Tree):
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
             lookup=ref(group.modules[0]) if is_lookup else None,
-            viewed=tuple(viewed),
+            views=views,
         )
         for module in group.modules:
             note_unit_call(module, group.unit_call)
@@ -358,7 +351,7 @@ def _unit_param(param: RowParam, fqn: str, group: Group) -> UnitParam:
     return unit_param(fqn, like, types, is_gathered=is_plain, is_kept=is_plain)
 
 
-def _bind_param(state: ShardState, group: Group, position: int) -> Param:
+def _bind_param(state: ShardState, made: Unit, group: Group, position: int) -> Param:
     engine, unit, param = state.engine, group.unit, group.params[position]
     shard, rows = param.shard, param.rows
     full = full_rows(engine.make_full(unit, position), shard, param.kind)
@@ -377,8 +370,10 @@ def _bind_param(state: ShardState, group: Group, position: int) -> Param:
         grad = as_dtensor(rows.outward(engine.make_grad(unit, position)), shard)
     engine.bind(unit, position, full, shard, grad, local)
     if param.is_viewed:
-        owners = [ParamOwner(owner._parameters, key) for owner, key in param.owners]
-        engine.set_view(unit, position, owners, param.make_view)
+        owners = [(owner._parameters, key) for owner, key in param.owners]
+        param.view = ShownView(shard, owners, param.make_view)
+        engine.set_view(unit, position, param.view.show)
+        made.views.append(param.view)
     spec = engine.spec(unit, position)
     written = engine.make_model_shard(unit, position)
     model_weight = None if written is None else rows.outward(written)

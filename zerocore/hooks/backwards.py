@@ -26,16 +26,6 @@ from zerocore.tensor.place import PlacedParameter, leaf_of, leaves
 from zerocore.tensor.rows import shard_of
 
 
-def takes_full(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """For edges and hooks of several tensors: the node of a parameter is that of the full one."""
-
-    @wraps(function)
-    def run(tensor: Tensor) -> Any:
-        return function(_full(tensor))
-
-    return run
-
-
 def noted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A call of a backward of which the engines know, also when it fails.
 

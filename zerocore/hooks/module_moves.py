@@ -16,15 +16,10 @@ from torch import Tensor, nn
 from zerocore.common.patching import around
 from zerocore.model.casting import as_bytes
 from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.place import shard_in
 
-_NAME = "_zerocore_kept_in_place"  # the FQN, an attribute of tensors that lie in flat buffers
 _Move = Callable[[Tensor], Tensor]
 _TO_EMPTY = [code for code in nn.Module.to_empty.__code__.co_consts if isinstance(code, CodeType)]
-
-
-def keep_in_place(tensor: Tensor, fqn: str) -> None:
-    """From now on moves of modules leave the memory of ``tensor``, parameter ``fqn``, alone."""
-    setattr(tensor, _NAME, fqn)
 
 
 class _Checked:
@@ -44,13 +39,14 @@ class _Checked:
 def spares_shards(move_all: Any, self: nn.Module, fn: _Move, recurse: bool = True) -> nn.Module:
     """``nn.Module._apply``, which all moves and casts go through, with shards left in place."""
     if not isinstance(fn, _Checked):
-        kept = {p: name for p in self.parameters(recurse) if (name := getattr(p, _NAME, None))}
+        shards = {p: shard_in(p) for p in self.parameters(recurse)}
+        kept = {param: shard.fqn for param, shard in shards.items() if shard is not None}
         if not kept:
             return move_all(self, fn, recurse)
         _check(self, kept, fn)
         fn = _Checked(fn)
     params = self._parameters
-    own = {key: p for key, p in params.items() if p is not None and hasattr(p, _NAME)}
+    own = {key: p for key, p in params.items() if shard_in(p) is not None}
     try:
         params.update(dict.fromkeys(own))  # what is None is not moved
         move_all(self, fn, recurse)
@@ -81,7 +77,7 @@ def _check(module: nn.Module, kept: dict[Any, str], move: _Move) -> None:
 
 
 @torch.no_grad()
-def _take_values(param: Tensor, move: _Move) -> None:
+def _take_values(param: Any, move: _Move) -> None:
     """Copies what ``move`` makes of the values, where it makes others of them."""
     with torch._C.DisableTorchFunctionSubclass():
         place = param.detach().as_subclass(Tensor)
@@ -90,7 +86,7 @@ def _take_values(param: Tensor, move: _Move) -> None:
         result = move(value)
         if result.shape != value.shape:
             raise TypeError(
-                f"a move of parameter '{getattr(param, _NAME)}', which is sharded, changes its "
+                f"a move of parameter '{param.place.fqn}', which is sharded, changes its "
                 f"shape from {tuple(value.shape)} to {tuple(result.shape)}; do it before "
                 "zerocore.shard"
             )

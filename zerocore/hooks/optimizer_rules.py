@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import wraps
@@ -18,6 +17,7 @@ from zerocore.common.agreement import together
 from zerocore.common.patching import around
 from zerocore.hooks.optimizer_states import fit_states, params_of, place_states, wrap_states
 from zerocore.model.ranks import Ranks
+from zerocore.tensor.earlier import live_optimizers
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import shard_in
 
@@ -91,11 +91,10 @@ def earlier_optimizers(params: Iterable[Tensor]) -> list[tuple[Optimizer, dict[s
     their state dicts, if they have stepped."""
     numbers = {id(param): number for number, param in enumerate(params)}
     found = []
-    for each in gc.get_objects():
-        if issubclass(type(each), Optimizer) and (groups := getattr(each, "param_groups", ())):
-            own = [numbers.get(id(param), -1) for group in groups for param in group["params"]]
-            if max(own, default=-1) >= 0:
-                found.append(((type(each).__qualname__, own), each))
+    for each in live_optimizers():
+        own = [numbers.get(id(param), -1) for param in params_of(each)]
+        if max(own, default=-1) >= 0:
+            found.append(((type(each).__qualname__, own), each))
     return [(each, each.state_dict()) for _, each in sorted(found, key=itemgetter(0))]
 
 

@@ -26,7 +26,7 @@ from zerocore.hooks import (
     registration,
 )
 from zerocore.model import refusals, state, unit_call
-from zerocore.tensor import conversions, rows, rules, shown
+from zerocore.tensor import conversions, rows, rules
 from zerocore.tensor.parameter import ShardedGrad, ShardedParameter, UnreducedGrad, note_kind
 from zerocore.tensor.shard import LocalShard
 
@@ -68,13 +68,9 @@ PATCHES = (
     Patch("torch.Tensor", "_make_subclass", conversions.subclasses_in_full),
     Patch("torch.Tensor", "data", conversions.takes_full_data),
     Patch("torch.Tensor", "__new__", conversions.constructs_in_full),
-    Patch("torch.Tensor", "register_post_accumulate_grad_hook", shown.waits_for_the_shard),
-    Patch("torch.nn.Parameter", "__deepcopy__", shown.as_plain),
-    Patch("torch.nn.Parameter", "__reduce_ex__", shown.as_plain),
     Patch("torch.autograd.Variable", "__new__", conversions.constructs_in_full),
     Patch("torch.autograd", "backward", backwards.noted),
     Patch("torch.autograd", "grad", backwards.noted),
-    Patch("torch.autograd.graph", "_get_grad_fn_or_grad_acc", backwards.takes_full),
     Patch("torch.autograd.function._SingleLevelFunction", "apply", backwards.reads_in_full),
     Patch("torch.distributed", "barrier", alarm.watched_barrier),
     Patch("torch.distributed.distributed_c10d", "_process_group_name", groups.named_by_thread),

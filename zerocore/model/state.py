@@ -86,13 +86,7 @@ class Unit:
     mesh: int = 0  # of the state
     encoded: list[Encoded] = field(default_factory=list)  # behind the parameters
     extensions: list[Any] = field(default_factory=list)  # parameters that gather themselves
-
-    @property
-    def is_viewed(self) -> bool:
-        """Whether modules see views of its parameters, or of some."""
-        return bool(self.extensions) or any(
-            each.shard.make_view is not None for each in self.params
-        )
+    views: list[Any] = field(default_factory=list)  # of parameters that are no plain tensors
 
     @property
     def laid_out(self) -> list[Param | Encoded]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zerocore.model.casting import cast_floats
+from zerocore.tensor.shown import take_class_of_torch
 
 _C: Any = torch._C
 _FAKE, _PROXY = _C._TorchDispatchModeKey.FAKE, _C._TorchDispatchModeKey.PROXY
@@ -55,12 +56,17 @@ def call_traced(
 def _fakes_shown(params: Iterable[TracedParam]) -> Iterator[None]:
     """Under a FakeTensorMode modules hold fake full parameters, which no gradient leaves."""
     hidden: list[tuple[dict[str, Any], str, Any]] = []
+    shown: list[tuple[Any, type]] = []
     has_fakes = _C._get_dispatch_mode(_FAKE) is not None
     keeps_full = not has_fakes or _C._get_dispatch_mode(_PROXY) is not None  # as constants
     try:
         for fqn, owners, param, is_full, make in params:
             found = owners[0][0]._parameters.get(owners[0][1])
-            if found is not param or (is_full and (keeps_full or make is None)):
+            if found is not param:
+                continue
+            if is_full and (keeps_full or make is None):
+                shown.append((param, type(param)))
+                take_class_of_torch(param)
                 continue
             if make is None or not has_fakes:
                 raise RuntimeError(
@@ -76,3 +82,5 @@ def _fakes_shown(params: Iterable[TracedParam]) -> Iterator[None]:
     finally:
         for entries, name, found in hidden:
             entries[name] = found
+        for param, kind in reversed(shown):
+            param.__class__ = kind

@@ -78,7 +78,7 @@ class UnitCall:
     before_call: Callable[[], None] | None = None
     looked_at: tuple[int, ...] = ()  # units whose parameters it sees in evaluation: `looked_at_by`
     lookup: ref[nn.Module] | None = None  # it, if only its hooks have backwards that read weights
-    viewed: tuple[int, ...] = ()  # of these modules see views, which belong to one call's graph
+    views: tuple[Any, ...] = ()  # that its modules see, which belong to one call's graph
     before_units: Callable[[], None] = lambda: None  # while none is entered, on all ranks alike
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +100,8 @@ class UnitCall:
             for unit in units:
                 engine.enter(unit)
                 entered += 1
-            for unit in self.viewed:
-                engine.renew_views(unit)
+            for view in self.views:
+                view.renew()
             if self.cast_inputs is not None:
                 args, kwargs = cast_floats((args, kwargs), self.cast_inputs)
             run = self._in_range(function) if profiler._is_profiler_enabled else function

@@ -16,14 +16,12 @@ from zerocore._C import (
     Engine,
     EngineOptions,
     GroupNames,
-    ParamOwner,
     UnitParam,
     UnitSpec,
 )
 from zerocore.common.agreement import together
 from zerocore.common.alarm import watch
 from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
-from zerocore.hooks.module_moves import keep_in_place
 from zerocore.hooks.optimizer_rules import earlier_optimizers, take_over
 from zerocore.hooks.registration import watch_registrations, watch_state_dicts
 from zerocore.model.as_ddp import behave_as_ddp
@@ -49,8 +47,9 @@ from zerocore.sharding.extensions import bind_extensions, encoded_params, make_e
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.cuts import Cut
-from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard, full_class
+from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard
 from zerocore.tensor.place import PartOf, Place, spread
+from zerocore.tensor.shown import ShownView, shown_class
 from zerocore.tensor.wrapped import show_made
 
 
@@ -251,7 +250,8 @@ def _shard_param(
     param: Any = choice.param
     types = types_of(choice, state.config)  # of the parameter as it was
     made = engine.make_full(unit.index, position)
-    full: nn.Parameter = as_parameter(made, full_class(param), param.requires_grad)
+    kind: Any = type(param)
+    full: nn.Parameter = as_parameter(made, shown_class(kind), param.requires_grad)
     place = _place_of(state, unit, position, choice, full, wholes.get(fqn))
     shard = engine.make_shard(unit.index, position)
     grad = None
@@ -264,9 +264,9 @@ def _shard_param(
     if grad is not None and place.group is not None:
         param.bind_sums()
     if param.make_view is not None:
-        owners = [ParamOwner(owner._parameters, name) for owner, name in choice.owners]
-        engine.set_view(unit.index, position, owners, param.shown)
-    keep_in_place(param, fqn)
+        owners = [(owner._parameters, name) for owner, name in choice.owners]
+        unit.views.append(ShownView(param, owners, param.shown))
+        engine.set_view(unit.index, position, unit.views[-1].show)
     spec = engine.spec(unit.index, position)
     return Param(choice.fqns, choice.owners, param, full, spec, types)
 
@@ -334,8 +334,8 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
             among = state.units if is_root else [state.units[unit] for unit in units]
             has_any = any(unit.extensions for unit in among)
             encodes = {"before_units": state.encode} if has_any else {}
-            viewed = tuple(unit for unit in units if state.units[unit].is_viewed)
-            is_lookup = not (has_any or viewed or backward_reads(module))
+            views = tuple(view for unit in units for view in state.units[unit].views)
+            is_lookup = not (has_any or views or backward_reads(module))
             computes = {param.types.model for unit in units for param in state.units[unit].params}
             unit_call = UnitCall(
                 state,
@@ -349,6 +349,6 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
                 looked_at=tuple(sorted(looked_at)),
                 lookup=ref(module) if is_lookup else None,
                 **encodes,
-                viewed=viewed,
+                views=views,
             )
             set_unit_call(module, unit_call)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from zerocore._C import Engine, ParamOwner, UnitParam
+from zerocore._C import Engine, UnitParam
 from zerocore.common.agreement import together
 from zerocore.model.buffers import broadcast
 from zerocore.model.config import ShardConfig
@@ -30,6 +30,7 @@ from zerocore.model.precision import MixedPrecision, ParamTypes, param_types, un
 from zerocore.model.ranks import Ranks
 from zerocore.model.state import Encoded, Unit
 from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import own_chunk, wrapper_of
 
 
@@ -184,9 +185,10 @@ def _bind_several(engine: Engine, unit: Unit, extension: Extension) -> None:
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=False)
     part = engine.make_shard(unit.index, position)
     shard = nn.Parameter(extension.rows, requires_grad=False)
-    owners = [ParamOwner(owner._parameters, name) for owner, name in extension.owners]
+    owners = [(owner._parameters, name) for owner, name in extension.owners]
     engine.bind(unit.index, position, full, shard, None, part)
-    engine.set_view(unit.index, position, owners, lambda: extension.show(full))
+    unit.views.append(ShownView(shard, owners, lambda: extension.show(full)))
+    engine.set_view(unit.index, position, unit.views[-1].show)
     for owner, name in extension.owners:
         owner._parameters[name] = shard
     unit.encoded.append(Encoded(engine.spec(unit.index, position), None))

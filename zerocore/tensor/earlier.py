@@ -1,16 +1,18 @@
 """Parameters from before ``fully_shard``: DTensors have taken their places in modules.
 
 Memory of a DTensor has other parts than that of a parameter, so it cannot be the same object, as a
-parameter of ``shard`` is. Functions of the earlier object are those of the DTensor, and optimizers
-get that in its place.
+parameter of ``shard`` is. The earlier object stands for the DTensor, and optimizers get that in its
+place.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -20,21 +22,33 @@ _ROWS = "_zerocore_fsdp_replaced_by"  # of an earlier parameter: its name, and t
 
 
 class EarlierParameter(nn.Parameter):
-    """Stands for the DTensor, in lists and dicts of parameters."""
+    """Stands for the DTensor, in lists and dicts of parameters, with all attributes."""
 
     @classmethod
     def __torch_function__(
         cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(EarlierParameter, _rows_of, (args, kwargs or {}))
+        args, kwargs = tree_map_only(EarlierParameter, current, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_rows_of(self), name)  # of a DTensor: placements, full_tensor()
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):
+            return super().__getattribute__(name)
+        return getattr(current(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(current(self), name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(current(self), memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return current(self).__reduce_ex__(proto)
 
 
-def _rows_of(param: Tensor) -> Any:
-    return vars(param)[_ROWS][1]
+def current(param: Any) -> Any:
+    """The DTensor that has taken the place of ``param``; any other parameter itself."""
+    return getattr(param, "__dict__", {}).get(_ROWS, ("", param))[1]
 
 
 def stands_for(param: nn.Parameter, fqn: str, rows: nn.Parameter) -> None:
@@ -61,11 +75,17 @@ def give_rows(optimizer: Optimizer) -> None:
             group["params"][number] = rows
 
 
+def live_optimizers() -> Iterator[Optimizer]:
+    """All that this process has."""
+    for each in gc.get_objects():
+        if issubclass(type(each), Optimizer) and {"param_groups", "state"} <= vars(each).keys():
+            yield each
+
+
 def give_rows_to_all() -> None:
     """The same of all optimizers; one that has states says so in its next step."""
-    for each in gc.get_objects():
-        if issubclass(type(each), Optimizer) and hasattr(each, "state"):
-            try:
-                give_rows(each)
-            except ValueError:
-                continue
+    for each in live_optimizers():
+        try:
+            give_rows(each)
+        except ValueError:
+            continue

@@ -28,7 +28,6 @@ from zerocore.tensor.place import (
     as_view,
     leaves,
     local_of,
-    pair,
 )
 from zerocore.tensor.shard import InPlace, LocalShard
 from zerocore.tensor.wrapped import is_wrapped
@@ -217,8 +216,8 @@ def become_shard(param: Any, data: Tensor, full: Tensor, facts: dict[str, Any]) 
     data.requires_grad_(full.requires_grad)
     node = take_node_hooks(param, full)
     exchange_impls(param, data)
-    pair(param, full, facts)
-    vars(full)["_zerocore_node"] = node
+    vars(param).update(facts, **{OTHER: full})  # both may be the shard
+    vars(full).update(facts, **{OTHER: ref(param), "_zerocore_node": node})
     if hooks:
         full._backward_hooks = hooks
     if later:
@@ -252,12 +251,6 @@ def note_kind(kind: type) -> None:
         known._foreach_supported_types.append(kind)
 
 
-def full_class(param: nn.Parameter) -> Any:
-    """The class of the full parameter, that of ``param``; a wrapper is made around it."""
-    kind = type(param)
-    return kind if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ else nn.Parameter
-
-
 def attributes_of(param: Tensor) -> dict[str, Any]:
     """The attributes that programs have set on a parameter."""
     return {key: value for key, value in vars(param).items() if key not in _FACTS}
@@ -280,7 +273,7 @@ def _checked_hook(
     return run
 
 
-_OWN = ("place", "state_ref", "aliases", OTHER, IS_ROWS, "_zerocore_kept_in_place")
+_OWN = ("place", "state_ref", "aliases", OTHER, IS_ROWS)
 _FACTS = frozenset((*_OWN, *ShardedParameter.__annotations__))
 
 

@@ -244,14 +244,6 @@ def _outline(shape: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dt
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
-def pair(param: Tensor, hidden: Tensor, facts: dict[str, Any]) -> None:
-    """``hidden`` is what ``param``, the object of programs, exchanges its tensor with. Both have
-    the ``facts`` of the shard, which either may be."""
-    for each, other in ((param, hidden), (hidden, ref(param))):
-        each.__dict__.update(facts)
-        each.__dict__[OTHER] = other
-
-
 def other_of(param: Any) -> Any:
     """The other object of a pair; None of a tensor that is in none."""
     other = getattr(param, "__dict__", {}).get(OTHER)

@@ -9,13 +9,14 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zerocore._C import count_as_data, count_view_as_data, exchange_impls
+from zerocore._C import count_as_data, count_view_as_data
 from zerocore.tensor import pending_host_updates
+from zerocore.tensor.earlier import current
 from zerocore.tensor.noted_writes import note_full
-from zerocore.tensor.parameter import ShardedParameter, slots_of, with_slots
+from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.place import IS_ROWS, OTHER, Place, Placed, leaf_of, local_of, shard_in
 from zerocore.tensor.shard import LocalShard, as_shard
 
@@ -61,49 +62,16 @@ def seen_shard(full: Any) -> Any:
     pipeline's schedule adds the gradients of full parameters itself."""
     known = _rows.get(full)
     shard = vars(full).get(OTHER) if known is None else known.other
-    if (
-        shard is None
-        or isinstance(shard, ref)
-        or isinstance(full, Placed)
-        or hasattr(full, "_spec")
-    ):
+    if shard is None or isinstance(shard, ref):
         return None
     state = (known or shard).state_ref()
     return None if state is None or state.engine.defers_reductions else shard
 
 
-class _FullRows(nn.Parameter):
-    """A DTensor's full parameter, while modules compute with it."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Between calls it has what the DTensor has: ``to_local()``, ``full_tensor()``."""
-        shard = None if name.startswith("_") else seen_shard(self)
-        if shard is not None and torch._C._current_graph_task_id() == -1:
-            engine = _rows[self].state_ref().engine
-            if not engine.in_call:
-                engine.set_hiding(True)  # keeps what was written to the full value
-                engine.set_hiding(False)
-                return getattr(shard, name)
-        raise AttributeError(f"'Parameter' object has no attribute '{name}'")
-
-
-def full_rows(made: Tensor, shard: Any, kind: type[nn.Parameter]) -> Any:
-    """A parameter of class ``kind`` over the memory of ``made``, whose tensor may be exchanged with
-    that of the DTensor ``shard``."""
-    is_plain = kind is nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-    cls = with_slots(_FullRows if is_plain else kind, slots_of(type(shard)))
-    full: Any = torch.Tensor._make_subclass(cls, made.new_empty(0))
-    for each, other in ((full, type(shard)), (shard, cls)):
-        own, each.__class__ = type(each), other  # attributes become a dict of their own
-        each.__class__ = own
-    exchange_impls(full, made.requires_grad_(shard.requires_grad))
-    return full
-
-
 def shard_of(param: Any) -> ShardedParameter | RowShard | None:
     """The shard of an engine that a parameter is, of either kind; None for another parameter."""
     shard: Any = shard_in(param)
-    return _rows.get(param) if shard is None else shard
+    return _rows.get(current(param)) if shard is None else shard
 
 
 def note_late(group: Any, make: Callable[[Any], Any]) -> None:

@@ -48,8 +48,6 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             torch.autograd.graph.increment_version(args[0])  # what is changed through it counts
         if name in functions.ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
             result = func(*args, **kwargs)
-            if name in ("requires_grad=", "requires_grad_"):
-                _tell_trained(args[0])
             if name not in ("detach", "data"):
                 return result
             return keep_owner(keep_place(result, args[0]), args[0])
@@ -91,13 +89,6 @@ def needs_values(func: Function, args: Args) -> bool:
         return args[1] is not None
     asks = name not in functions.SHAPES and name not in functions.ON_THE_SHARD
     return asks or name in ("detach", "data", "data=")
-
-
-def _tell_trained(param: Any) -> None:
-    """A call under way computes with the full parameter, which does not see it by itself."""
-    state = param.state_ref() if isinstance(param, PlacedParameter) else None
-    if state is not None:
-        state.engine.sync_requires_grad(param.unit)
 
 
 def _changes_gradients(name: str, args: Args) -> bool:
@@ -194,9 +185,10 @@ def _set_items(changed: Any, index: Any, value: Any) -> Any:
 
 def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
     """The shape of a shard is that of its full tensor, which the function itself would not see."""
-    if tensor is other and name == "expand_as" and is_recorded(tensor):
-        return tensor.full.expand_as(tensor.full)  # type: ignore[attr-defined]  # for its node
     view = getattr(Tensor, name.removesuffix("_as"))
+    if tensor is other and isinstance(tensor, PlacedParameter) and is_recorded(tensor):
+        full = tensor.full  # programs look for the node that accumulates its gradient
+        return full.view_as(full)
     args = (tensor, outline_of(other).shape)
     return call(view, args, {}) if isinstance(tensor, Placed) else view(*args)
 
