@@ -85,7 +85,7 @@ class RowParam:
         return self.extension is not None or not is_plain
 
     def make_view(self) -> torch.Tensor:
-        """What layers compute with, with what was set on the parameter."""
+        """The tensor that layers compute with, with attributes of the parameter."""
         with torch.enable_grad():  # a backward that computes a call once more records, too
             shown = (self.rows if self.extension is None else self.extension).show(self.hidden)
         vars(as_view(shown, self.hidden)).update(self.attributes)

@@ -128,8 +128,8 @@ def shown_class(kind: Any, base: type[ShownParameter] = ShownParameter) -> Any:
 
 
 def take_class_of_torch(full: Any) -> None:
-    """Drops what :class:`ShownParameter` adds to a class, where no memory depends on it: torch's
-    tracers ask for the class itself."""
+    """Drops :class:`ShownParameter` from a class, where memory is alike: torch's tracers compare
+    the class itself."""
     kind = type(full)
     own = next(cls for cls in kind.__mro__ if not issubclass(cls, ShownParameter))
     if own.__basicsize__ == kind.__basicsize__:
