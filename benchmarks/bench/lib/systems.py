@@ -170,15 +170,17 @@ def _shard(
         options["static_graph"] = True
     if system.registered:  # with one communicator, which all of its collectives are registered with
         options |= {"registered": True, "overlap_reductions": False}
-    accumulate = "sharded" if recipe.accumulate == 1 else "full"
+    if system.prefetch != 1:
+        options["prefetch"] = system.prefetch
+    if recipe.accumulate != 1:
+        options["accumulate"] = "full"
+    communication = {"communication": zerocore.Communication(**options)} if options else {}
     sharded: nn.Module = zerocore.shard(
         model,
         stage=system.stage,
         group=mesh,
         units=units,
-        communication=zerocore.Communication(
-            prefetch=system.prefetch, accumulate=accumulate, **options
-        ),
+        **communication,
         mixed_precision=mixed,
         offload=zerocore.Offload(states="cpu") if system.offload else None,
     )
