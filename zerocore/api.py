@@ -84,6 +84,7 @@ def shard(
         options = Communication() if communication is None else communication
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 
+    hook_into_torch()  # first: groups that are made below get names on which all ranks agree
     ranks = find_ranks(group, model, device)
     request = validate(
         model,
@@ -97,7 +98,6 @@ def shard(
     )
     factor = request.config.communication.gradient_divide_factor
     note_names(group, divides=factor is not None)
-    hook_into_torch()
     state = build(request)
     state.given_ranks = ranks
     state.given_units = units and _without_modules(model, units)

@@ -263,8 +263,7 @@ def clipped_in_calls(face: int | str) -> None:
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradients_clipped_in_calls(face: int | str, world_size: int) -> None:
-    # Fresh ones, used by no other test: one of eight ranks has waited for ever in gloo behind it.
-    run_ranks(clipped_in_calls, world_size, face, fresh=True)
+    run_ranks(clipped_in_calls, world_size, face)
 
 
 def accumulator(param: Any) -> Any:

@@ -95,8 +95,20 @@ def test_training_is_that_of_one_process(stage: int, shape: str) -> None:
 
 @pytest.mark.one_by_day
 def test_replicas_of_data_and_tensor_parallelism(stage: int) -> None:
-    # Fresh ones: in ranks that had run other tests, gloo has waited for ever as it made a group.
-    run_ranks(train, 8, stage, (2, 2, 2), zerocore.clip_grad_norm_, 1, fresh=True)
+    run_ranks(train, 8, stage, (2, 2, 2), zerocore.clip_grad_norm_, 1)
+
+
+def train_after_others(stage: int) -> None:
+    """Half of the ranks have sharded a model of their own before."""
+    alone = [dist.new_group([rank]) for rank in range(8)]
+    if dist.get_rank() < 4:
+        zerocore.shard(nn.Linear(2, 2), group=alone[dist.get_rank()])
+    train(stage, (2, 2, 2), zerocore.clip_grad_norm_, 1)
+
+
+@pytest.mark.one_by_day
+def test_ranks_of_which_some_have_sharded_before(stage: int) -> None:
+    run_ranks(train_after_others, 8, stage, fresh=True)
 
 
 def recompute(model: nn.Module) -> None:
