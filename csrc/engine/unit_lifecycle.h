@@ -80,8 +80,8 @@ class UnitLifecycle {
   }
   // Shows what the schedule says: the unit's full parameters or its shards.
   void update_registration(UnitId unit);
-  // While it hides, all units show shards, also within calls: for an optimizer's step and for what
-  // is saved. The next use of a unit ends it.
+  // While it hides, all units show shards, also within calls: for an optimizer's step and for
+  // state_dict(). The next call of a unit stops the hiding.
   void set_hiding(bool hides);
   bool is_hiding() const {
     return hides_;

@@ -1,4 +1,4 @@
-// The order of calls that ranks agree on, and the lists that become one.
+// The order of calls that all ranks agree on, and how their lists of calls are merged into it.
 #include "plan/call_order.h"
 
 #include <c10/util/Exception.h>

@@ -86,7 +86,7 @@ class ReductionFacts {
   const Region& region_of(RegionKey key) const {
     return layout_of(key.first).regions()[key.second];
   }
-  // Sums over the replicas start when the host knows the first ones, see Note [Replicas].
+  // The all-reduce over replicas starts once the host knows the sums within them: Note [Replicas].
   bool hands_across(UnitId unit) const {
     return options.on_host && sums_at_once_across(unit);
   }

@@ -83,7 +83,7 @@ def live_optimizers() -> Iterator[Optimizer]:
 
 
 def give_rows_to_all() -> None:
-    """The same of all optimizers; one that has states says so in its next step."""
+    """As :func:`give_rows`, of all optimizers; one with states raises in its next step."""
     for each in live_optimizers():
         try:
             give_rows(each)

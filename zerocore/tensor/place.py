@@ -40,7 +40,8 @@ def spread(
 class PartOf:
     """A larger tensor, of which a parameter is a part along one dimension."""
 
-    # The ranks that have its parts, each of them a parameter; see :class:`zerocore.ParameterMesh`.
+    # The ranks that hold the other parts; each rank's is a parameter of its own, see
+    # :class:`zerocore.ParameterMesh`.
     # None in a shard that was loaded from a file.
     group: dist.ProcessGroup | None
     shape: torch.Size
