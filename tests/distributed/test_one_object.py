@@ -266,6 +266,33 @@ def test_gradients_clipped_in_calls(face: int | str, world_size: int) -> None:
     run_ranks(clipped_in_calls, world_size, face)
 
 
+def saved_after_a_failure(stage: int) -> None:
+    model = sharded(seeded(), stage)
+    found: list[Any] = []
+
+    def save(*_: Any) -> None:
+        found.append({key: type(value) for key, value in model.state_dict().items()})
+
+    def fail(*_: Any) -> None:
+        raise KeyError("a hook of the program's")
+
+    model(batch(0, 0))  # the order of calls is known
+    broken = model.blocks[1].register_state_dict_pre_hook(fail)
+    hook = model.blocks[1].register_forward_hook(save)
+    with pytest.raises(KeyError):
+        model(batch(0, 0))
+    broken.remove()
+    model(batch(0, 0))
+    hook.remove()
+    save()
+    assert found[0] == found[1], found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_saves_in_a_call_behind_one_that_failed(stage: int) -> None:
+    run_ranks(saved_after_a_failure, 2, stage)
+
+
 def accumulator(param: Any) -> Any:
     """As Horovod finds the node that accumulates a gradient."""
     return param.expand_as(param).grad_fn.next_functions[0][0]

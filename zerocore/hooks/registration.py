@@ -125,19 +125,19 @@ def watch_state_dicts(model: nn.Module, state: ShardState) -> None:
 
 
 def _watch_saves(model: nn.Module, state: ShardState) -> None:
-    under_way = 0
+    saved: nn.Module | None = None  # the outermost one within a call
 
     def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        nonlocal under_way
-        under_way = under_way + 1 if under_way or state.engine.in_call else 0
-        if under_way == 1:
+        nonlocal saved
+        if state.engine.in_call:  # not while shards are shown
+            saved = module
             state.engine.set_hiding(True)
 
     def end(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-        nonlocal under_way
-        if under_way == 1:
+        nonlocal saved
+        if module is saved:
+            saved = None
             state.engine.set_hiding(False)
-        under_way = max(0, under_way - 1)
 
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
