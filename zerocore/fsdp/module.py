@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from zerocore.common.eager import leave_out_of_graphs
 from zerocore.fsdp.collectives import on_stream
 from zerocore.fsdp.group import Group, extensions_of, group_of, groups_below
 from zerocore.fsdp.root import apply_settings, call, ready_state, root_of
 from zerocore.fsdp.state import read_state
 from zerocore.model.traced import call_traced, is_traced
-from zerocore.model.unit_call import UnitCall, leave_out_of_graphs
+from zerocore.model.unit_call import UnitCall
 
 
 class GradientReduction:

@@ -9,7 +9,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from zerocore._C import UnitParam, UnitSpec, counted
 from zerocore.common.agreement import agree
 from zerocore.common.alarm import stall_seconds
+from zerocore.common.eager import eager
 from zerocore.fsdp.collectives import set_collectives
 from zerocore.fsdp.group import Group, RowParam, Tree, extensions_of, group_of, note_extensions
 from zerocore.fsdp.mesh import device_of
@@ -48,7 +48,7 @@ _OFFLOADS = replace(_CONFIG, offload=Offload(states="cpu", gradients="cpu", para
 class Root(Tree):
     """The tree with the engine of all its groups."""
 
-    @_disable_dynamo  # torch.compile(root) would trace it
+    @eager  # torch.compile(root) would trace it
     def ready(self) -> ShardState:
         """The state; made anew if parameters were replaced or moved since. Collective then: raises
         RuntimeError or ValueError on every rank if the model cannot be trained like this."""
@@ -295,7 +295,7 @@ def root_of(group: Group, is_provisional: bool = False) -> Tree:
     return root
 
 
-@_disable_dynamo  # torch.compile(root) would trace it
+@eager  # torch.compile(root) would trace it
 def _make_root(group: Group) -> None:
     Root(group)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, optim
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore.common.agreement import together
+from zerocore.common.eager import eager
 from zerocore.common.patching import around
 from zerocore.hooks.optimizer_states import fit_states, params_of, place_states, wrap_states
 from zerocore.model.ranks import Ranks
@@ -82,7 +82,7 @@ def prepare(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(_fit_states)
     cls: Any = type(optimizer)
     if not hasattr(cls.step, _EAGER):  # graphs of torch.compile cannot take shards
-        cls.step = _disable_dynamo(cls.step)
+        cls.step = eager(cls.step)
         setattr(cls.step, _EAGER, True)
 
 

@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore._C import Engine, UpdatedUnit, show_grad
+from zerocore.common.eager import eager
 from zerocore.hooks.optimizer_rules import prepare
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState
@@ -186,7 +186,7 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
         )
 
 
-@_disable_dynamo  # a compiled step of DTensors goes on behind its graphs
+@eager  # a compiled step of DTensors goes on behind its graphs
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Torch's hook before each step; returns the arguments for it."""
     known = _updates.get(optimizer)
@@ -262,7 +262,7 @@ def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
         )
 
 
-@_disable_dynamo
+@eager
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     show_device_gradients(optimizer)
     casts = _known(optimizer).casts_model_weights

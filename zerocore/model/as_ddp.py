@@ -8,8 +8,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
+from zerocore.common.eager import eager
 from zerocore.model.buffers import BufferSync
 from zerocore.model.state import ShardState, state_of
 
@@ -52,7 +52,7 @@ def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
     synced = state.config.communication.sync_buffers and any(True for _ in model.buffers())
     sync_buffers = BufferSync(state.meshes[0], state.device) if synced else None
 
-    @_disable_dynamo
+    @eager
     def before_call() -> None:
         nonlocal is_due
         model = _alive(root)

@@ -10,11 +10,11 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from typing_extensions import TypeIs
 
 from zerocore._C import Engine, ParamSpec
+from zerocore.common.eager import eager
 from zerocore.model.config import ShardConfig
 from zerocore.model.meters import Meters
 from zerocore.model.parts import PartRanges
@@ -139,7 +139,7 @@ class ShardState:
     def rank(self) -> int:
         return self.ranks.rank
 
-    @_disable_dynamo
+    @eager
     def begin_pass(self) -> None:
         """A forward of the whole model begins."""
         self.meters.begin_pass()

@@ -21,6 +21,7 @@ from torch.autograd import profiler
 from torch.utils._pytree import tree_map_only
 
 from zerocore._C import Engine
+from zerocore.common.eager import leave_out_of_graphs, mark_eager
 from zerocore.common.patching import around
 from zerocore.model.casting import cast_floats
 from zerocore.model.traced import call_traced, is_traced
@@ -33,7 +34,9 @@ Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
 
 
 _functorch: Any = torch._C._functorch
-is_transformed: Callable[[], Any] = _functorch.peek_interpreter_stack  # None outside of all
+# Unlike the functions that look at the stack, it leaves torch without a state of transforms, which
+# each node of every backward would copy.
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def outside(engine: Engine) -> Engine:
@@ -79,17 +82,18 @@ class UnitCall:
     looked_at: tuple[int, ...] = ()  # units whose parameters it sees in evaluation: `looked_at_by`
     lookup: ref[nn.Module] | None = None  # it, if only its hooks have backwards that read weights
     views: tuple[Any, ...] = ()  # that its modules see, which belong to one call's graph
-    before_units: Callable[[], None] = lambda: None  # while none is entered, on all ranks alike
+    before_units: Callable[[], None] | None = None  # while none is entered, on all ranks alike
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
         if is_traced():
             return self._call_traced(function, args, kwargs)
-        engine = self.engine if is_transformed() is None else outside(self.engine)
+        engine = outside(self.engine) if is_transformed() else self.engine
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
-        self.before_units()
+        if self.before_units is not None:
+            self.before_units()
         try:
             if self.is_root:
                 self.state.begin_pass()
@@ -181,6 +185,7 @@ def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
     compiled = attributes.get(_COMPILED)
     inner = cls._call_impl if compiled is None else partial(_without_self, compiled)
     attributes[_COMPILED] = attributes[_CALL] = partial(_enter, ref(module), inner)
+    mark_eager()
     for function in (_enter, UnitCall.call, is_traced, call_traced):
         leave_out_of_graphs(function)
 
@@ -232,20 +237,6 @@ def _refuse_copy(name: str, *args: Any) -> NoReturn:
     raise TypeError(
         f"this {name} is sharded and cannot be copied or pickled; copy it before "
         "zerocore.shard, or save zerocore.full_state_dict(model) and load that"
-    )
-
-
-def leave_out_of_graphs(function: Any) -> None:
-    """Tells torch.compile to compile what ``function`` calls, but not itself.
-
-    It could not trace into the engine, and would try again for every module and kind of input.
-    """
-    from torch._dynamo.decorators import skip  # late: takes a second
-
-    skip(function)
-    function._torchdynamo_disable_msg = (
-        "zerocore gathers a unit here. For fullgraph=True compile the units, block.compile(), "
-        "not what holds them"
     )
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.training_state import check_stateful, optimizers_of
 from zerocore.common.agreement import checksum
+from zerocore.common.eager import eager
 from zerocore.model.extensions import check_plain
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.recovery.copies import Large, Small
@@ -137,7 +137,7 @@ class Snapshot:
             self._at_forward = None
             self._changed.notify_all()
 
-    @_disable_dynamo
+    @eager
     def _begin_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
             return  # an evaluation, behind which a schedule may step
