@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Any
 
 import pytest
@@ -33,9 +34,13 @@ class Routes(nn.Module):
 
 
 def routes_of(step: int, rank: int, is_new: bool) -> tuple[int, ...]:
-    """In each step one rank goes as all did in the first one; the others skip, or call anew."""
+    """In each step one rank goes as all did in the first one; the others skip, or make calls that
+    are new, several in a pass."""
     if step == 0 or rank == step % dist.get_world_size():
         return (0, 1) if is_new else (0, 1, 2, 3)
+    if is_new:
+        rng = random.Random(100 * step + rank)
+        return tuple(rng.choices(range(4), k=rng.randrange(1, 6)))
     return [(0,), (1, 3), (2,), (0, 1, 2)][(rank + step) % 4]
 
 
