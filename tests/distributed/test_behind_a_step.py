@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_rank_0_saves import assert_file_of, batch, loaded, saved, trained_pair
+from tests.distributed.scripts import run_program
 from zerocore.model.state import state_of
 
 WIDTH = 8
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+GATHERING = pytest.mark.parametrize("stage", [1, 2])
 
 
 class Net(nn.Module):
@@ -40,14 +42,12 @@ def make(stage: int, **options: Any) -> tuple[Any, nn.Module]:
     """A sharded model and a plain one with the same values."""
     torch.manual_seed(0)
     plain = Net()
-    return zerocore.shard(copy.deepcopy(plain), stage=stage, **options), plain
+    model = zerocore.shard(copy.deepcopy(plain), stage=stage, units=["Linear"], **options)
+    return model, plain
 
 
 def inputs() -> Tensor:
     return torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
-
-
-Step = Callable[[nn.Module], None]
 
 
 def backward(model: nn.Module) -> None:
@@ -115,7 +115,6 @@ def test_rank_0_reads_alone(stage: int, world_size: int) -> None:
         run_ranks(read_alone, world_size, stage, kind)
 
 
-GATHERS = ["blocks.0", "blocks.1", ""]
 WEIGHTS, BIASES = slice(0, None, 2), slice(1, None, 2)
 
 
@@ -172,11 +171,10 @@ def train_by_parts(model: Any, names: list[str] | None) -> None:
         one.zero_grad()
 
 
-@STAGES
+@GATHERING
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_each_change_is_gathered_once(stage: int, world_size: int) -> None:
-    if stage > 0:
-        run_ranks(count_gathers, world_size, stage)
+    run_ranks(count_gathers, world_size, stage)
 
 
 def step_apart(stage: int, how: str) -> str:
@@ -201,11 +199,38 @@ def step_apart(stage: int, how: str) -> str:
     return error
 
 
-@STAGES
+@GATHERING
 @pytest.mark.parametrize("how", ["skips", "raises"])
 def test_a_rank_that_does_not_step(stage: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No hang: an error on each rank that names a unit."""
     monkeypatch.setenv("ZEROCORE_STALL_SECONDS", "4")
     errors = run_ranks(step_apart, 2, stage, how)
-    if stage > 0:
-        assert all("blocks.0" in error or "head" in error for error in errors), errors
+    assert all("blocks.0" in error or "head" in error for error in errors), errors
+
+
+PROGRAM = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from tests.distributed.test_behind_a_step import backward, make
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+model, _ = make(int(sys.argv[1]))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+backward(model)
+if rank == 0:
+    time.sleep(2)
+optimizer.step()
+if rank == 0:
+    torch.save(model.state_dict(), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("stage", [2])
+def test_the_others_end_behind_their_last_step(stage: int, tmp_path: Path) -> None:
+    """Rank 0 gets their parts, although it steps later than they end."""
+    path = tmp_path / "model.pt"
+    outcomes = run_program(PROGRAM, 2, str(stage), str(path))
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert all(torch.isfinite(value).all() for value in torch.load(path).values())

@@ -8,9 +8,15 @@ takes their memory, ask; a forward waits unit by unit in C++ and does not.
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from typing import Any
+
+import torch
 
 # Each returns the state of a model, or None if there is none any more.
 _under_way: set[Callable[[], Any]] = set()
@@ -30,7 +36,24 @@ def watch(state_ref: Callable[[], Any]) -> None:
 
 def begin_gathers(state_ref: Callable[[], Any]) -> None:
     """Shards of the model are read until its engine has finished the gathers behind a step."""
+    _watch_end()
     _gathering[state_ref] = threading.get_ident()
+
+
+@cache
+def _watch_end() -> None:
+    atexit.register(_finish_at_end)
+
+
+def _finish_at_end() -> None:
+    """The others may still need this rank's part of what it has updated last."""
+    devices = {state.device for each in _gathering if (state := each()) is not None}
+    if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+        with suppress(RuntimeError):  # theirs, which have ended
+            finish()
+            for device in devices:
+                if device.type != "cpu":
+                    torch.get_device_module(device).synchronize(device)
 
 
 def finish() -> None:
