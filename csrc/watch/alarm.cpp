@@ -346,8 +346,7 @@ void Alarm::talk() {
       if (call != Call::None) {
         begin(call);
         roll_call_.tell(report());
-        told =
-            roll_call_.hear([this](const auto& all) { return describe(all); });
+        told = roll_call_.hear([this](const auto& all) { return describe(all); });
       }
     } while (call != Call::None && call < wanted);
   } catch (const std::exception&) {

@@ -329,8 +329,8 @@ bool wait_for_ever(const Reports& reports) {
   };
   return std::ranges::all_of(reports, waits) &&
       (first_difference(reports) >= 0 || std::ranges::all_of(reports, [&](const auto& report) {
-         return waits_for_another(report, reports);
-       }));
+           return waits_for_another(report, reports);
+         }));
 }
 
 std::string describe(
