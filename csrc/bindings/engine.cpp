@@ -239,6 +239,7 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def(
           "begin_update", method(&Engine::begin_update), py::arg("units"), py::arg("casts"), no_gil)
       .def("end_update", method(&Engine::end_update), py::arg("units"), py::arg("casts"), no_gil)
+      .def("finish_gathers", method(&UnitLifecycle::finish_gathers), no_gil)
       .def("finalize_backward", method(&Engine::finalize_backward), no_gil)
       .def("begin_deferred", method(&Engine::begin_deferred), no_gil)
       .def("end_deferred", method(&Engine::end_deferred), py::arg("drops"), no_gil)

@@ -159,7 +159,7 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   calls_.begin_step();
 }
 
-void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
+bool Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   lifecycle_.end_update(units, casts);
   calls_.end_step();
   if (calls_.has_calls() || lifecycle_.holds_any()) {
@@ -168,7 +168,21 @@ void Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
     lifecycle_.set_hiding(false);
   } else {
     lifecycle_.stop_hiding();
+    return gather_behind_step();
   }
+  return false;
+}
+
+bool Engine::gather_behind_step() {
+  const std::vector<UnitId> updated = lifecycle_.updated_units();
+  if (updated.empty()) {
+    return false;
+  }
+  calls_.recover();
+  lifecycle_.gather_updated(updated);
+  consensus_.note_gathers(updated);
+  calls_.leave_if_outside();
+  return true;
 }
 
 void Engine::finalize_backward() {

@@ -95,9 +95,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<at::Tensor> full_values(UnitId unit);
   // Around an optimizer's update of main weights, which `casts` if it writes the model weights too.
   // The first throws if a shard has left its place in memory. Inside of a call, see
-  // UnitLifecycle::end_inner_step.
+  // UnitLifecycle::end_inner_step. The second is true if gathers have begun, which read the shards
+  // until UnitLifecycle::finish_gathers or the next use of their units.
   void begin_update(const std::vector<UnitId>& units, bool casts);
-  void end_update(const std::vector<UpdatedUnit>& units, bool casts);
+  bool end_update(const std::vector<UpdatedUnit>& units, bool casts);
   // Reduces gradients that backwards without sync have held back. On all ranks.
   void finalize_backward();
   // From here on nothing is reduced, and units that are gathered stay.
@@ -116,6 +117,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void mark_forked();
 
  private:
+  bool gather_behind_step();
+
   Resources resources_;
   const UnitContext& context_; // of the resources
   bool started_ = false;

@@ -104,7 +104,7 @@ void ModelCalls::start_pass() {
       again.push_back(id);
     }
   }
-  consensus_.begin_pass(again);
+  consensus_.note_gathers(again);
   if (changed) {
     lifecycle_.order_gathers();
   }

@@ -13,18 +13,16 @@
 
 namespace zerocore {
 
-void OrderConsensus::begin_pass(const std::vector<UnitId>& again) {
-  uint64_t hash = 0;
+void OrderConsensus::note_gathers(const std::vector<UnitId>& again) {
   for (const UnitId id : again) {
-    hash = mix(hash, static_cast<uint64_t>(id) + 1);
+    first_gathered_ = gathered_ == 0 ? id : first_gathered_;
+    gathered_ = mix(gathered_, static_cast<uint64_t>(id) + 1);
   }
-  gathered_ = static_cast<int64_t>(hash >> 1);
-  first_gathered_ = again.empty() ? -1 : again.front();
 }
 
 void OrderConsensus::say(ControlChannel::Answer own) const {
   own.reads = schedule_.reads_more();
-  own.gathered = gathered_;
+  own.gathered = static_cast<int64_t>(gathered_ >> 1);
   own.written = written_;
   own.num_added = schedule_.order().num_added();
   context_.control->say(own);
@@ -166,6 +164,8 @@ void OrderConsensus::compare_writes(bool differ) {
 }
 
 void OrderConsensus::finish_pass(const RankCalls& calls, bool reads_all) {
+  gathered_ = 0;
+  first_gathered_ = -1;
   lifecycle_.finish_writes();
   failed_ ? schedule_.drop_pass() : schedule_.settle_pass(calls.lists, calls.own, reads_all);
 }

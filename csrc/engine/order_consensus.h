@@ -30,9 +30,9 @@ class OrderConsensus {
       UnitLifecycle& lifecycle)
       : units_(units), context_(context), schedule_(schedule), lifecycle_(lifecycle) {}
 
-  // A pass begins, for which this rank gathers units again whose weights have changed since they
-  // were gathered. Where ranks differ in this, their next collectives do not match.
-  void begin_pass(const std::vector<UnitId>& again);
+  // This rank gathers units again, behind a step or for the pass that begins, as their weights have
+  // changed since. Where ranks differ in this, their next collectives do not match.
+  void note_gathers(const std::vector<UnitId>& again);
   // Whether no other rank asks what this one does in the pass.
   bool is_alone() const;
   // Serves the others until all of them gather the unit.
@@ -90,7 +90,7 @@ class OrderConsensus {
   bool has_order_ = false; // from a pass of all ranks
   bool calls_differ_ = false; // as the ranks last compared them
   int64_t written_ = 0; // in place, up to the end of the pass; see Note [Writes that differ]
-  int64_t gathered_ = 0; // again, for the pass; see begin_pass()
+  uint64_t gathered_ = 0; // again, since the ranks last compared it; see note_gathers()
   UnitId first_gathered_ = -1;
   std::optional<int> failed_;
 };

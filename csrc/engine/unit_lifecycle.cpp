@@ -127,8 +127,10 @@ bool UnitLifecycle::refresh(UnitId id) {
   if (schedule_.is_active(id)) {
     return false;
   }
-  if (unit.is_fresh()) {
-    unit.mark_fresh(); // a backward that gathers the change tells nobody of it
+  if (unit.is_fresh()) { // maybe by a gather behind a step or in a backward, which told nobody
+    if (unit.mark_fresh()) {
+      schedule_.passes().note_change(id);
+    }
     return false;
   }
   take_change(id);
@@ -383,6 +385,7 @@ void UnitLifecycle::begin_update(const std::vector<UnitId>& units, bool casts) {
   write_check_.set_updating(true);
   offload_.begin_step();
   for (const UnitId id : units) {
+    units_[id]->wait_for_unshard();
     check_homes(id);
     if (casts) { // what the update leaves alone must be right already
       units_[id]->cast_main();
@@ -406,6 +409,41 @@ void UnitLifecycle::end_update(const std::vector<UpdatedUnit>& units, bool casts
   }
   write_check_.set_updating(false);
   offload_.end_step();
+}
+
+std::vector<UnitId> UnitLifecycle::updated_units() const {
+  std::vector<UnitId> updated;
+  for (const auto& unit : units_) {
+    const UnitContext& context = unit->context();
+    if (unit->versions().are_all_updated() &&
+        context.mesh.gathers_behind_step(unit->layout(), context.tiers)) {
+      updated.push_back(unit->id());
+    }
+  }
+  return updated;
+}
+
+// Autograd hears of the changes as of others: by the next forward or backward.
+void UnitLifecycle::gather_updated(const std::vector<UnitId>& units) {
+  const at::NoGradGuard no_grad;
+  for (const UnitId id : units) {
+    check_homes(id);
+    units_[id]->note_change();
+    units_[id]->cast_main();
+  }
+  order_gathers();
+  for (const UnitId id : units) {
+    units_[id]->mark_taken();
+    schedule_.invalidate(id, actions_, /*trained=*/false);
+    schedule_.residency().unshard(id, actions_);
+    carry_out();
+  }
+}
+
+void UnitLifecycle::finish_gathers() {
+  for (const auto& unit : units_) {
+    unit->wait_for_unshard();
+  }
 }
 
 } // namespace zerocore

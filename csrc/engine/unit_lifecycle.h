@@ -7,6 +7,14 @@
 // device has been given the work of the running call: with the next call, or when this one ends.
 // Whether the weights are there is not asked, as ranks must issue collectives in one order. On the
 // CPU nothing computes behind the host, so there it would only come late.
+//
+// Note [Gathers behind a step]
+// Where full parameters stay, an optimizer's step has changed this rank's part of them. The gathers
+// of the other parts begin when the step ends, on all ranks, so that later reads and forwards ask
+// no rank; they wait for the units that they use. A unit is gathered when optimizers have updated
+// all of its trained parameters: several that share a unit cost one gather. Other changes are
+// gathered by the forward, and so are updates on the host, which go on behind the step, and those
+// of a step inside of a call, where ranks may be at different units.
 #pragma once
 
 #include <algorithm>
@@ -134,6 +142,12 @@ class UnitLifecycle {
   // See Engine.
   void begin_update(const std::vector<UnitId>& units, bool casts);
   void end_update(const std::vector<UpdatedUnit>& units, bool casts);
+  // Units whose gathers begin behind the step that has ended, and what begins these; on all ranks.
+  // See Note [Gathers behind a step].
+  std::vector<UnitId> updated_units() const;
+  void gather_updated(const std::vector<UnitId>& units);
+  // Whoever writes to shards next waits for gathers under way, which read them.
+  void finish_gathers();
 
  private:
   void carry_out();

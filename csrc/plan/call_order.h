@@ -38,6 +38,7 @@ struct CallEvent {
   bool needs_backward = true; // of an Exit: its outputs require grad
   int32_t call = -1; // number of the call in its pass
   bool reads = true; // of an Exit: the call's backward reads the unit's parameters
+  bool alone = false; // of an Exit: a read outside of calls, which a rank may do alone
 
   bool is_enter(UnitId of) const {
     return kind == EventKind::Enter && unit == of;

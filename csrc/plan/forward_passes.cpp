@@ -66,8 +66,8 @@ std::vector<bool> ForwardPasses::awaited_before(int64_t id) const {
   for (const ForwardPass& pass : passes_) {
     if (pass.id < id && !pass.consumed && !is_outdated(pass)) {
       for (const CallEvent& event : pass.events) {
-        awaited[event.unit] =
-            awaited[event.unit] || (event.kind == EventKind::Exit && event.needs_backward);
+        awaited[event.unit] = awaited[event.unit] ||
+            (event.kind == EventKind::Exit && event.needs_backward && !event.alone);
       }
     }
   }

@@ -61,7 +61,8 @@ class ForwardPasses {
   }
   // The unit's parameters changed: no backward comes through it for a pass before.
   void note_change(UnitId unit);
-  // For each unit whether a pass before this one is still to go backward through it.
+  // For each unit whether a pass before this one is still to go backward through it. Reads that a
+  // rank may do alone, for a log, are not waited for.
   std::vector<bool> awaited_before(int64_t id) const;
 
  private:

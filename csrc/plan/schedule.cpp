@@ -161,7 +161,8 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions&
   } else {
     ForwardPass* pass = frame.pass >= 0 ? passes_.find(frame.pass) : nullptr;
     if (pass != nullptr) {
-      pass->events.push_back({EventKind::Exit, unit, needs_backward, frame.call});
+      const bool alone = keep && !residency_.is_released(unit);
+      pass->events.push_back({EventKind::Exit, unit, needs_backward, frame.call, true, alone});
     }
     --residency_.uses(unit).active;
     residency_.leave_forward(unit);

@@ -86,7 +86,9 @@ void StepSimulation::run_steps() {
 void StepSimulation::step() {
   Actions actions;
   for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
-    schedule_.invalidate(unit, actions);
+    if (!gathers_behind_step(unit)) {
+      schedule_.invalidate(unit, actions);
+    }
   }
   run(actions);
   for (int index = 0; index < options_.micro_batches; ++index) {
@@ -99,15 +101,26 @@ void StepSimulation::step() {
       reduction_.drop(static_cast<UnitId>(unit), static_cast<int>(param));
     }
   }
-  forget_gathered();
+  optimizer_step();
 }
 
-// The optimizer's step changes what is trained.
-void StepSimulation::forget_gathered() {
-  for (size_t unit = 0; unit < layouts_.size(); ++unit) {
+bool StepSimulation::gathers_behind_step(UnitId unit) const {
+  return meshes_[unit].gathers_behind_step(layouts_[unit], options_.sharding.tiers);
+}
+
+// Changes what is trained.
+void StepSimulation::optimizer_step() {
+  moment_ = 2 * static_cast<int32_t>(calls_.size()) + 1;
+  Actions actions;
+  for (UnitId unit = 0; unit < static_cast<UnitId>(layouts_.size()); ++unit) {
     gathered_[unit] =
         gathered_[unit] && std::ranges::none_of(layouts_[unit].regions(), &Region::requires_grad);
+    if (gathers_behind_step(unit)) {
+      schedule_.invalidate(unit, actions);
+      schedule_.residency().unshard(unit, actions);
+    }
   }
+  run(actions);
 }
 
 void StepSimulation::micro_batch() {

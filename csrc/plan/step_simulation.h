@@ -48,7 +48,8 @@ class StepSimulation final : private Steps {
  private:
   void step();
   void micro_batch();
-  void forget_gathered();
+  void optimizer_step();
+  bool gathers_behind_step(UnitId unit) const;
   void forward(Actions& actions);
   void backward(Actions& actions);
   int32_t first_enter(UnitId unit) const;

@@ -115,6 +115,12 @@ struct UnitMesh {
   bool gathers_near() const {
     return near.size > 1;
   }
+  // The gather of a unit that an optimizer has updated begins when its step ends: full parameters
+  // stay, so it takes no memory, and their new values are on the device.
+  bool gathers_behind_step(const Layout& layout, const Tiers& tiers) const {
+    const bool gathers = shards_optimizer && !shards_parameters;
+    return gathers && !layout.copies_out() && !tiers.has_host_states();
+  }
   // Parameters are encoded where they are gathered for each use.
   Layout layout_of(std::vector<ParamSpec> params, bool by_rows) const {
     for (ParamSpec& param : params) {

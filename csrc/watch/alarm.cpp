@@ -20,6 +20,7 @@ using Milliseconds = std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
 constexpr Seconds kWarning(60); // of silence, or half of the limit
+constexpr Seconds kComparison(5); // of silence, or a quarter of the limit
 constexpr Seconds kPatience(5); // of the watchdog with the store
 constexpr Seconds kWatchdog(10); // of a thread that has failed with the watchdog
 constexpr size_t kToldEntries = 64;
@@ -177,23 +178,33 @@ bool Alarm::begin(Call call) {
   return true;
 }
 
+// The call that a silence makes, if none is under way.
+Call Alarm::due(const Silence& silence) {
+  const std::lock_guard lock(mutex_);
+  if (failed_ || is_certain_ || silence.length > Seconds(limit_)) {
+    return Call::Alarm;
+  }
+  if (call_ != Call::None || silence.number == -1) {
+    return Call::None;
+  }
+  if (std::exchange(compared_, silence.number) != silence.number) {
+    next_compared_ = std::min(kComparison, Seconds(limit_ / 4));
+  }
+  prints_ = silence.length > std::min(kWarning, Seconds(limit_ / 2)) && silence.number != warned_;
+  if (prints_) {
+    warned_ = silence.number;
+  } else if (silence.length <= next_compared_) {
+    return Call::None;
+  }
+  next_compared_ = 2 * Seconds(silence.length);
+  return Call::Warning;
+}
+
 void Alarm::tick() {
   if (raised_) {
     return;
   }
-  const Silence silence = this->silence();
-  Call call = Call::None;
-  {
-    const std::lock_guard lock(mutex_);
-    if (failed_ || silence.length > Seconds(limit_)) {
-      call = Call::Alarm;
-    } else if (
-        silence.length > std::min(kWarning, Seconds(limit_ / 2)) && silence.number != warned_) {
-      warned_ = silence.number;
-      call = Call::Warning;
-    }
-  }
-  if (begin(call)) {
+  if (begin(due(silence()))) {
     Watchdog::of_process().wake();
   }
   std::unique_lock lock(mutex_);
@@ -202,6 +213,7 @@ void Alarm::tick() {
   }
   const std::optional<std::string> answer = std::exchange(answer_, std::nullopt);
   const bool is_alarm = call_ == Call::Alarm;
+  const bool prints = !is_alarm && std::exchange(prints_, false) && !is_certain_;
   if (!is_alarm) {
     call_ = Call::None;
   }
@@ -209,7 +221,7 @@ void Alarm::tick() {
   const std::string text = answer ? *answer : describe_alone();
   if (is_alarm) {
     raise(text);
-  } else if (!text.empty()) {
+  } else if (prints && !text.empty()) {
     print(options_.rank, "warning: " + text);
   }
 }
@@ -265,11 +277,20 @@ std::string Alarm::waits_without_number() const {
   return waits_.empty() ? "" : waits_.front().what;
 }
 
+std::string Alarm::model() const {
+  return options_.name.substr(options_.name.rfind(' ') + 1);
+}
+
 std::string Alarm::waits_in() const {
   const LedgerState state = ledger_.state(kToldEntries);
   const auto entry = std::ranges::find(state.entries, state.waiting, &LedgerEntry::number);
-  return entry == state.entries.end() ? waits_without_number()
-                                      : entry->op + " of '" + entry->unit + "'";
+  const std::string what = entry == state.entries.end() ? waits_without_number()
+                                                        : entry->op + " of '" + entry->unit + "'";
+  return what.empty() ? "" : what + " of the model " + model();
+}
+
+std::optional<ModelPosition> Alarm::position() const {
+  return options_.needs_all ? std::optional(ledger_.position(options_.name)) : std::nullopt;
 }
 
 RankReport Alarm::report() const {
@@ -278,9 +299,9 @@ RankReport Alarm::report() const {
   report.ledger = ledger_.state(kToldEntries);
   report.elsewhere = waits_without_number();
   if (report.elsewhere.empty()) {
-    const std::string other = Watchdog::of_process().waits_in_other_than(*this);
-    report.elsewhere = other.empty() ? "" : other + " of another model";
+    report.elsewhere = Watchdog::of_process().waits_in_other_than(*this);
   }
+  report.models = Watchdog::of_process().positions();
   return report;
 }
 
@@ -296,7 +317,17 @@ std::string Alarm::advice() const {
 std::string Alarm::describe_alone() const {
   std::vector<RankReport> reports(options_.size);
   reports[options_.rank] = report();
-  return describe(reports, params_, advice(), roll_call_.holder());
+  return zerocore::describe(reports, params_, model(), advice(), roll_call_.holder());
+}
+
+std::string Alarm::describe(const std::vector<RankReport>& reports) {
+  const bool is_certain = options_.needs_all && wait_for_ever(reports);
+  {
+    const std::lock_guard lock(mutex_);
+    is_certain_ = is_certain_ || is_certain;
+  }
+  const std::string why = "The ranks wait for each other, so a longer timeout does not help.";
+  return zerocore::describe(reports, params_, model(), is_certain ? why : advice());
 }
 
 // -- the thread that talks to stores --------------------------------------------------------
@@ -315,8 +346,7 @@ void Alarm::talk() {
       if (call != Call::None) {
         begin(call);
         roll_call_.tell(report());
-        told =
-            roll_call_.hear([this](const auto& all) { return describe(all, params_, advice()); });
+        told = roll_call_.hear([this](const auto& all) { return describe(all); });
       }
     } while (call != Call::None && call < wanted);
   } catch (const std::exception&) {

@@ -8,7 +8,9 @@
 // the connections of all groups that it knows: what waits in one of their collectives ends with an
 // error, nothing writes to their buffers any more, and the process can exit. It also prints the
 // sentence, as the thread that waits may not get to. From then on every use of the model throws it.
-// Long before, it warns: the same without an end.
+// Long before, it warns: the same without an end. Earlier still, and from then on whenever the
+// silence has doubled, the ranks compare without a word. If this proves that they wait for each
+// other the alarm comes at once.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -27,7 +29,8 @@
 namespace zerocore {
 
 struct AlarmOptions {
-  std::string name; // of the model, the same on all its ranks and no other model's
+  std::string name; // of the model, the same on all its ranks and no other's; ends with its class
+  bool needs_all = true; // each of its collectives needs all its ranks
   size_t rank = 0; // among all ranks of the model
   size_t size = 1;
   std::optional<double>
@@ -74,8 +77,10 @@ class Alarm {
   void note_end(const std::string& how);
 
   // -- any thread
-  // Names what the process waits in for this model; empty if it waits in nothing.
+  // Names what the process waits in for this model, and the model; empty if it waits in nothing.
   std::string waits_in() const;
+  // None of a model whose collectives some of its ranks share.
+  std::optional<ModelPosition> position() const;
   std::chrono::milliseconds interval() const;
 
  private:
@@ -92,6 +97,9 @@ class Alarm {
   std::string waits_without_number() const;
   Silence silence();
   bool begin(Call call);
+  Call due(const Silence& silence);
+  std::string model() const;
+  std::string describe(const std::vector<RankReport>& reports);
   RankReport report() const;
   std::string describe_alone() const;
   std::string advice() const;
@@ -114,6 +122,10 @@ class Alarm {
   std::vector<Wait> waits_;
   int64_t num_waits_ = 0;
   int64_t warned_ = -1; // of that silence
+  int64_t compared_ = -1; // in that silence
+  std::chrono::duration<double> next_compared_{}; // when it is so long
+  bool prints_ = false; // the warning under way
+  bool is_certain_ = false; // the ranks wait for ever
   bool failed_ = false; // some collective did
   std::string cause_; // what failed here, if that was first
   Call call_ = Call::None; // under way

@@ -57,6 +57,11 @@ LedgerState Ledger::state(size_t count) const {
   return state;
 }
 
+ModelPosition Ledger::position(const std::string& name) const {
+  const int64_t waiting = waiting_.load(std::memory_order_relaxed);
+  return {name, next_.load(std::memory_order_acquire), waiting};
+}
+
 Silence Ledger::silence() {
   const auto now = std::chrono::steady_clock::now();
   const int64_t waiting = waiting_.load(std::memory_order_relaxed);
@@ -180,6 +185,21 @@ int64_t stuck_in(const Reports& reports) {
   return oldest < 0 ? newest : oldest;
 }
 
+const ModelPosition* find_model(const RankReport& report, const std::string& name) {
+  const auto found = std::ranges::find(report.models, name, &ModelPosition::name);
+  return found == report.models.end() ? nullptr : &*found;
+}
+
+// Whether the rank waits in a collective that another one has not issued.
+bool waits_for_another(const RankReport& report, const Reports& reports) {
+  return std::ranges::any_of(report.models, [&](const ModelPosition& own) {
+    return own.waiting >= 0 && std::ranges::any_of(reports, [&](const RankReport& other) {
+             const ModelPosition* same = find_model(other, own.name);
+             return same != nullptr && same->next <= own.waiting;
+           });
+  });
+}
+
 bool waits_in(const Reports& reports, int64_t number) {
   return std::any_of(reports.begin(), reports.end(), [&](const RankReport& report) {
     return report.answered && report.ledger.waiting == number;
@@ -236,9 +256,16 @@ std::string name_silent(const Reports& reports) {
   for (size_t rank = 0; rank < reports.size(); ++rank) {
     const RankReport& report = reports[rank];
     if (report.ended) {
-      add(statements, "ended the program" + *report.ended, rank);
+      const bool is_early = report.ended->empty();
+      add(statements,
+          is_early ? "ended the program without an error, maybe after fewer steps"
+                   : "ended the program" + *report.ended,
+          rank);
     } else if (!report.answered) {
-      add(statements, "did not answer within 3 s: killed, stopped or out of reach", rank);
+      add(statements,
+          "did not answer within 3 s: killed, stopped, out of reach, or on a machine that is too "
+          "busy",
+          rank);
     }
   }
   return statements.empty() ? "" : "Of the others " + join(statements) + ". ";
@@ -258,6 +285,10 @@ std::string name_agreed(const Reports& reports, int64_t number) {
 std::string RankReport::encode() const {
   std::ostringstream out;
   out << ledger.waiting << '\n' << ledger.trainable << '\n' << elsewhere << '\n';
+  out << models.size() << '\n';
+  for (const ModelPosition& each : models) {
+    out << each.next << ' ' << each.waiting << ' ' << each.name << '\n';
+  }
   for (const LedgerEntry& entry : ledger.entries) {
     out << entry.number << ' ' << entry.nbytes << ' ' << entry.done << ' ' << entry.op << ' '
         << entry.unit << '\n';
@@ -274,6 +305,12 @@ RankReport RankReport::decode(const std::string& text) {
   report.ledger.waiting = std::stoll(line);
   std::getline(in, report.ledger.trainable);
   std::getline(in, report.elsewhere);
+  std::getline(in, line);
+  report.models.resize(std::stoul(line));
+  for (ModelPosition& each : report.models) {
+    in >> each.next >> each.waiting;
+    std::getline(in.ignore(), each.name);
+  }
   while (std::getline(in, line)) {
     std::istringstream fields(line);
     LedgerEntry entry;
@@ -284,9 +321,22 @@ RankReport RankReport::decode(const std::string& text) {
   return report;
 }
 
+bool wait_for_ever(const Reports& reports) {
+  const auto waits = [](const RankReport& report) {
+    return report.answered && std::ranges::any_of(report.models, [](const ModelPosition& each) {
+             return each.waiting >= 0;
+           });
+  };
+  return std::ranges::all_of(reports, waits) &&
+      (first_difference(reports) >= 0 || std::ranges::all_of(reports, [&](const auto& report) {
+           return waits_for_another(report, reports);
+         }));
+}
+
 std::string describe(
     const Reports& reports,
     const std::vector<std::string>& params,
+    const std::string& model,
     const std::string& advice,
     const std::string& unreachable) {
   const std::string silent = unreachable.empty()
@@ -301,7 +351,8 @@ std::string describe(
     }
   }
   const bool is_in = difference >= 0 || waits_in(reports, number);
-  std::string text = is_in ? "collective " + std::to_string(number) + ": " : "";
+  const std::string of = model.empty() ? "" : " of the model " + model;
+  std::string text = is_in ? "collective " + std::to_string(number) + of + ": " : "";
   text += join(statements) + (is_in ? name_agreed(reports, number) : "") + ". " + silent +
       name_trainable(reports, params);
   if (!silent.empty()) {

@@ -34,6 +34,13 @@ struct LedgerState {
   std::string trainable; // '1' or '0' for each parameter of the model
 };
 
+// Where a rank is among the collectives of a model.
+struct ModelPosition {
+  std::string name; // as of AlarmOptions
+  int64_t next = 0; // number of the next one that it issues
+  int64_t waiting = -1; // of the one that the host waits in
+};
+
 // How long the host has been seen to wait in one collective.
 struct Silence {
   std::chrono::steady_clock::duration length{};
@@ -60,6 +67,7 @@ class Ledger {
   void set_trainable(size_t first, const std::vector<bool>& flags);
   // The last `count` entries at most.
   LedgerState state(size_t count) const;
+  ModelPosition position(const std::string& name) const;
   // For the watchdog: it counts from the first call that finds the host there.
   Silence silence();
   // The units' names go away.
@@ -88,6 +96,7 @@ class Ledger {
 struct RankReport {
   LedgerState ledger;
   std::string elsewhere; // what the process waits in apart from the ledger; empty if it does not
+  std::vector<ModelPosition> models; // of the process, each of whose collectives needs all ranks
   bool answered = false; // else nothing is known but `ended`
   std::optional<std::string> ended; // how the program ended
 
@@ -95,12 +104,18 @@ struct RankReport {
   static RankReport decode(const std::string& text);
 };
 
+// Whether the reports, by rank, of a model whose collectives need all ranks prove that it does not
+// go on: the ranks have issued different collectives, or each waits in one that another rank, which
+// waits as well, has not issued.
+bool wait_for_ever(const std::vector<RankReport>& reports);
+
 // Names collective, units and ranks, in sentences. `reports` are by rank, `params` the names behind
-// LedgerState::trainable, `advice` what to do about a rank that is only slow. `unreachable`: what
-// the others could not be asked without; empty if they were.
+// LedgerState::trainable, `model` its class, `advice` what to do about a rank that is only slow.
+// `unreachable`: what the others could not be asked without; empty if they were.
 std::string describe(
     const std::vector<RankReport>& reports,
     const std::vector<std::string>& params,
+    const std::string& model,
     const std::string& advice,
     const std::string& unreachable = "");
 

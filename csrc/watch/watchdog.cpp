@@ -89,6 +89,16 @@ std::string Watchdog::waits_in_other_than(const Alarm& alarm) {
   return "";
 }
 
+std::vector<ModelPosition> Watchdog::positions() {
+  std::vector<ModelPosition> result;
+  for (const auto& alarm : alarms()) {
+    if (auto position = alarm->position()) {
+      result.push_back(std::move(*position));
+    }
+  }
+  return result;
+}
+
 void Watchdog::note_end(const std::string& how) {
   std::unique_lock lock(mutex_);
   if (talker_.thread.joinable() && !talker_.is_stuck()) {

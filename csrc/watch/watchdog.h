@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "watch/ledger.h"
+
 namespace zerocore {
 
 class Alarm;
@@ -36,6 +38,8 @@ class Watchdog {
   void wake();
   // Names what this process waits in for another model; empty if it waits in nothing.
   std::string waits_in_other_than(const Alarm& alarm);
+  // Where it is in each model whose collectives need all ranks.
+  std::vector<ModelPosition> positions();
   // Tells other ranks how the program ends; bounded, as their store may not answer.
   void note_end(const std::string& how);
   // Ends the threads; bounded.

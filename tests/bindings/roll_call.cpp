@@ -102,7 +102,7 @@ void register_roll_call(py::module_& module) {
       .def(
           "hear",
           [](RollCall& self) {
-            return self.hear([](const auto& reports) { return describe(reports, {}, ""); });
+            return self.hear([](const auto& reports) { return describe(reports, {}, "", ""); });
           })
       .def("note_end", &RollCall::note_end, py::arg("how"));
 }

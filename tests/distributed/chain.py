@@ -24,9 +24,9 @@ class Chain(nn.Module):
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[zerocore.reporting.Event]:
-    """One step; what forward and backward did."""
+    """One step; what it did."""
     with zerocore.reporting.record_events(model) as events:
         model(torch.randn(3, WIDTH)).sum().backward()
-    optimizer.step()
+        optimizer.step()
     optimizer.zero_grad()
     return events

@@ -174,7 +174,7 @@ def assert_follows_plan(
     for number in range(3):
         with zerocore.reporting.record_events(model) as events:
             own_loss(number).backward()
-        optimizer.step()
+            optimizer.step()
         optimizer.zero_grad()
         if number >= since:
             found = [(event.op, event.unit, event.nbytes, event.pool_nbytes) for event in events]

@@ -56,14 +56,15 @@ FORWARD = ["gather 0", "gather 1"]
 # The last block stays gathered between forward and backward; the one before it is gathered ahead.
 BACKWARD = ["gather 0"]
 REDUCE = ["reduce 1", "reduce 0"]
+STEP = ["gather 0", "gather 1"]
 # By stage and way to accumulate: the moves of the micro-batch under no_sync, and of the last one.
 MOVES: dict[tuple[int, str], list[str]] = {
     (0, "sharded"): [*REDUCE],
     (0, "full"): [*REDUCE],
-    (1, "sharded"): [*FORWARD, *REDUCE],
-    (1, "full"): [*FORWARD, *REDUCE],
-    (2, "sharded"): [*FORWARD, *REDUCE, *REDUCE],
-    (2, "full"): [*FORWARD, *REDUCE],
+    (1, "sharded"): [*REDUCE, *STEP],
+    (1, "full"): [*REDUCE, *STEP],
+    (2, "sharded"): [*REDUCE, *REDUCE, *STEP],
+    (2, "full"): [*REDUCE, *STEP],
     (3, "sharded"): 2 * [*FORWARD, *BACKWARD, *REDUCE],
     (3, "full"): [*FORWARD, *BACKWARD, *FORWARD, *BACKWARD, *REDUCE],
 }
@@ -94,12 +95,12 @@ def collect(stage: int, accumulate: str, name: str) -> Moved:
         mixed_precision=POLICIES[name],
     )
     optimizer = zerocore.optim.AdamW(model.parameters())
-    for _ in range(3):  # the first two learn the order, and make a change to be gathered
+    for _ in range(3):  # the first two learn the order
         with zerocore.reporting.record_events(model) as events:
             with zerocore.no_sync(model):
                 model(torch.randn(4, WIDTH, dtype=dtype)).square().sum().backward()
             model(torch.randn(4, WIDTH, dtype=dtype)).square().sum().backward()
-        optimizer.step()
+            optimizer.step()
         optimizer.zero_grad()
     return [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
 

@@ -413,6 +413,18 @@ def test_report_and_description_name_ranks_and_divisor() -> None:
     assert f"gradients over 2 ranks, divided by 4: 'blocks.0 ({PATTERN})'" in reported
 
 
+def report_operations() -> list[float | None]:
+    """Shares of the peak, by operations for a token: the default, and what the program says."""
+    model, _ = trained("2x2", 3, 3)
+    given = ({}, {"flops_per_token": 100.0})
+    return [zerocore.report(model, tokens=8, peak_flops=1e9, **each).mean("mfu") for each in given]
+
+
+def test_a_share_of_the_peak_needs_the_operations_of_experts() -> None:
+    for default, given in run_ranks(report_operations, 4):
+        assert default is None and given is not None and given > 0
+
+
 def set_full_gradients() -> None:
     """Gradients of experts may differ between parts; those of one part may not."""
     model = sharded(*LAYOUTS["2x2"], 3)

@@ -68,11 +68,11 @@ def train_both(
             each.zero_grad()
         with zerocore.reporting.record_events(model) as events:
             loss(model, step, dist.get_rank()).backward()
+            optimizer.step()
         for rank in range(dist.get_world_size()):
             loss(plain, step, rank).backward()
         for param in trained:  # not the loss: a third of it would be rounded in the bf16 base
             param.grad /= dist.get_world_size()
-        optimizer.step()
         plain_optimizer.step()
     for (name, param), full in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert (param.grad is not None) == param.requires_grad == full.requires_grad, name
@@ -113,8 +113,8 @@ def moves(op: str, *units: str) -> Collectives:
 first, second, third = LAYERS
 EXPECTED = {
     0: moves("all_reduce", third, second, first),
-    1: moves("all_gather", *LAYERS) + moves("reduce_scatter", third, second, first),
-    2: moves("all_gather", *LAYERS) + moves("reduce_scatter", third, second, first),
+    1: moves("reduce_scatter", third, second, first) + moves("all_gather", *LAYERS),
+    2: moves("reduce_scatter", third, second, first) + moves("all_gather", *LAYERS),
     3: gathers(EMBED, *LAYERS, HEAD, third, second) + moves("reduce_scatter", third)
     + gathers(first) + moves("reduce_scatter", second, first),
 }  # fmt: skip

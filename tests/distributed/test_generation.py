@@ -95,13 +95,13 @@ def generate_different_lengths(stage: int, way: str) -> int:
 
 def test_different_lengths_in_step(stage: int) -> None:
     counts = run_ranks(generate_different_lengths, 2, stage, "synced_gpus")
-    # Five units: for each of 5 tokens at stage 3, once after the update at stages 1 and 2.
-    assert counts == [(0, 5, 5, 25)[stage]] * 2
+    # Five units: for each of 5 tokens at stage 3, before, behind the update, at stages 1 and 2.
+    assert counts == [25 if stage == 3 else 0] * 2
 
 
 def test_different_lengths_with_all_parameters_at_hand(stage: int) -> None:
     counts = run_ranks(generate_different_lengths, 2, stage, "unsharded")
-    assert counts == [5 if stage else 0] * 2
+    assert counts == [5 if stage == 3 else 0] * 2
 
 
 @pytest.mark.parametrize("name", ["own", "peft"])

@@ -205,6 +205,14 @@ def test_what_is_computed_in_which_dtype(stage: int) -> None:
     run_ranks(look_at_dtypes, 2, stage)
 
 
+def step_by_hand(model: nn.Module, grad_dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == grad_dtype
+        parameter.data.sub_(parameter.grad, alpha=0.1)
+    units = sorted({parameter.unit for parameter in model.parameters()})
+    state_of(model).engine.end_update([UpdatedUnit(unit) for unit in units], casts=False)
+
+
 def count_bytes(stage: int) -> list[tuple[str, str, int]]:
     for reduce_dtype, grad_dtype in ((None, None), (FP32, None), (None, BF16)):
         mixed = policy(reduce_dtype=reduce_dtype, grad_dtype=grad_dtype)
@@ -213,13 +221,10 @@ def count_bytes(stage: int) -> list[tuple[str, str, int]]:
         for _ in range(3):
             with zerocore.reporting.record_events(model) as events:
                 model(torch.randn(4, 16)).sum().backward()
-            if grad_dtype is None:  # momentum of torch needs gradients of the weight's dtype
-                optimizer.step()
-            else:
-                for parameter in model.parameters():
-                    assert parameter.grad is not None and parameter.grad.dtype == grad_dtype
-                    parameter.data.sub_(parameter.grad, alpha=0.1)
-                    state_of(model).engine.end_update([UpdatedUnit(parameter.unit)], casts=False)
+                if grad_dtype is None:  # momentum of torch needs gradients of the weight's dtype
+                    optimizer.step()
+                else:
+                    step_by_hand(model, grad_dtype)
             optimizer.zero_grad()
         moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
         assert moved == zerocore.planning.predict_events(model)

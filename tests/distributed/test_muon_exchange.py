@@ -159,7 +159,7 @@ def disagree(act: Any, stage: int) -> tuple[str, float] | None:
     ("act", "told"),
     [
         (leave_out_a_step, r"rank 1 waits in all_(gather|reduce) of '(first|the calls of a pass)'"),
-        (end_in_a_step, "rank 1 did not answer within 3 s: killed, stopped or out of reach"),
+        (end_in_a_step, "rank 1 did not answer within 3 s: killed, stopped, out of reach"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named(act: Any, told: str) -> None:

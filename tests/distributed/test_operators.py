@@ -173,15 +173,16 @@ def refuse(stages: tuple[int, ...]) -> None:
             (lambda p: torch.mm(p.t(), plain_state, out=p), "mm.*'0.weight'"),
             (lambda p: torch.ops.aten.mm.out(p, p, out=p), "mm.*'0.weight'"),
             (lambda p: torch._foreach_add([p], 1.0, out=[p]), "out"),
-            (lambda p: handled(p.detach(), p.detach()), "handled.*'0.weight'"),
-            (lambda p: p.detach().numpy(), "numpy.*'0.weight'"),
             (lambda p: p.data_ptr(), "data_ptr.*'0.weight'"),
             (lambda p: p.__dlpack__(), "__dlpack__.*'0.weight'"),
+            # Where each rank has all values these read them.
+            (lambda p: handled(p.detach(), p.detach()), "handled.*'0.weight'"),
+            (lambda p: p.detach().numpy(), "numpy.*'0.weight'"),
         ]
         for stage in stages:
             model = zerocore.shard(seeded(), stage=stage)
             weight, before = model[0].weight, full(model)
-            for call, message in calls:
+            for call, message in calls if stage == 3 else calls[:-2]:
                 with (
                     torch.no_grad(),
                     pytest.raises((TypeError, RuntimeError), match=message),

@@ -127,8 +127,6 @@ def trained(stage: int | None) -> tuple[nn.Module, Any]:
         model(batch()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    with torch.no_grad():
-        model(batch())  # programs evaluate before they save
     return model, optimizer
 
 

@@ -61,8 +61,8 @@ def test_gradients_travel_in_one_type_and_stay_in_another() -> None:
     wide = options(2, 4)
     events = plan_events(model, order, wide)
     assert [(event.op, event.nbytes) for event in events] == [
-        ("all_gather", 2048),
         ("reduce_scatter", 4096),
+        ("all_gather", 2048),
     ]
     plan = plan_memory(model, order, wide, optimizer_states=2)
     assert (plan.gradients, plan.pool) == (512, 4096)

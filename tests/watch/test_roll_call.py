@@ -50,5 +50,5 @@ def test_ranks_that_ended_or_are_silent_are_named() -> None:
     ranks[3].note_end("")
     tell_all(ranks, silent=(2, 3, 4))
     told = ranks[-1].hear()
-    assert "rank 2 ended the program after KeyError: 3; rank 3 ended the program" in told
+    assert "rank 2 ended the program after KeyError: 3; rank 3 ended the program without" in told
     assert "rank 4 did not answer within 3 s" in told

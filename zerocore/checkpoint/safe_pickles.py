@@ -58,6 +58,7 @@ class _Reader(pickle._Unpickler):
     stack: list[Any]
     metastack: list[Any]
     read: Callable[[int], bytes]
+    readline: Callable[[], bytes]
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
 
@@ -67,12 +68,21 @@ class _Reader(pickle._Unpickler):
         find: Callable[[str, str], Any],
         persistent: Callable[[Any], Any] | None,
     ) -> None:
-        super().__init__(io.BytesIO(data))
+        file = io.BytesIO(data)
+        super().__init__(file)
+        self.read, self.readline = file.read, file.readline  # frames save reads of a file alone
+        self.stack, self.metastack = [], []
+        self.append = self.stack.append
         self._find, self._persistent = find, persistent
         self._empty: dict[int, tuple[Any, Callable[[Any, Any], None]]] = {}  # to be filled, by id
 
     def load(self) -> Any:
-        value = super().load()
+        read, dispatch = self.read, self.dispatch
+        try:
+            while True:
+                dispatch[read(1)[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            value = stop.value
         if self._empty or self.stack or self.metastack:
             raise ValueError("it ends too early")
         return value
@@ -84,6 +94,9 @@ class _Reader(pickle._Unpickler):
         if self._persistent is None:
             raise ValueError("it names a storage")
         return self._persistent(pid)
+
+    def _frame(self) -> None:
+        self.read(8)
 
     def _text(self) -> None:
         (count,) = struct.unpack("<I", self.read(4))
@@ -156,7 +169,7 @@ class _Reader(pickle._Unpickler):
         build(target, state)
 
     _KEPT = (
-        pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE,
+        pickle.PROTO, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE,
         pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1,
         pickle.BINFLOAT, pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.EMPTY_TUPLE, pickle.TUPLE,
         pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.EMPTY_DICT,
@@ -165,6 +178,7 @@ class _Reader(pickle._Unpickler):
     )  # fmt: skip
     dispatch: ClassVar[dict[int, Any]] = {
         **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _KEPT},
+        pickle.FRAME[0]: _frame,
         pickle.BINUNICODE[0]: _text,
         pickle.SHORT_BINUNICODE[0]: _short_text,
         pickle.APPEND[0]: _append,
@@ -203,10 +217,23 @@ def check_stored(file: zipfile.ZipFile, nbytes: int) -> None:
 def load_plain(file: io.IOBase, nbytes: int) -> Any:
     """Plain values and tensors of ``torch.save``, on the CPU; damaged files fail in many ways."""
     buffered: Any = io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
+    asked: list[str] = []
+
+    def find(module: str, name: str) -> Maker:
+        asked.append(name)
+        return _find_any(module, name)
+
+    def find_storage(pid: Any) -> _Opaque:
+        asked.append("a storage")
+        return _Opaque()
+
+    found: list[Any] = []
     with zipfile.ZipFile(buffered) as parts:
         check_stored(parts, nbytes)
         for name in parts.namelist():
             if name.endswith("/data.pkl"):
-                read_pickle(parts.read(name), _find_any, lambda pid: _Opaque())
+                found.append(read_pickle(parts.read(name), find, find_storage))
+    if len(found) == 1 and not asked:
+        return found[0]  # there is nothing for torch to make
     buffered.seek(0)
     return torch.load(buffered, map_location="cpu", weights_only=True)

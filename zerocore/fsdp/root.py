@@ -99,6 +99,7 @@ class Root(Tree):
             ],
             order=call_order(self.group.modules, units_by_module(g.modules for g in groups)),
             name=name,
+            model=self.group.modules[0],
             stall_seconds=stall,
         )
         state = ShardState(engine, config, ranks[0], tuple(ranks), device)

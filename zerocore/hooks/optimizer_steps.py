@@ -269,5 +269,6 @@ def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # Version counters show in-place updates, not those an optimizer makes through `.data`.
     for updated in _updates[optimizer][1]:
         if (state := updated.state_ref()) is not None:
-            state.engine.end_update(updated.parts, casts)
+            if state.engine.end_update(updated.parts, casts):
+                pending_host_updates.begin_gathers(updated.state_ref)
             state.meters.note_update()

@@ -50,7 +50,7 @@ class EMA(Optimizer):
         """Takes the parameters' values into the averages."""
         for group in self.param_groups:
             if group["params"]:
-                values = [own_elements(param) for param in group["params"]]
+                values = [own_elements(param, reads_only=True) for param in group["params"]]
                 averages = [self._average(param) for param in group["params"]]
                 torch._foreach_lerp_(averages, values, 1 - group["decay"])
 

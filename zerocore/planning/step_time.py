@@ -59,8 +59,8 @@ def predict_timing(
 
     A unit's forward and backward wait for its gather; a reduction waits for the one before, as
     the runtime has one in flight, and a sum over the replicas for the reduction whose shards it
-    sums; the step ends when all are done. Optimizer and host time are not counted. A gather that
-    begins at the optimizer's step is taken to be done when the next forward begins.
+    sums; the step ends when all are done. Optimizer and host time are not counted. Gathers that
+    begin when the optimizer's step ends run under the next forward.
 
     Args:
         events: planned events of the step.
@@ -72,16 +72,14 @@ def predict_timing(
     """
     across, near = replica_link or link, near_link or link
     links = {"state": link, "replicas": across, "near": near}
+    calls = mirrored(order)
     by_moment: dict[int, list[PlannedEvent]] = {}
     for event in events:
-        if event.op in COLLECTIVES:
-            by_moment.setdefault(event.moment, []).append(event)
+        if event.op in COLLECTIVES:  # one behind the step before is there at the first moment
+            by_moment.setdefault(event.moment % (len(calls) + 1), []).append(event)
     now = reduced = 0.0
     free, busy = dict.fromkeys(links.values(), 0.0), dict.fromkeys(links.values(), 0.0)
     gathered: dict[int, float] = {}
-    calls = mirrored(order)
-    for event in by_moment.get(len(calls) + 1, ()):  # at the optimizer's step
-        busy[link] += link.seconds(event.op, event.nbytes, event.num_ranks)
     for moment, call in enumerate((*calls, None)):
         for event in by_moment.get(moment, ()):
             if event.op == "reduce_scatter":

@@ -116,7 +116,9 @@ def report(
         model: a sharded model that was trained some steps.
         tokens: tokens that this rank processes in a step.
         flops_per_token: operations for a token in forward and backward; 6 per parameter by
-            default (Kaplan et al. 2020, arXiv:2001.08361), which leaves out attention scores.
+            default (Kaplan et al. 2020, arXiv:2001.08361), which leaves out attention scores. There
+            is no default, and no share of the peak, for a model with experts that only some ranks
+            share: how many of them a token uses is not known.
         peak_flops: operations per second of the device; by default :data:`PEAK_FLOPS`.
 
     Raises:
@@ -151,7 +153,7 @@ def _report_of(
             raise TypeError(f"{name} must be a number, got {value!r}")
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive and finite, got {value}")
-    if flops_per_token is None:
+    if flops_per_token is None and all(unit.mesh == 0 for unit in state.units):
         flops_per_token = 6.0 * sum(param.spec.numel for param in state.params())
     if peak_flops is None and state.device.type == "cuda":
         device = torch.cuda.get_device_name(state.device)
@@ -162,11 +164,16 @@ def _report_of(
         for step in steps
         if step.records is not None
     }
+
+    def mfu_of(rate: float | None) -> float | None:
+        if rate is None or flops_per_token is None or peak_flops is None:
+            return None
+        return rate * flops_per_token / peak_flops
+
     figures = []
     for step in steps:
         rate = None if tokens is None else tokens * 1e9 / step.step_ns
-        mfu = None if rate is None or peak_flops is None else rate * flops_per_token / peak_flops
-        figures.append(_figures(step, traces.get(step.number), rate, mfu))
+        figures.append(_figures(step, traces.get(step.number), rate, mfu_of(rate)))
     units = unit_means(list(traces.values()))
     title, memory = title_of(model, state), _memory(state)
     meshes, wires = _meshes(state), wires_of(state)

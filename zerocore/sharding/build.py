@@ -71,6 +71,7 @@ def build(request: ShardRequest) -> ShardState:
         units=_unit_specs(planned, config, extensions),
         order=call_order([model], units_of),
         name=request.name,
+        model=model,
         stall_seconds=request.stall_seconds,
     )
     _scale_gradients(engine, config, len(planned))
@@ -121,6 +122,7 @@ def make_engine(
     units: list[UnitSpec],
     order: list[CallEvent],
     name: str,
+    model: nn.Module,
     stall_seconds: float | None,
 ) -> Engine:
     """The engine of one model, of whatever kind its shards are; collective. ``ranks`` are all of
@@ -145,7 +147,7 @@ def make_engine(
         control=_name_of(control),
         static_graph=config.communication.static_graph,
         registered=config.communication.registered,
-        alarm_name="" if control is None else name,
+        alarm_name="" if control is None else f"{name} {type(model).__name__}",
         stall_seconds=stall_seconds,
         host_threads=update_threads(device) if threads is None else threads,
     )

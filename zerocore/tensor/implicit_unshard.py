@@ -92,9 +92,9 @@ def call_with_full(
         fulls = [] if is_inside else _full_values(shards, full)
         output = func(*full[0], **full[1])
         if fulls:
-            _check_unchanged(func, fulls)
+            check_unchanged(func, fulls)
             with torch._C.DisableTorchFunctionSubclass():
-                output = _without(fulls, output)
+                output = without(fulls, output)
     except BaseException:
         for engine, unit in reversed(entered):
             engine.exit(unit, None)
@@ -104,7 +104,8 @@ def call_with_full(
     return output
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """The number of changes that autograd knows of."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -114,7 +115,7 @@ _Full = tuple[tuple[str, str], Tensor, int]
 
 def _full_values(shards: Sequence[tuple[str, str] | None], full: Any) -> list[_Full]:
     pairs = zip(shards, leaves(full), strict=True)
-    return [(shard, value, _version(value)) for shard, value in pairs if shard is not None]
+    return [(shard, value, version_of(value)) for shard, value in pairs if shard is not None]
 
 
 def _is_copied(value: Any) -> bool:
@@ -123,9 +124,10 @@ def _is_copied(value: Any) -> bool:
     )
 
 
-def _check_unchanged(func: Function, fulls: list[_Full]) -> None:
+def check_unchanged(func: Function, fulls: list[_Full]) -> None:
+    """Raises TypeError if a function has written to full values."""
     for (what, fqn), full, version in fulls:
-        if _version(full) != version:
+        if version_of(full) != version:
             raise TypeError(
                 f"{name_of(func)}() changed {what} '{fqn}', and got a copy of the full "
                 "value: the change would be lost. If it works element by element, declare it with "
@@ -150,7 +152,7 @@ def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:
     return any(storage == source.untyped_storage()._cdata for source in sources)
 
 
-def _without(fulls: list[tuple[Any, Tensor, int]], output: Any) -> Any:
+def without(fulls: list[_Full], output: Any) -> Any:
     """The output with copies of what shares memory with full values."""
     if type(output).__name__ == "ndarray":
         return output.copy()

@@ -5,7 +5,7 @@ A file with one rank's part looks like a checkpoint until somebody loads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from zerocore.tensor.held import held_full, is_old, param_of, stays_whole
 from zerocore.tensor.place import Place, local_of, shard_in
 
 _as_parts = ContextVar("as_parts", default=False)
@@ -48,21 +49,24 @@ def keep_owner(copy: Any, source: Any) -> Any:
     return copy
 
 
+def forget_owners(changed: Iterable[Any]) -> None:
+    """Copies of parameters that were changed have values of their own."""
+    for copy in changed:
+        if hasattr(copy, "version"):
+            vars(copy).pop("owner", None)
+
+
 def whole_of(shard: Any) -> Tensor:
     """The full tensor of a shard, new and plain; asks no rank. TypeError if this rank lacks some of
     it, RuntimeError if it has old values of it."""
-    place, param = shard.place, shard_in(getattr(shard, "owner", lambda: None)())
-    if param is not None and param.place != place:
-        param = None
+    place, param = shard.place, param_of(shard)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if place.part is None and place.group is None:
             return _tied(shard, param, local_of(shard))
-        _check_held(shard, param)
-        full: Any = param.full  # type: ignore[union-attr]
-        return _tied(shard, param, place.flat(full.detach()))
+        return _tied(shard, param, place.flat(_held(shard, param)))
 
 
-def _check_held(shard: Any, param: Any) -> None:
+def _held(shard: Any, param: Any) -> Tensor:
     place = shard.place
     start, end = place.shard_range
     held = f"{end - start} of {place.whole_shape.numel()} elements ({start}:{end})"
@@ -71,28 +75,20 @@ def _check_held(shard: Any, param: Any) -> None:
         "optimizer) for states, and one saves the result; or use zerocore.Checkpoints"
     )
     state = None if param is None else param.state_ref()
-    if state is None or not _stays_whole(param, state):
+    if state is None or not stays_whole(param, state):
         raise TypeError(
             f"{shard.what} '{place.fqn}' cannot be pickled: it is this rank's part, {held}, and "
             f"the parts of other ranks would be in no file. To save all, {lines}. To save this "
             "part alone, pickle .own_part()"
         )
-    version = state.engine.param_version(param.unit, param.position)
-    is_old = getattr(shard, "version", version) != version
-    if is_old or not state.engine.holds_values(param.unit, param.position):
-        now = "the copy was made" if is_old else "the last forward"
+    if (full := held_full(shard)) is None:
+        now = "the copy was made" if is_old(shard, param, state) else "it was gathered"
         raise RuntimeError(
             f"{shard.what} '{place.fqn}' cannot be pickled now: the parameter has changed since "
-            f"{now}, and this rank holds {held} of the values to save. Save after a forward (an "
-            f"evaluation), before the next optimizer step; or {lines}"
+            f"{now}, and this rank holds {held} of the values to save. The next forward gathers "
+            f"it: save after that; or {lines}"
         )
-
-
-def _stays_whole(param: Any, state: Any) -> bool:
-    """Whether each rank keeps the full parameter between steps, of the type that is saved."""
-    is_plain = param.place.part is None and param.make_view is None
-    is_same = param.full.dtype == local_of(param).dtype
-    return is_plain and is_same and not state.config.placements.parameters
+    return full
 
 
 def _tied(shard: Any, param: Any, flat: Tensor) -> Tensor:

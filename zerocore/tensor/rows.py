@@ -148,12 +148,12 @@ def local_part(tensor: Any) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def own_elements(value: Any) -> Tensor:
+def own_elements(value: Any, reads_only: bool = False) -> Tensor:
     """This rank's part of a shard or DTensor, or all of a plain tensor, on its memory; changes
     count as those of ``value``, and there is no gradient. Of a parameter also while it is shown in
     full, from any thread."""
     if (known := shard_of(value)) is not None:
-        pending_host_updates.finish()
+        (pending_host_updates.finish_updates if reads_only else pending_host_updates.finish)()
         return known.elements.detach()
     return local_of(value) if isinstance(value, Placed) else local_part(value).detach()
 

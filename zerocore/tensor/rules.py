@@ -17,9 +17,10 @@ from zerocore.common.patching import around
 from zerocore.tensor import functions, pending_host_updates
 from zerocore.tensor.elementwise import NotLocal, apply, apply_operator, draw, fit, get_items
 from zerocore.tensor.functions import Args, Function, Kwargs, is_foreach, is_in_place, name_of
+from zerocore.tensor.held import call_held
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.noted_writes import note_writes
-from zerocore.tensor.pickling import keep_owner
+from zerocore.tensor.pickling import forget_owners, keep_owner
 from zerocore.tensor.place import (
     Placed,
     PlacedParameter,
@@ -73,6 +74,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
         result = _on_shards(func, args, kwargs, changed, found)
+        forget_owners(changed)
         note_writes(name, changed if writes else (), [*args[1:], *kwargs.values()])
         return keep_owner(result, found[0]) if name in functions.CLONES else result
 
@@ -122,6 +124,8 @@ def _on_shards(
         reason = str(error)
     if reads:
         return call_with_full(func, args, kwargs, params)
+    if not changed and (held := call_held(func, args, kwargs)) is not NotImplemented:
+        return held
     found = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
     whole = {id(value): value.place.view_of_whole(local_of(value)) for value in found}
     if None not in whole.values() and not any(isinstance(value, Placed) for value in changed):
@@ -154,6 +158,8 @@ def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[A
         return args[0] if is_in_place(name) else keep_place(result, args[0])
     pair = base in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
     if base in functions.GLOBAL and not pair and not is_in_place(name):
+        if (held := call_held(func, args, kwargs)) is not NotImplemented:
+            return held
         if is_foreach(name):
             whole = foreach_norm(args, kwargs) if base == "norm" else NotImplemented
             return [reduce(torch.max, base, (t,), {}) for t in args[0]] if base == "max" else whole

@@ -63,12 +63,27 @@ void ParamVersions::mark_updated(const std::optional<std::vector<int>>& params) 
   if (params) {
     for (const int param : *params) {
       ++changes_.at(param);
+      updated_[param] = true;
     }
     return;
   }
   for (size_t param = 0; param < params_.size(); ++param) {
-    changes_[param] += params_[param].shard.requires_grad() ? 1 : 0;
+    if (params_[param].shard.requires_grad()) {
+      ++changes_[param];
+      updated_[param] = true;
+    }
   }
+}
+
+bool ParamVersions::are_all_updated() const {
+  bool any = false;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    if (params_[param].shard.requires_grad() && !updated_[param]) {
+      return false;
+    }
+    any = any || updated_[param];
+  }
+  return any;
 }
 
 std::vector<int> ParamVersions::written() const {

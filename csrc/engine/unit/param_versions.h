@@ -10,6 +10,7 @@
 // that has changed since.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -29,7 +30,8 @@ class ParamVersions {
         changes_(params.size(), 0),
         written_(params.size(), 0),
         full_versions_(params.size(), 0),
-        told_(params.size(), 0) {}
+        told_(params.size(), 0),
+        updated_(params.size(), false) {}
 
   // Changes whenever the optimizer or the user changed a shard: of all, or of those in a region.
   int64_t of_unit() const;
@@ -42,6 +44,12 @@ class ParamVersions {
   // those that require grad or of those named.
   void mark_changed();
   void mark_updated(const std::optional<std::vector<int>>& params);
+  // Whether optimizers have updated all parameters that require grad, and there are some; since the
+  // last forget_updates().
+  bool are_all_updated() const;
+  void forget_updates() {
+    std::fill(updated_.begin(), updated_.end(), false);
+  }
 
   // See Note [Changes between a forward and its backward]. True if a parameter that requires grad
   // has changed since the last call.
@@ -65,6 +73,7 @@ class ParamVersions {
   std::vector<int64_t> written_; // changes of the unsharded parameters, which the shards keep
   std::vector<int64_t> full_versions_; // of the unsharded parameters
   std::vector<int64_t> told_; // versions that autograd knows of
+  std::vector<bool> updated_; // by optimizers
 };
 
 } // namespace zerocore

@@ -146,13 +146,17 @@ void Unit::set_keeps_near(bool keeps) {
   }
 }
 
-bool Unit::mark_fresh() {
+void Unit::mark_taken() {
   written_ = false;
   if (!keeps_write()) {
     written_params_.clear(); // the shards are part of what was written
   }
   gathered_version_ = version();
   mark_caught_up();
+}
+
+bool Unit::mark_fresh() {
+  mark_taken();
   return versions_.tell_autograd();
 }
 
@@ -160,6 +164,7 @@ void Unit::mark_gathered() {
   for (const int region : bucket_.regions()) {
     gathered_[region] = versions_.of_region(region);
   }
+  versions_.forget_updates();
 }
 
 bool Unit::is_gathered() const {

@@ -136,10 +136,14 @@ class Unit {
   ParamVersions& versions() {
     return versions_;
   }
+  const ParamVersions& versions() const {
+    return versions_;
+  }
   // The unsharded parameters are those of the shards, in all regions.
   void mark_gathered();
-  // The gathered parameters are, from now on, those that the shards hold. True if one that requires
-  // grad has changed.
+  // The gathered parameters are, from now on, those that the shards hold.
+  void mark_taken();
+  // The same, and tells autograd. True if a parameter that requires grad has changed.
   bool mark_fresh();
   // A call has changed the parameters in place. Another rank may change its part later in the same
   // pass than a gather, so what the pass gathered is stale when it has ended.
