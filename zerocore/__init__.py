@@ -3,20 +3,20 @@
 import torch  # noqa: F401  # loads the libraries the extension links to
 
 import zerocore.extension  # noqa: F401  # an extension that does not fit is the first error
-from zerocore import emulated, optim, planning, recovery, reporting, weights
+from zerocore import emulation, matrices, optim, planning, recovery, reporting, weights
 from zerocore.api import register_forward_method, reset, shard, unsharded
 from zerocore.checkpoint.checkpoints import Checkpoints
 from zerocore.checkpoint.safetensors.models import load_safetensors, save_safetensors
-from zerocore.emulated import emulate
+from zerocore.emulation import emulate
 from zerocore.install import register
 from zerocore.model.as_ddp import no_sync
-from zerocore.model.config import Communication
-from zerocore.model.offload import Offload
-from zerocore.model.parts import ParameterMesh
-from zerocore.model.precision import MixedPrecision
 from zerocore.model.state import is_sharded
 from zerocore.optim.clipping import clip_grad_norm_
 from zerocore.optim.groups import param_groups
+from zerocore.options.config import Communication
+from zerocore.options.offload import Offload
+from zerocore.options.parameter_mesh import ParameterMesh
+from zerocore.options.precision import MixedPrecision
 from zerocore.planning.plan import plan
 from zerocore.planning.setting import Machine, Workload
 from zerocore.recovery.elastic import run_elastic
@@ -52,13 +52,14 @@ __all__ = [
     "clone_sharded",
     "describe",
     "emulate",
-    "emulated",
+    "emulation",
     "export",
     "full_optimizer_state_dict",
     "full_state_dict",
     "is_sharded",
     "load_full_state_dict",
     "load_safetensors",
+    "matrices",
     "memory_usage",
     "metrics",
     "no_sync",

@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
-from zerocore import emulated
 from zerocore._C import define_grad
 from zerocore.checkpoint.dcp.patches import watch_imports
+from zerocore.emulation import backend
 from zerocore.hooks import patches
 from zerocore.hooks.patches import Patch
 from zerocore.optim.clipping import over_meshes
@@ -23,7 +23,7 @@ def register() -> None:
     """
     define_grad(ShardedParameter)
     torch.serialization.add_safe_globals([rebuild_shard])
-    emulated.register()
+    backend.register()
 
 
 @cache

@@ -25,8 +25,9 @@ from zerocore.hooks.optimizer_states import (
     makes_all,
     params_of,
 )
+from zerocore.layout.place import Place
 from zerocore.optim.ema import EMA
-from zerocore.tensor.place import Place, Placed
+from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of, shard_of
 from zerocore.tensor.shard import as_shard
 

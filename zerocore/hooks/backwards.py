@@ -22,7 +22,7 @@ from zerocore.common.patching import around
 from zerocore.model.state import find_state, live_states
 from zerocore.tensor.implicit_unshard import call_with_full
 from zerocore.tensor.parameter import KINDS, ShardedParameter
-from zerocore.tensor.place import PlacedParameter, leaf_of, leaves
+from zerocore.tensor.placed import PlacedParameter, leaf_of, leaves
 from zerocore.tensor.rows import shard_of
 
 

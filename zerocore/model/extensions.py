@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerocore._C import Engine, UnitParam, move_window, window_on
 from zerocore.model.casting import as_bytes
-from zerocore.model.precision import BYTES, unit_param
 from zerocore.model.state import Encoded, ShardState, Unit
+from zerocore.options.precision import BYTES, unit_param
 from zerocore.tensor.rows import at_origin
 from zerocore.tensor.wrapped import PRE, show_made
 

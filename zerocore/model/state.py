@@ -15,14 +15,14 @@ from torch.distributed import ProcessGroup
 from typing_extensions import TypeIs
 
 from zerocore._C import Engine, ParamSpec
-from zerocore.model.config import ShardConfig
 from zerocore.model.meters import Meters
-from zerocore.model.parts import PartRanges
-from zerocore.model.precision import BYTES, ParamTypes
+from zerocore.model.parameter_meshes import PartRanges
 from zerocore.model.ranks import Ranks
 from zerocore.model.traced import TracedParam
 from zerocore.model.unit_call import unit_call_of
-from zerocore.tensor.place import Placed
+from zerocore.options.config import ShardConfig
+from zerocore.options.precision import BYTES, ParamTypes
+from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import shard_of
 
 _STATE = "_zerocore_state"

@@ -24,12 +24,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from zerocore._C import Engine, UnitParam
 from zerocore.common.agreement import together
 from zerocore.model.buffers import broadcast
-from zerocore.model.config import ShardConfig
 from zerocore.model.extensions import Extension
-from zerocore.model.precision import MixedPrecision, ParamTypes, param_types, unit_param
 from zerocore.model.ranks import Ranks
 from zerocore.model.state import Encoded, Unit
 from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.options.config import ShardConfig
+from zerocore.options.precision import MixedPrecision, ParamTypes, param_types, unit_param
 from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import own_chunk, wrapper_of
 

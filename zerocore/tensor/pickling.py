@@ -14,7 +14,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from zerocore.tensor.place import Place, local_of, shard_in
+from zerocore.layout.place import Place
+from zerocore.tensor.placed import local_of, shard_in
 
 _as_parts = ContextVar("as_parts", default=False)
 _MEMORY = "_zerocore_pickled"  # of a parameter: its full values in the pickle under way

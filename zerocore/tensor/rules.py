@@ -20,7 +20,7 @@ from zerocore.tensor.functions import Args, Function, Kwargs, is_foreach, is_in_
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.noted_writes import note_writes
 from zerocore.tensor.pickling import keep_owner
-from zerocore.tensor.place import (
+from zerocore.tensor.placed import (
     Placed,
     PlacedParameter,
     keep_place,

@@ -14,12 +14,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from zerocore.checkpoint.slices.boxes import chunk_list, find_chunk, write_items
 from zerocore.common.agreement import checksum, highest
+from zerocore.layout.boxes import chunk_list, find_chunk, write_items
+from zerocore.layout.place import Place
 from zerocore.tensor import rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.pickling import goes_as_part, keep_owner, whole_of
-from zerocore.tensor.place import Place, Placed, keep_place, local_of
+from zerocore.tensor.placed import Placed, keep_place, local_of
 
 _data: Any = torch._C.TensorBase.data
 set_data = _data.__set__

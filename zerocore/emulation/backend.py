@@ -25,8 +25,6 @@ from zerocore.common.links import Link, find_link
 from zerocore.common.nodes import DEFAULT_NODE
 from zerocore.common.quantities import parse_seconds
 
-__all__ = ["Emulation", "emulate", "link"]
-
 CPU = torch.device("cpu")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zerocore.tensor.place import Place
+from zerocore.layout.place import Place
 
 
 @dataclass(frozen=True)
