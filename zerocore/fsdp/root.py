@@ -33,7 +33,6 @@ from zerocore.model.units import backward_reads, call_order, units_by_module
 from zerocore.options.config import Communication, ShardConfig
 from zerocore.options.offload import Offload
 from zerocore.options.precision import unit_param
-from zerocore.reporting.out_of_memory import explain_forward
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.earlier import give_rows_to_all
@@ -169,7 +168,6 @@ class Root(Tree):
         group.unit_call = UnitCall(
             state,
             state.engine,
-            explain_forward,
             tuple(each.unit for each in parts),
             is_root=group is self.group,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,

@@ -27,7 +27,6 @@ from zerocore.tensor.rows import shard_of
 
 _STATE = "_zerocore_state"
 _MAKER = "_zerocore_state_maker"
-Explain = Callable[[BaseException, "ShardState"], BaseException | None]
 
 
 @dataclass(eq=False)
@@ -113,7 +112,6 @@ class ShardState:
     # Each returns when it does not read weights and optimizer states any more.
     readers: list[Callable[[], None]] = field(default_factory=list)
     # Returns the error to raise in the place of one of a backward, or None.
-    explain_backward: Explain = lambda error, state: None
     given_units: Sequence[Any] | None = None  # of zerocore.shard
     given_ranks: Ranks = field(default_factory=Ranks)
     model: Callable[[], nn.Module | None] = lambda: None  # the root

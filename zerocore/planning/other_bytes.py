@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerocore._C import FileWriter, ParamSpec
+from zerocore.checkpoint.checkpoints import MEMORY_BUDGET
 from zerocore.layout.save_ownership import Cut, SavedRanges
 from zerocore.matrices.ownership import Grid, Matrix, newton_schulz_cost, plan_rounds
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
-
-MEMORY_BUDGET = 2 << 30  # of the copies of a background save, unless another one is asked for
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ from zerocore.model.units import (
 )
 from zerocore.options.config import ShardConfig, shard_options
 from zerocore.options.precision import MixedPrecision, param_types, unit_param
-from zerocore.reporting.out_of_memory import explain_backward, explain_forward
 from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
@@ -155,10 +154,9 @@ def make_engine(
 
 
 def start(model: nn.Module, state: ShardState, consistent: bool) -> None:
-    """The state is complete: functions of zerocore find it, and errors are explained."""
+    """The state is complete: functions of zerocore find it."""
     state.engine.start(consistent)
     set_state(model, state)
-    state.explain_backward = explain_backward
 
 
 def _take_host_memory(
@@ -340,7 +338,6 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
             unit_call = UnitCall(
                 state,
                 state.engine,
-                explain_forward,
                 units,
                 is_root,
                 cast_inputs=narrow if is_root or narrow in computes else None,

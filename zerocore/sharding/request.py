@@ -25,6 +25,7 @@ from zerocore.common.agreement import (
     ranks_by_value,
 )
 from zerocore.common.alarm import stall_seconds
+from zerocore.common.late import check_budget
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.materialize import InitFn
 from zerocore.model.memory import check_apart
@@ -44,7 +45,6 @@ from zerocore.model.state import find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
 from zerocore.options.config import ShardConfig
 from zerocore.options.precision import ParamTypes, param_types
-from zerocore.planning.changes import check_budget
 from zerocore.sharding.extensions import check_options, split_several
 
 
