@@ -63,7 +63,7 @@ def machine() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return facts
     from bench.memory.nvml import NvmlDevice
-    from zerocore.common.nvml import driver_version
+    from zerocore.reporting.nvml import driver_version
 
     assert _C.HAS_CUDA_KERNELS, "this build has no CUDA code"
     assert (torch.ones(1, device="cuda") + 1).item() == 2

@@ -30,13 +30,13 @@ WANTED_PERCENT = 3
 
 def measure_accuracy(link: EmulatedLink, cases: Sequence[tuple[int, float]]) -> Iterator[list[Any]]:
     """For each case: MiB, GB/s, and for all-gather and reduce-scatter model and median ms."""
-    emulated = link.zerocore.emulated
+    make_link = link.zerocore.emulation.link
     kinds = link.zerocore._C.Traffic
-    link.emulation.link = emulated.link("inf", 5e-3)
+    link.emulation.link = make_link("inf", 5e-3)
     for _ in range(WARMUP):
         dist.barrier()
     for size, bandwidth in cases:
-        link.emulation.link = emulated.link(bandwidth * 1e9, LATENCY_S)
+        link.emulation.link = make_link(bandwidth * 1e9, LATENCY_S)
         full = torch.zeros(size * MIB // 4, device=link.device)
         own = torch.zeros(full.numel() // EMULATED_WORLD_SIZE, device=link.device)
         row: list[Any] = [size, bandwidth]

@@ -22,7 +22,7 @@ from bench.lib.tables import make_console
 from bench.memory.cell import SIZES, SYSTEMS, Cell, MemoryRun, measure_in_fresh_process
 from bench.memory.nvml import NvmlDevice
 from bench.memory.report import draw_bars, draw_step, model_state, phases, reconciliation
-from zerocore.common.nvml import NvmlUnavailable, driver_version
+from zerocore.reporting.nvml import NvmlUnavailable, driver_version
 
 DTYPES = ("float32", "bfloat16")
 NUM_RAW_SAMPLES = 100

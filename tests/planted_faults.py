@@ -23,7 +23,7 @@ NOT_COPIED = (".git", ".venv", "build", "*.cubin", ".*_cache", ".hypothesis", "_
 TABLE = r"""
 planning/planner.py | _element(types.grad) | _element(types.reduce) | planning/test_plan.py
 common/alarm.py | "" if error is None | "" if error | distributed/test_alarm.py
-optim/muon_rounds.py | alpha=-lr * ratio | alpha=lr * ratio | distributed/test_muon.py
+matrices/muon_rounds.py | alpha=-lr * ratio | alpha=lr * ratio | distributed/test_muon.py
 optim/adamw.py | plan.kinds != kinds or | | optim/test_adamw.py distributed/test_adamw.py
 tensor/rules.py | and not _reads_shard(args, kwargs) | | distributed/test_conversions.py
 tensor/implicit_unshard.py | engine.exit(unit, None) | pass | distributed/test_reads.py

@@ -1,12 +1,43 @@
-"""Entry of ``python -m zerocore`` and of the ``zerocore`` script."""
+"""Entry of ``python -m zerocore`` and of the ``zerocore`` script.
+
+The list of commands and the version are printed without torch, whose import takes seconds.
+"""
 
 from __future__ import annotations
 
 import sys
 
+import zerocore
+
+COMMANDS = {
+    "plan": "Plan each stage's memory and time, and say which one to choose; needs no GPU.",
+    "describe": "The units a model is sharded by: bytes, shards, padding, regions.",
+    "env": "Versions and devices, to paste in a bug report.",
+    "bench": "Runs benchmarks/NAME.py of a checkout; what follows NAME goes to it, --help too.",
+    "checkpoint": "Look into checkpoints, check their bytes, convert them.",
+}
+
+
+def help_text() -> str:
+    """The commands, a line each."""
+    lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Usage: zerocore COMMAND [ARGS]...",
+            "Options: --help, --version, --install-completion",
+            "Commands, each with a --help of its own:",
+            *lines,
+        ]
+    )
+
 
 def main() -> None:
     """Runs the command line; without its libraries, says which extra has them."""
+    arguments = sys.argv[1:]
+    if arguments in ([], ["--help"], ["--version"]):
+        print(zerocore.__version__ if arguments == ["--version"] else help_text())
+        return
+    zerocore.load_core()
     try:
         from zerocore.cli.app import app
 
@@ -15,7 +46,7 @@ def main() -> None:
         library = (error.name or "").split(".")[0]
         if library not in ("typer", "rich"):
             raise
-        if sys.argv[1:] == ["env"]:  # for a bug report, also of an installation without extras
+        if arguments == ["env"]:  # for a bug report, also of an installation without extras
             from zerocore.cli.environment import environment
 
             print("\n".join(f"{name}: {fact}" for name, fact in environment().items()))

@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.install import hook_into_torch
-from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.materialize import InitFn
-from zerocore.model.offload import Offload
-from zerocore.model.precision import MixedPrecision
 from zerocore.model.ranks import find_ranks, note_names
 from zerocore.model.state import Unit, state_of
 from zerocore.model.unit_call import wrap_method
 from zerocore.model.units import UnitChoice
+from zerocore.options.config import Communication, ShardConfig
+from zerocore.options.offload import Offload
+from zerocore.options.precision import MixedPrecision
 from zerocore.sharding.build import build
 from zerocore.sharding.request import validate
 

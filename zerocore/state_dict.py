@@ -15,10 +15,11 @@ from zerocore.common.agreement import from_rank, together
 from zerocore.common.alarm import operation
 from zerocore.hooks.loading import EXTRA_STATE, as_loaded, has_extra_state
 from zerocore.hooks.optimizer_states import mapped, params_of
+from zerocore.layout.place import spread
 from zerocore.model.buffers import broadcast as broadcast_tensors
-from zerocore.model.parts import check_has_places
+from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, state_of
-from zerocore.tensor.place import Placed, spread
+from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import shard_of
 from zerocore.tensor.wrapped import is_wrapped
 

@@ -15,7 +15,7 @@ from tests.async_device.device import DEVICE, load
 from tests.async_device.training import Block, make_model, train
 from tests.distributed.harness import run_ranks
 from zerocore import _C
-from zerocore.emulated import link
+from zerocore.emulation import link
 from zerocore.model.state import state_of
 
 

@@ -20,7 +20,7 @@ def clip_muon() -> None:
     """The third step is given a gradient that is not finite."""
     device, extension = start(on_device=True)
     model: Any = zerocore.shard(make_model(device), stage=3, units=[Block])
-    optimizer = zerocore.optim.Muon(model.parameters(), lr=0.02, clip_grad_norm=0.5)
+    optimizer = zerocore.matrices.Muon(model.parameters(), lr=0.02, clip_grad_norm=0.5)
     values: list[list[torch.Tensor]] = []
     for step in range(4):
         backward(model, device, step)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import zerocore
 from tests.distributed.scripts import run_program
+from zerocore.__main__ import COMMANDS
 from zerocore.cli import app as cli
 from zerocore.planning.huggingface import build_model, load_config, preset_names
 
@@ -52,6 +54,22 @@ def run_json(*args: str) -> dict:
     result = run(*args, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
+
+
+def test_help_and_version_need_no_torch() -> None:
+    code = (
+        "import runpy, sys; sys.argv[1:], sys.orig_argv = [{0!r}], ['python', '-m', 'zerocore']; "
+        "runpy.run_module('zerocore', run_name='__main__'); assert 'torch' not in sys.modules"
+    )
+    for option, text in (("--help", "checkpoint"), ("--version", zerocore.__version__)):
+        command = [sys.executable, "-c", code.format(option)]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        assert text in run.stdout
+
+
+def test_help_names_all_commands() -> None:
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert {name: command.help for name, command in commands.items()} == COMMANDS
 
 
 def test_plan_prints_a_table(config: str) -> None:
@@ -305,7 +323,7 @@ def test_a_missing_library_is_named(missing: str) -> None:
         f"import sys; sys.modules['{missing}'] = None; from zerocore.__main__ import main; main()"
     )
     told = f"the command line needs {missing}: pip install 'zerocore[cli]'\n"
-    assert run_program(code, 1) == [(1, told)]
+    assert run_program(code, 1, "plan") == [(1, told)]
 
 
 def test_the_environment_is_told_without_extras() -> None:

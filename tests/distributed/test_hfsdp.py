@@ -287,7 +287,7 @@ def refuse() -> None:
         )
     model = sharded((2, 2), 3)
     with pytest.raises(ValueError, match="its exchange is not built for replicas_share"):
-        zerocore.optim.Muon(model.parameters())
+        zerocore.matrices.Muon(model.parameters())
 
 
 def test_what_is_refused_by_name() -> None:

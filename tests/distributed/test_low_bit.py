@@ -56,7 +56,7 @@ def train(named: dict[str, Make], owned: bool, stages: tuple[int, ...]) -> None:
             def build(model: nn.Module = model, make: Any = make) -> Any:
                 if not owned:
                     return make(model.parameters())
-                return zerocore.optim.owned(make.func, model.parameters(), **make.keywords)
+                return zerocore.matrices.owned(make.func, model.parameters(), **make.keywords)
 
             optimizer = build()
             take_steps(model, optimizer, range(2))

@@ -1,4 +1,4 @@
-"""zerocore.optim.Muon: the bits of torch.optim.Muon in one process, at every stage."""
+"""zerocore.matrices.Muon: the bits of torch.optim.Muon in one process, at every stage."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
 from tests.distributed.whole_matrices import assert_equal, full_parameters
 from zerocore.common.alarm import STALL_SECONDS
-from zerocore.optim import Muon, muon_rounds, owned
+from zerocore.matrices import Muon, muon_rounds, owned
 
 LIMIT, PATIENCE = 2.0, 5.0  # seconds, as in test_alarm
 ODD = 1  # the rank that does something else

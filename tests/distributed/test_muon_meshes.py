@@ -57,9 +57,9 @@ def train_beside_one_process(model: Any, optimizer: Any, layout: str) -> None:
         assert_equal(found, {n: v for n, v in expected.items() if is_for_muon(n, v)})
 
 
-def muon_of(model: nn.Module) -> zerocore.optim.Muon:
+def muon_of(model: nn.Module) -> zerocore.matrices.Muon:
     named = model.named_parameters()
-    return zerocore.optim.Muon(named, lr=0.02, adamw=ADAMW, adamw_names=BIASES)
+    return zerocore.matrices.Muon(named, lr=0.02, adamw=ADAMW, adamw_names=BIASES)
 
 
 def train_experts(stage: int, layout: str) -> None:
@@ -137,7 +137,7 @@ def adagrad_in_one_process(model: nn.Module, grads: list[dict[str, Tensor]]) -> 
 def own_rows() -> None:
     mesh = init_device_mesh("cpu", (4,))
     model = zerocore.fsdp.fully_shard(whole_model(), mesh=mesh)
-    optimizer = zerocore.optim.owned(torch.optim.Adagrad, model.parameters(), lr=0.1)
+    optimizer = zerocore.matrices.owned(torch.optim.Adagrad, model.parameters(), lr=0.1)
     grads = []
     for number in range(3):
         loss_of(model, [dist.get_rank()], number).backward()
@@ -157,9 +157,9 @@ def test_owned_takes_fully_sharded_models() -> None:
 def refuse_cut_matrices() -> None:
     model = sharded(*LAYOUTS["2x2"], 3)
     with pytest.raises(ValueError, match=r"experts\.bias' .* dimension 0, which cuts matrices"):
-        zerocore.optim.Muon(model.parameters(), lr=0.01)
+        zerocore.matrices.Muon(model.parameters(), lr=0.01)
     with pytest.raises(ValueError, match=r"experts\.\w+' is a part of a larger tensor"):
-        zerocore.optim.owned(torch.optim.Adagrad, model.parameters(), lr=0.01)
+        zerocore.matrices.owned(torch.optim.Adagrad, model.parameters(), lr=0.01)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     columns = zerocore.ParameterMesh(mesh["edp"], of=mesh["ep"], dim=2)
     model = zerocore.shard(seeded_model(), units=[Block], groups={"*.experts": columns})

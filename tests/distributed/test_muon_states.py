@@ -27,7 +27,7 @@ from tests.distributed.whole_matrices import (
     take_steps,
     train_sharded,
 )
-from zerocore.optim import Muon, owned
+from zerocore.matrices import Muon, owned
 
 muon = partial(make_muon, lr=0.02)
 
@@ -344,7 +344,7 @@ EXPECTED = [
     "nonsense",
     "owned: expected a class of torch.optim",
     "the ranks",
-    "zerocore.optim.Muon",
+    "zerocore.matrices.Muon",
 ]
 
 

@@ -312,7 +312,7 @@ def refuse_all() -> list[str]:
     refused(lambda: Offload(states="device", parameters="cpu"))
     refused(lambda: Offload(states="device"))
     model, _ = blocks(3, STATES)
-    muon = zerocore.optim.Muon(model.named_parameters(), lr=0.01)
+    muon = zerocore.matrices.Muon(model.named_parameters(), lr=0.01)
     backward(model)
     refused(muon.step)
     return errors

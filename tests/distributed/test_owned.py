@@ -1,4 +1,4 @@
-"""zerocore.optim.owned: any torch optimizer, bit for bit as in one process; states at the owner."""
+"""owned: any torch optimizer, bit for bit as in one process; states at the owner."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def train_alone(kind: Kind, steps: int) -> tuple[dict[str, Tensor], dict[str, An
 
 def make_owned(kind: Kind, model: nn.Module) -> torch.optim.Optimizer:
     cls, options, select = kind
-    return zerocore.optim.owned(cls, select(model.named_parameters()), **options)
+    return zerocore.matrices.owned(cls, select(model.named_parameters()), **options)
 
 
 def train_all(stages: tuple[int, ...]) -> None:

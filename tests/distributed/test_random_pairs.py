@@ -96,7 +96,7 @@ class ShardedPlayer(Player):
     def muon(self) -> list[Any]:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         rest = ["inp.*", "out.*"] + ["extra.*"] * self.has("unused_later")
-        return [zerocore.optim.Muon(named, lr=0.02, adamw=MUON_REST, adamw_names=rest)]
+        return [zerocore.matrices.Muon(named, lr=0.02, adamw=MUON_REST, adamw_names=rest)]
 
     def clip(self, most: float) -> Tensor:
         if self.case.choose("zerocore's", "torch's") == "torch's":

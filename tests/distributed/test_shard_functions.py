@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from zerocore.layout.place import Place
 from zerocore.tensor.functions import ELEMENTWISE, base_of, is_in_place, name_of
-from zerocore.tensor.place import Place
 
 Function = Callable[..., Any]
 

@@ -71,7 +71,7 @@ def train(model: Branches, optimizer: torch.optim.Optimizer, num_steps: int) -> 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [param for param in model.parameters() if param.ndim == 2]
     others = [param for param in model.parameters() if param.ndim != 2]
-    return zerocore.optim.Muon([{"params": matrices}, {"params": others, "use_muon": False}])
+    return zerocore.matrices.Muon([{"params": matrices}, {"params": others, "use_muon": False}])
 
 
 def count_and_train(stage: int, *, static_graph: bool) -> tuple[int, nn.Module]:

@@ -83,7 +83,10 @@ def test_beside_fsdp2() -> None:
 
 def refuse_muon() -> None:
     model, _, _ = sharded((2, 2), 3)
-    for optimizer in (zerocore.optim.Muon, partial(zerocore.optim.owned, torch.optim.Adagrad)):
+    for optimizer in (
+        zerocore.matrices.Muon,
+        partial(zerocore.matrices.owned, torch.optim.Adagrad),
+    ):
         with pytest.raises(ValueError, match=r"'blocks\.0\.\w+\.\w+'"):
             optimizer(model.parameters(), lr=0.01)
 

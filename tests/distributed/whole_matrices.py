@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocore
-from zerocore.planning import ownership
+from zerocore.matrices import ownership
 
 SPLIT = {"*.qkv": 3}
 ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.05}
@@ -161,8 +161,8 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range)
         optimizer.zero_grad()
 
 
-def make_muon(model: nn.Module, **options: Any) -> zerocore.optim.Muon:
-    return zerocore.optim.Muon(
+def make_muon(model: nn.Module, **options: Any) -> zerocore.matrices.Muon:
+    return zerocore.matrices.Muon(
         model.named_parameters(), adamw=ADAMW, adamw_names=["embed*"], split=SPLIT, **options
     )
 

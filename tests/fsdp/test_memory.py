@@ -21,7 +21,7 @@ def measure(options: dict[str, Any], shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = shard_blocks(zerocore.fsdp, make_net(), mesh=mesh, **options)
     with pytest.raises(ValueError, match="run a forward"):
-        zerocore.fsdp.predict_memory(model)
+        zerocore.planning.predict_memory(model)
     optimizer = torch.optim.AdamW(model.parameters())
     engine: Any = None
     for index in range(3):
@@ -32,7 +32,7 @@ def measure(options: dict[str, Any], shape: tuple[int, ...]) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    plan = zerocore.fsdp.predict_memory(model)
+    plan = zerocore.planning.predict_memory(model)
     assert plan.parameters == engine.parameter_nbytes
     assert plan.main_weights == engine.main_nbytes
     assert plan.gradients == engine.gradient_nbytes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerocore
-from zerocore.emulated import link
+from zerocore.emulation import link
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,13 +19,13 @@ pytestmark = [
 
 
 @pytest.fixture
-def emulation() -> Iterator[zerocore.emulated.Emulation]:
+def emulation() -> Iterator[zerocore.emulation.Emulation]:
     with zerocore.emulate(4, "10GB/s", "20us") as running:
         yield running
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_numerics(emulation: zerocore.emulated.Emulation, async_op: bool) -> None:
+def test_numerics(emulation: zerocore.emulation.Emulation, async_op: bool) -> None:
     own = torch.arange(6.0, device="cuda")
     full = torch.empty(24, device="cuda")
     work = dist.all_gather_into_tensor(full, own, async_op=async_op)
@@ -38,7 +38,7 @@ def test_numerics(emulation: zerocore.emulated.Emulation, async_op: bool) -> Non
     assert torch.equal(full, 4 * own.repeat(4))
 
 
-def test_wait_orders_only_the_stream(emulation: zerocore.emulated.Emulation) -> None:
+def test_wait_orders_only_the_stream(emulation: zerocore.emulation.Emulation) -> None:
     emulation.link = link("inf", 0.5)
     tensor = torch.ones(4, device="cuda")
     tensor + 1  # loads the kernel: a first launch may wait for all that runs
@@ -51,7 +51,7 @@ def test_wait_orders_only_the_stream(emulation: zerocore.emulated.Emulation) -> 
     assert work.is_completed()
 
 
-def test_streams_share_the_link(emulation: zerocore.emulated.Emulation) -> None:
+def test_streams_share_the_link(emulation: zerocore.emulation.Emulation) -> None:
     emulation.link = link("inf", 0.05)
     streams = [torch.cuda.Stream() for _ in range(3)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
@@ -67,7 +67,7 @@ def test_streams_share_the_link(emulation: zerocore.emulated.Emulation) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_training_does_not_fail(emulation: zerocore.emulated.Emulation, stage: int) -> None:
+def test_training_does_not_fail(emulation: zerocore.emulation.Emulation, stage: int) -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).cuda()
     model = zerocore.shard(model, stage=stage)
     optimizer = torch.optim.AdamW(model.parameters())

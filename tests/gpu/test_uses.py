@@ -64,7 +64,7 @@ def test_muon(device: torch.device) -> None:
     for stage in (1, 3):
         model = shard(Stack(PLAIN).to(device), stage)
         found.append(
-            losses_of(model, lambda p: zerocore.optim.Muon(p, lr=1e-2, clip_grad_norm=0.5))
+            losses_of(model, lambda p: zerocore.matrices.Muon(p, lr=1e-2, clip_grad_norm=0.5))
         )
     assert torch.equal(*found) and found[0][-1] < found[0][0]
 

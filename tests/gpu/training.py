@@ -143,7 +143,7 @@ class Stack(nn.Module):
 
 def peers(
     bandwidth: str = "100GB/s", latency: str = "5us"
-) -> AbstractContextManager[zerocore.emulated.Emulation | None]:
+) -> AbstractContextManager[zerocore.emulation.Emulation | None]:
     """The ranks to train with: those of the default group, or `WORLD_SIZE` on an emulated link."""
     if dist.is_initialized():
         return nullcontext()

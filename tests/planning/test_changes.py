@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from zerocore.model.stages import HIGHEST_STAGE, STAGES, Placements, placements_of
 from zerocore.model.units import choose_units
+from zerocore.options.stages import HIGHEST_STAGE, STAGES, Placements, placements_of
 from zerocore.planning.changes import Candidate, changes, with_fewer_replicas, with_more_ranks
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner, make_planner

@@ -27,7 +27,7 @@ from tests.zoo import CASES
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import PRESETS, traffic_nbytes
 from zerocore.model.casting import cast_floats
-from zerocore.model.precision import MixedPrecision
+from zerocore.options.precision import MixedPrecision
 
 SHAPES = ((3, 1), (2, 2), (128, 8))  # replicas by shards
 MIXED = MixedPrecision(BF16, output_dtype=torch.float32)

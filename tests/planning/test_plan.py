@@ -20,8 +20,8 @@ from tests.zoo import CASES
 from tests.zoo_case import Case
 from zerocore.common.quantities import format_seconds
 from zerocore.model.casting import cast_floats
-from zerocore.model.precision import MixedPrecision
 from zerocore.model.state import state_of
+from zerocore.options.precision import MixedPrecision
 from zerocore.planning import plan as estimate
 from zerocore.planning.activations import Activations
 from zerocore.planning.result import StagePlan

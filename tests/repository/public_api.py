@@ -17,8 +17,9 @@ from typing import Any
 FILE = Path(__file__).with_name("public_api.txt")
 PACKAGES = (
     "zerocore",
-    "zerocore.emulated",
+    "zerocore.emulation",
     "zerocore.fsdp",
+    "zerocore.matrices",
     "zerocore.optim",
     "zerocore.planning",
     "zerocore.recovery",

@@ -43,7 +43,7 @@ def is_file(path: str) -> bool:
 
 def test_mistakes_are_found() -> None:
     assert exists("zerocore.optim.AdamW") and exists("zerocore.reporting.report.PEAK_FLOPS")
-    assert not exists("zerocore.emulated.PRESETS") and not exists("zerocore.nothing.here")
+    assert not exists("zerocore.emulation.PRESETS") and not exists("zerocore.nothing.here")
     assert (
         is_file("plan/schedule")
         and is_file("runtime/control_channel.h")

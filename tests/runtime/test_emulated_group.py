@@ -16,11 +16,11 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registe
 import zerocore
 from zerocore._C import Traffic
 from zerocore.common.links import PRESETS, find_link
-from zerocore.emulated import link
+from zerocore.emulation import link
 
 
 @pytest.fixture
-def emulation() -> Iterator[zerocore.emulated.Emulation]:
+def emulation() -> Iterator[zerocore.emulation.Emulation]:
     """Rank 1 of 3 on a link without any delay."""
     with zerocore.emulate(3, bandwidth="inf", latency=0, rank=1) as running:
         yield running
@@ -118,7 +118,7 @@ def test_ranks_that_cannot_be() -> None:
 # -- what collectives compute -----------------------------------------------------------------
 
 
-def test_gathers(emulation: zerocore.emulated.Emulation) -> None:
+def test_gathers(emulation: zerocore.emulation.Emulation) -> None:
     own = torch.arange(4.0)
     full = torch.empty(12)
     dist.all_gather_into_tensor(full, own)
@@ -134,7 +134,7 @@ def test_gathers(emulation: zerocore.emulated.Emulation) -> None:
     assert objects == [{"a": 1}] * 3
 
 
-def test_gather_in_place(emulation: zerocore.emulated.Emulation) -> None:
+def test_gather_in_place(emulation: zerocore.emulation.Emulation) -> None:
     full = torch.zeros(12)
     full[4:8] = torch.arange(4.0)
     dist.all_gather_into_tensor(full, full[4:8])
@@ -152,7 +152,7 @@ def test_gather_in_place(emulation: zerocore.emulated.Emulation) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_reductions(emulation: zerocore.emulated.Emulation, op, expected: float, dtype) -> None:
+def test_reductions(emulation: zerocore.emulation.Emulation, op, expected: float, dtype) -> None:
     tensor = torch.full((5,), 2.0, dtype=dtype)
     dist.all_reduce(tensor, op)
     assert torch.equal(tensor, torch.full((5,), expected, dtype=dtype))
@@ -169,7 +169,7 @@ def test_reductions(emulation: zerocore.emulated.Emulation, op, expected: float,
     assert torch.equal(shard, torch.full((2,), expected, dtype=dtype))
 
 
-def test_reductions_of_integers(emulation: zerocore.emulated.Emulation) -> None:
+def test_reductions_of_integers(emulation: zerocore.emulation.Emulation) -> None:
     for op, expected in (
         (dist.ReduceOp.SUM, 15),
         (dist.ReduceOp.BAND, 5),
@@ -180,7 +180,7 @@ def test_reductions_of_integers(emulation: zerocore.emulated.Emulation) -> None:
         assert tensor.tolist() == [expected] * 2
 
 
-def test_exchanges(emulation: zerocore.emulated.Emulation) -> None:
+def test_exchanges(emulation: zerocore.emulation.Emulation) -> None:
     sent, received = torch.arange(6.0), torch.empty(6)
     dist.all_to_all_single(received, sent)
     assert received.tolist() == [2.0, 3.0] * 3
@@ -195,7 +195,7 @@ def test_exchanges(emulation: zerocore.emulated.Emulation) -> None:
     assert [part.tolist() for part in parts] == [[2.0, 3.0]] * 3
 
 
-def test_broadcast_scatter_barrier(emulation: zerocore.emulated.Emulation) -> None:
+def test_broadcast_scatter_barrier(emulation: zerocore.emulation.Emulation) -> None:
     tensor = torch.arange(3.0)
     for root in range(3):
         dist.broadcast(tensor, src=root)
@@ -206,7 +206,7 @@ def test_broadcast_scatter_barrier(emulation: zerocore.emulated.Emulation) -> No
     dist.barrier()
 
 
-def test_a_collective_says_how_long_it_took(emulation: zerocore.emulated.Emulation) -> None:
+def test_a_collective_says_how_long_it_took(emulation: zerocore.emulation.Emulation) -> None:
     emulation.link = link("inf", "20ms")
     work = dist.all_reduce(torch.ones(1), async_op=True)
     with pytest.raises(RuntimeError, match="over has a duration"):
@@ -217,7 +217,7 @@ def test_a_collective_says_how_long_it_took(emulation: zerocore.emulated.Emulati
     assert emulation.waited_ns > before
 
 
-def test_coalesced(emulation: zerocore.emulated.Emulation) -> None:
+def test_coalesced(emulation: zerocore.emulation.Emulation) -> None:
     shards = [torch.ones(2), torch.full((3,), 2.0)]
     group = dist.distributed_c10d._get_default_group()
     group._start_coalescing(torch.device("cpu"))
@@ -227,7 +227,7 @@ def test_coalesced(emulation: zerocore.emulated.Emulation) -> None:
     assert shards[0].tolist() == [3.0] * 2 and shards[1].tolist() == [6.0] * 3
 
 
-def test_empty_and_strided_tensors(emulation: zerocore.emulated.Emulation) -> None:
+def test_empty_and_strided_tensors(emulation: zerocore.emulation.Emulation) -> None:
     dist.all_gather_into_tensor(torch.empty(0), torch.empty(0))
     dist.all_reduce(torch.empty(0))
     parts = [torch.empty(3, 2).t() for _ in range(3)]
@@ -251,7 +251,7 @@ def test_empty_and_strided_tensors(emulation: zerocore.emulated.Emulation) -> No
         lambda: dist.recv(torch.empty(1), 0),
     ],
 )
-def test_mistakes(emulation: zerocore.emulated.Emulation, mistake: Callable[[], None]) -> None:
+def test_mistakes(emulation: zerocore.emulation.Emulation, mistake: Callable[[], None]) -> None:
     with pytest.raises((ValueError, RuntimeError)):
         mistake()
     dist.barrier()

@@ -31,12 +31,13 @@ from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.extensions import check_plain
 from zerocore.model.state import ShardState, ready_state_of
-from zerocore.planning.other_bytes import MEMORY_BUDGET
 from zerocore.tensor.pickling import pickled_as_parts
-from zerocore.tensor.place import Placed
+from zerocore.tensor.placed import Placed
 
 _log = logging.getLogger("zerocore")
 _MIN_BUDGET = 16 << 20  # two parts, so that one is copied while another is written
+
+MEMORY_BUDGET = 2 << 30  # bytes of the copies of a background save, if no other one is asked for
 
 
 class PendingSave:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerocore.checkpoint.safe_pickles import load_plain
-from zerocore.tensor.place import Placed
+from zerocore.tensor.placed import Placed
 
 _CONTAINER, _VALUE = "zerocore.container", "zerocore.value"  # first of a tuple in a file
 _PLAIN: frozenset[type] = frozenset(

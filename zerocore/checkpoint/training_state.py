@@ -25,8 +25,8 @@ from zerocore.hooks.optimizer_states import (
     makes_all,
     params_of,
 )
-from zerocore.optim.ema import EMA
-from zerocore.tensor.place import Place, Placed
+from zerocore.layout.place import Place
+from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of, shard_of
 from zerocore.tensor.shard import as_shard
 
@@ -46,7 +46,7 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
             raise TypeError(
                 f"optimizer: expected an optimizer or a list of optimizers, got {type(each)}"
             )
-        if isinstance(each, EMA):  # of parameters that another one updates
+        if _averages(each):  # parameters that another one updates
             continue
         own = {id(param) for param in params_of(each)}
         if shared := [param for param in params_of(each) if id(param) in seen]:
@@ -56,6 +56,11 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
             )
         seen |= own
     return optimizers
+
+
+def _averages(optimizer: Optimizer) -> bool:
+    """Whether it keeps averages of parameters, as :class:`zerocore.optim.EMA`."""
+    return getattr(optimizer, "averages_params", False)
 
 
 def check_stateful(objects: Mapping[str, Any]) -> None:
@@ -250,7 +255,7 @@ def _targets(optimizer: Optimizer, params: State, own: State, saved: State) -> S
         states: State = {}
         found[name] = states
         for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
-            if (key == "average") != isinstance(optimizer, EMA):  # of another optimizer
+            if (key == "average") != _averages(optimizer):  # of another optimizer
                 continue
             is_other = key in others and isinstance(known.get(key), Placed)
             used = None if is_other else known.get(key)
@@ -358,7 +363,7 @@ def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> N
                 {
                     k: as_rows(v, params[name])
                     for k, v in values.items()
-                    if (k == "average") == isinstance(optimizer, EMA)
+                    if (k == "average") == _averages(optimizer)
                 }
             )
             for name, values in state["state"].items()

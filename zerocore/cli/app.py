@@ -23,9 +23,9 @@ from zerocore.cli.environment import environment
 from zerocore.common.links import PRESETS
 from zerocore.common.nodes import MACHINES
 from zerocore.common.tables import print_table
-from zerocore.model.config import ACCUMULATE_MODES, Communication
-from zerocore.model.precision import MixedPrecision
 from zerocore.model.units import choose_units
+from zerocore.options.config import ACCUMULATE_MODES, Communication
+from zerocore.options.precision import MixedPrecision
 from zerocore.planning.division import Division
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, preset_names
 from zerocore.planning.planner import OPTIMIZER_STATES, make_planner

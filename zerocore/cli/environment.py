@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import zerocore
 from zerocore import _C
-from zerocore.common.nvml import NvmlUnavailable, driver_version
+from zerocore.reporting.nvml import NvmlUnavailable, driver_version
 
 _BUILD = r"GCC [\d.]+|clang [\d.]+|CPU capability usage: \w+"
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc")

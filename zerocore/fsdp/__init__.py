@@ -18,7 +18,6 @@ from zerocore.fsdp.module import (
 )
 from zerocore.fsdp.policy import MixedPrecisionPolicy
 from zerocore.fsdp.shard import fully_shard
-from zerocore.planning.prediction import predict_memory
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -29,7 +28,6 @@ __all__ = [
     "fully_shard",
     "install",
     "installed",
-    "predict_memory",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uninstall",

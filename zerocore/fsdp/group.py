@@ -26,7 +26,7 @@ from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState
 from zerocore.model.unit_call import UnitCall
 from zerocore.tensor.earlier import current, stands_for
-from zerocore.tensor.place import IS_ROWS, as_view
+from zerocore.tensor.placed import IS_ROWS, as_view
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import PRE, gathers_itself

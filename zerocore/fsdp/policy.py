@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as PolicyOfTorch
 
 from zerocore.fsdp.group import Group, RowParam
-from zerocore.model.precision import MixedPrecision, ParamTypes, check_wire, gathered_types
+from zerocore.options.precision import MixedPrecision, ParamTypes, check_wire, gathered_types
 
 
 @dataclass(frozen=True)

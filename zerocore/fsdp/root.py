@@ -23,17 +23,16 @@ from zerocore.fsdp.group import Group, RowParam, Tree, extensions_of, group_of, 
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
 from zerocore.fsdp.traced import call_group_traced
-from zerocore.model.config import Communication, ShardConfig
 from zerocore.model.memory import Extent, check_apart
-from zerocore.model.offload import Offload
-from zerocore.model.precision import unit_param
 from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
 from zerocore.model.refusals import check_trained
 from zerocore.model.state import Param, ShardState, Unit, drop_state
 from zerocore.model.traced import is_traced
 from zerocore.model.unit_call import UnitCall, note_unit_call
 from zerocore.model.units import backward_reads, call_order, units_by_module
-from zerocore.reporting.out_of_memory import explain_forward
+from zerocore.options.config import Communication, ShardConfig
+from zerocore.options.offload import Offload
+from zerocore.options.precision import unit_param
 from zerocore.sharding.build import make_engine, map_host_memory, start
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.earlier import give_rows_to_all
@@ -170,7 +169,6 @@ class Root(Tree):
         group.unit_call = UnitCall(
             state,
             state.engine,
-            explain_forward,
             tuple(each.unit for each in parts),
             is_root=group is self.group,
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,

@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zerocore._C import forget_backward_call, note_backward_call
+from zerocore.common.late import explain_backward
 from zerocore.common.patching import around
 from zerocore.model.state import find_state, live_states
 from zerocore.tensor.implicit_unshard import call_with_full
 from zerocore.tensor.parameter import KINDS, ShardedParameter
-from zerocore.tensor.place import PlacedParameter, leaf_of, leaves
+from zerocore.tensor.placed import PlacedParameter, leaf_of, leaves
 from zerocore.tensor.rows import shard_of
 
 
@@ -45,7 +46,7 @@ def noted(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except BaseException as error:
             states = live_states()
-            answers = (state.explain_backward(error, state) for state in states)
+            answers = (explain_backward(error, state) for state in states)
             explained = next(filter(None, answers), None)
             for state in states:
                 state.engine.fail_backward()

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from zerocore.common.patching import around
 from zerocore.model.state import live_states
-from zerocore.tensor.place import Placed, leaves
+from zerocore.tensor.placed import Placed, leaves
 
 # Before 2.13 torch does not ask the tensors of these, as it does those of the other collectives.
 UNASKED = (

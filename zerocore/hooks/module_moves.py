@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zerocore.common.patching import around
 from zerocore.model.casting import as_bytes
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import shard_in
+from zerocore.tensor.placed import shard_in
 
 _Move = Callable[[Tensor], Tensor]
 _TO_EMPTY = [code for code in nn.Module.to_empty.__code__.co_consts if isinstance(code, CodeType)]

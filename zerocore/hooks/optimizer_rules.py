@@ -19,7 +19,7 @@ from zerocore.hooks.optimizer_states import fit_states, params_of, place_states,
 from zerocore.model.ranks import Ranks
 from zerocore.tensor.earlier import live_optimizers
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import shard_in
+from zerocore.tensor.placed import shard_in
 
 _EAGER = "_zerocore_eager"
 # Each element's update depends on that element alone, so their steps need none of the rules.
@@ -45,12 +45,12 @@ _REFUSED: dict[type[Optimizer], tuple[str, str]] = {
     ),
     optim.Adafactor: (
         "it keeps means over rows and columns of matrices, and shards have none",
-        "zerocore.optim.owned(torch.optim.Adafactor, params, ...), which gives each parameter to "
-        "one rank in full",
+        "zerocore.matrices.owned(torch.optim.Adafactor, params, ...), which gives each parameter "
+        "to one rank in full",
     ),
     optim.Muon: (
         "it orthogonalises whole matrices, of which a rank has a part",
-        "zerocore.optim.Muon, which is the same on shards",
+        "zerocore.matrices.Muon, which is the same on shards",
     ),
     optim.SparseAdam: (
         "it takes sparse gradients, and those of a sharded model are dense",

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from zerocore.layout.place import Place
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Place, Placed, local_of, shard_in
+from zerocore.tensor.placed import Placed, local_of, shard_in
 from zerocore.tensor.rows import as_part, own_elements
 from zerocore.tensor.shard import as_shard
 

@@ -18,7 +18,7 @@ from zerocore.common.alarm import operation
 from zerocore.model.refusals import elsewhere, refusal, refuse_fully_shard, wrapper_name
 from zerocore.model.state import ShardState, find_state
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Placed
+from zerocore.tensor.placed import Placed
 
 # Modules of sharded models: the state they belong to, and their name.
 _Home = tuple[Callable[[], ShardState | None], str]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.checkpoints import Checkpoints
-from zerocore.model.precision import MixedPrecision
 from zerocore.model.state import ShardState
+from zerocore.options.precision import MixedPrecision
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -15,8 +15,8 @@ from zerocore.api import shard
 from zerocore.common.extras import missing
 from zerocore.integrations.accelerate import Accelerator
 from zerocore.integrations.common import ShardFolders, check_precision, mixed_precision
-from zerocore.model.config import Communication
 from zerocore.model.state import find_state
+from zerocore.options.config import Communication
 from zerocore.reporting.metrics import metrics
 from zerocore.state_dict import full_state_dict
 

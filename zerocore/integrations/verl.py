@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from zerocore.api import shard
 from zerocore.checkpoint.checkpoints import Checkpoints
 from zerocore.model.as_ddp import no_sync
-from zerocore.model.precision import MixedPrecision
 from zerocore.optim.clipping import clip_grad_norm_
+from zerocore.options.precision import MixedPrecision
 from zerocore.weights.buckets import export
 from zerocore.weights.parked import parked
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerocore.model.precision import MixedPrecision, param_types
 from zerocore.model.units import NOT_CALLED
+from zerocore.options.precision import MixedPrecision, param_types
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -10,19 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zerocore._C import Engine, UnitParam, move_window, window_on
 from zerocore.model.casting import as_bytes
-from zerocore.model.precision import BYTES, unit_param
 from zerocore.model.state import Encoded, ShardState, Unit
+from zerocore.options.precision import BYTES, unit_param
 from zerocore.tensor.rows import at_origin
 from zerocore.tensor.wrapped import PRE, show_made
+
+if TYPE_CHECKING:  # takes a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.parameter import is_lazy
 
 from zerocore.common.patching import around
-from zerocore.model.precision import CAST_DTYPES
+from zerocore.options.precision import CAST_DTYPES
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import POST, PRE, gathers_itself, is_wrapped, wrapper_of

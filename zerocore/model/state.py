@@ -15,19 +15,18 @@ from typing_extensions import TypeIs
 
 from zerocore._C import Engine, ParamSpec
 from zerocore.common.eager import eager
-from zerocore.model.config import ShardConfig
 from zerocore.model.meters import Meters
-from zerocore.model.parts import PartRanges
-from zerocore.model.precision import BYTES, ParamTypes
+from zerocore.model.parameter_meshes import PartRanges
 from zerocore.model.ranks import Ranks
 from zerocore.model.traced import TracedParam
 from zerocore.model.unit_call import unit_call_of
-from zerocore.tensor.place import Placed
+from zerocore.options.config import ShardConfig
+from zerocore.options.precision import BYTES, ParamTypes
+from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import shard_of
 
 _STATE = "_zerocore_state"
 _MAKER = "_zerocore_state_maker"
-Explain = Callable[[BaseException, "ShardState"], BaseException | None]
 
 
 @dataclass(eq=False)
@@ -113,7 +112,6 @@ class ShardState:
     # Each returns when it does not read weights and optimizer states any more.
     readers: list[Callable[[], None]] = field(default_factory=list)
     # Returns the error to raise in the place of one of a backward, or None.
-    explain_backward: Explain = lambda error, state: None
     given_units: Sequence[Any] | None = None  # of zerocore.shard
     given_ranks: Ranks = field(default_factory=Ranks)
     model: Callable[[], nn.Module | None] = lambda: None  # the root

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore._C import Engine
 from zerocore.common.eager import leave_out_of_graphs, mark_eager
+from zerocore.common.late import explain_forward
 from zerocore.common.patching import around
 from zerocore.model.casting import cast_floats
 from zerocore.model.traced import call_traced, is_traced
@@ -29,8 +30,6 @@ from zerocore.model.units import has_hooks
 
 _UNIT_CALL = "_zerocore_unit_call"
 _COMPILED, _CALL = "_compiled_call_impl", "_call_impl"  # attributes that nn.Module.__call__ reads
-# (what was raised, the state, units of the module that was called): what to raise instead, or None
-Explain = Callable[[BaseException, Any, tuple[int, ...]], BaseException | None]
 
 
 _functorch: Any = torch._C._functorch
@@ -73,7 +72,6 @@ class UnitCall:
 
     state: Any  # the ShardState that the module belongs to
     engine: Engine
-    explain: Explain  # is asked before the units are left
     units: tuple[int, ...]
     is_root: bool
     cast_inputs: torch.dtype | None = None
@@ -116,7 +114,7 @@ class UnitCall:
                 entered -= 1
                 engine.exit(units[entered], output, False, self._reads())
         except BaseException as error:
-            explained = self.explain(error, self.state, units)
+            explained = explain_forward(error, self.state, units)  # before the units are left
             give_up(engine, units[:entered])
             if begun:
                 with suppress(Exception):

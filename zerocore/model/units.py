@@ -14,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from zerocore._C import CallEvent
 from zerocore.model.memory import Extent, extent_of, tie_key
-from zerocore.model.precision import MixedPrecision, ParamTypes, gathered_types
+from zerocore.options.precision import MixedPrecision, ParamTypes, gathered_types
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import Wrapper, gathers_itself, is_wrapped, plain_part, wrapper_of
 

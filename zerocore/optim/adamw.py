@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerocore._C import same_objects
+from zerocore.common.late import explain_step
 from zerocore.hooks.optimizer_states import fitted, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.flat_states import State, adopt_states, allocate_states, check_loaded
 from zerocore.optim.kernel_calls import Factors, UpdatePlan, global_norm, make_plan
-from zerocore.reporting.out_of_memory import explain_step
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import local_part, shard_of

@@ -29,6 +29,8 @@ class EMA(Optimizer):
         ValueError: another decay.
     """
 
+    averages_params = True  # checkpoints ask: another optimizer updates the same parameters
+
     def __init__(self, params: Iterable[Any], decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"decay must be between 0 and 1, got {decay}")

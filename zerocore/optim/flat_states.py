@@ -13,7 +13,7 @@ from zerocore.hooks.optimizer_states import as_state, state_memory
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Placed
+from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import local_part, shard_of
 
 State = dict[str, Tensor]

@@ -16,7 +16,7 @@ from zerocore._C import HostUpdate, same_objects
 from zerocore.common.alarm import waiting
 from zerocore.optim.flat_states import State
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Placed, local_of
+from zerocore.tensor.placed import Placed, local_of
 from zerocore.tensor.rows import groups_of, local_part, shard_of
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zerocore.common.quantities import format_nbytes, format_seconds
-from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
+from zerocore.options.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.planning.changes import Candidate, with_fewer_replicas, with_more_ranks
 from zerocore.planning.offloading import advise_offload
 from zerocore.planning.planner import Planner

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from zerocore.common.quantities import format_nbytes
-from zerocore.model.config import ShardConfig
-from zerocore.model.offload import Offload
 from zerocore.model.ranks import Ranks
-from zerocore.model.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.model.units import UnitPlanned
+from zerocore.options.config import ShardConfig
+from zerocore.options.offload import Offload
+from zerocore.options.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.planning.division import Division, parts_of
 from zerocore.planning.offloading import call_of, offloads_at
 from zerocore.planning.planner import Planner, Precision, make_planner

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zerocore.model.config import Communication
-from zerocore.model.offload import Offload
 from zerocore.model.ranks import Ranks
-from zerocore.model.stages import Placements, placements_of
+from zerocore.options.config import Communication
+from zerocore.options.offload import Offload
+from zerocore.options.stages import Placements, placements_of
 
 Part = tuple[int, int, int]
 """Ranks that share the state of a part of the model, replicas, and the rank's shard."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_nbytes
-from zerocore.model.config import Communication
-from zerocore.model.offload import Offload
-from zerocore.model.stages import STAGES, placements_of
+from zerocore.options.config import Communication
+from zerocore.options.offload import Offload
+from zerocore.options.stages import STAGES, placements_of
 from zerocore.planning.planner import Planner
 from zerocore.planning.setting import Host, Setting
 

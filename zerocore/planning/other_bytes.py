@@ -1,5 +1,5 @@
 """Bytes beside a step's memory, of a model that is not sharded yet: of a checkpoint, and those that
-``zerocore.optim.Muon`` sends in a step."""
+``zerocore.matrices.Muon`` sends in a step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zerocore._C import FileWriter, ParamSpec
-from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
+from zerocore.checkpoint.checkpoints import MEMORY_BUDGET
+from zerocore.layout.save_ownership import Cut, SavedRanges
+from zerocore.matrices.ownership import Grid, Matrix, newton_schulz_cost, plan_rounds
 from zerocore.planning.division import Division
-from zerocore.planning.ownership import Grid, Matrix, newton_schulz_cost, plan_rounds
 from zerocore.planning.planner import Planner
-
-MEMORY_BUDGET = 2 << 30  # of the copies of a background save, unless another one is asked for
 
 
 @dataclass(frozen=True)

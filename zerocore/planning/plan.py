@@ -18,16 +18,15 @@ from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import traffic_nbytes
 from zerocore.common.quantities import parse_nbytes
-from zerocore.model.config import Communication
-from zerocore.model.parts import assign_parts
-from zerocore.model.precision import MixedPrecision
-from zerocore.model.stages import STAGES
+from zerocore.model.parameter_meshes import assign_parts
 from zerocore.model.state import is_sharded
 from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
+from zerocore.options.config import Communication
+from zerocore.options.precision import MixedPrecision
+from zerocore.options.stages import STAGES
 from zerocore.planning.activations import Activations, Loss, default_loss
 from zerocore.planning.advice import advise
 from zerocore.planning.division import Division
-from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
 from zerocore.planning.offloading import plan_offloads
 from zerocore.planning.other_bytes import checkpoint_bytes, exchanged_nbytes
@@ -41,6 +40,7 @@ from zerocore.planning.repeats import measure
 from zerocore.planning.result import Peak, Plan, StagePlan, moment_name
 from zerocore.planning.setting import Machine, Setting, Workload, planned_parts
 from zerocore.planning.step_time import predict_timing
+from zerocore.weights.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 
 # How fake tensors refuse what depends on values.
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)

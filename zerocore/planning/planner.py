@@ -10,9 +10,9 @@ from torch import nn
 
 from zerocore import _C
 from zerocore.common.memory_bytes import MemoryBytes
-from zerocore.model.config import shard_options
-from zerocore.model.precision import MixedPrecision, ParamTypes, check_mixed, param_types
 from zerocore.model.units import ParamChoice, UnitPlanned, call_order, units_by_module
+from zerocore.options.config import shard_options
+from zerocore.options.precision import MixedPrecision, ParamTypes, check_mixed, param_types
 from zerocore.planning.division import Division
 
 # Tensors of a parameter's size that an optimizer keeps for it, as torch.optim allocates them.

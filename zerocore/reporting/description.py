@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from zerocore._C import Layout
 from zerocore.common.tables import render_table
-from zerocore.model.config import ShardConfig
-from zerocore.model.offload import FIRST_STAGE
-from zerocore.model.precision import ParamTypes
 from zerocore.model.state import ShardState, state_of
+from zerocore.options.config import ShardConfig
+from zerocore.options.offload import FIRST_STAGE
+from zerocore.options.precision import ParamTypes
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 
@@ -98,8 +98,8 @@ def _cells(units: Sequence[UnitDescription]) -> list[str]:
 def describe(model: nn.Module | Optimizer) -> Any:
     """The units of a sharded model, their bytes, regions and padding, as a :class:`Description`.
 
-    Of a :class:`zerocore.optim.Muon` or an optimizer of :func:`zerocore.optim.owned` what its own
-    ``describe()`` returns: who trains and owns which parameter, and what a step sends.
+    Of a :class:`zerocore.matrices.Muon` or an optimizer of :func:`zerocore.matrices.owned` what
+    its own ``describe()`` returns: who trains and owns which parameter, and what a step sends.
 
     Raises:
         ValueError: the model is not sharded, or another optimizer.

@@ -20,7 +20,7 @@ from zerocore.common.events import HOST, ONE_QUEUE, Event, Queues, queues_of_dev
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import unit_call_of
 from zerocore.reporting.timeline import Box, Timeline, check_path, event_boxes
-from zerocore.tensor.place import leaves
+from zerocore.tensor.placed import leaves
 
 
 @contextmanager

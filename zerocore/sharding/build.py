@@ -24,13 +24,13 @@ from zerocore.common.alarm import watch
 from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
 from zerocore.hooks.optimizer_rules import earlier_optimizers, take_over
 from zerocore.hooks.registration import watch_registrations, watch_state_dicts
+from zerocore.layout.cuts import Cut
+from zerocore.layout.place import PartOf, Place, spread
 from zerocore.model.as_ddp import behave_as_ddp
 from zerocore.model.casting import cast_around_kept
-from zerocore.model.config import ShardConfig, shard_options
 from zerocore.model.extensions import Extension
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
-from zerocore.model.parts import find_ranges, find_sizes
-from zerocore.model.precision import MixedPrecision, param_types, unit_param
+from zerocore.model.parameter_meshes import find_ranges, find_sizes
 from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
 from zerocore.model.state import Param, ShardState, Unit, set_state
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
@@ -42,13 +42,12 @@ from zerocore.model.units import (
     call_order,
     units_by_module,
 )
-from zerocore.reporting.out_of_memory import explain_backward, explain_forward
+from zerocore.options.config import ShardConfig, shard_options
+from zerocore.options.precision import MixedPrecision, param_types, unit_param
 from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
 from zerocore.tensor import pending_host_updates
-from zerocore.tensor.cuts import Cut
 from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard
-from zerocore.tensor.place import PartOf, Place, spread
 from zerocore.tensor.shown import ShownView, shown_class
 from zerocore.tensor.wrapped import show_made
 
@@ -157,10 +156,9 @@ def make_engine(
 
 
 def start(model: nn.Module, state: ShardState, consistent: bool) -> None:
-    """The state is complete: functions of zerocore find it, and errors are explained."""
+    """The state is complete: functions of zerocore find it."""
     state.engine.start(consistent)
     set_state(model, state)
-    state.explain_backward = explain_backward
 
 
 def _take_host_memory(
@@ -342,7 +340,6 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
             unit_call = UnitCall(
                 state,
                 state.engine,
-                explain_forward,
                 units,
                 is_root,
                 cast_inputs=narrow if is_root or narrow in computes else None,

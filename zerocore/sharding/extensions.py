@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -18,29 +18,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from zerocore._C import Engine, UnitParam
 from zerocore.common.agreement import together
 from zerocore.model.buffers import broadcast
-from zerocore.model.config import ShardConfig
 from zerocore.model.extensions import Extension
-from zerocore.model.precision import MixedPrecision, ParamTypes, param_types, unit_param
 from zerocore.model.ranks import Ranks
 from zerocore.model.state import Encoded, Unit
 from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.options.config import ShardConfig
+from zerocore.options.precision import MixedPrecision, ParamTypes, param_types, unit_param
 from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import own_chunk, wrapper_of
 
 
-class _State:
+@cache
+def _fsdp_state() -> SimpleNamespace:
     """Of a module's group, as TransformerEngine's tensors read it: they are asked once for the
     forward and the backward."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # takes a second
 
-    _fsdp_param_group = SimpleNamespace(
-        _reshard_after_forward=False, _training_state=TrainingState.FORWARD
-    )
+    group = SimpleNamespace(_reshard_after_forward=False, _training_state=TrainingState.FORWARD)
+    return SimpleNamespace(_fsdp_param_group=group)
 
 
 def split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[UnitPlanned]:
@@ -89,14 +88,9 @@ def make_extensions(
     AssertionError if one does not do as FSDP2's interface says, or gives other tensors than
     elsewhere."""
     made: list[list[Extension]] = []
-    mixed = config.mixed_precision or MixedPrecision()
-    reduce, cast = mixed.wire_dtype or mixed.reduce_dtype, mixed.cast_inputs
-    policy = MixedPrecisionPolicy(
-        mixed.param_dtype, reduce, mixed.output_dtype, cast_forward_inputs=cast
-    )
     with together(ranks.groups, device) as facts:
         for unit in planned:
-            own = _of_unit(unit, meshes[unit.mesh], config, policy, device)
+            own = _of_unit(unit, meshes[unit.mesh], config, device)
             for each in own:
                 each.ask()
                 facts.append(f"parameter '{each.fqn}', gathered as {each.kinds}")
@@ -108,15 +102,21 @@ def _of_unit(
     unit: UnitPlanned,
     ranks: Ranks,
     config: ShardConfig,
-    policy: MixedPrecisionPolicy,
     device: torch.device,
 ) -> list[Extension]:
     choices = [choice for choice in unit.params if choice.gathers_itself] + unit.several
     if ranks.shard is None or not config.placements.parameters or not choices:
         return []
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     mesh = DeviceMesh.from_group(ranks.shard, device.type)
+    mixed = config.mixed_precision or MixedPrecision()
+    reduce, cast = mixed.wire_dtype or mixed.reduce_dtype, mixed.cast_inputs
+    policy = MixedPrecisionPolicy(
+        mixed.param_dtype, reduce, mixed.output_dtype, cast_forward_inputs=cast
+    )
     for owner in (owner for choice in choices for owner, _ in choice.owners):
-        owner._get_fsdp_state = _State  # type: ignore[assignment]  # an attribute of the object
+        owner._get_fsdp_state = _fsdp_state  # type: ignore[assignment]  # of the object
     return [
         Extension(
             choice.fqns[0],

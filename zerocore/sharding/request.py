@@ -25,11 +25,11 @@ from zerocore.common.agreement import (
     ranks_by_value,
 )
 from zerocore.common.alarm import stall_seconds
+from zerocore.common.late import check_budget
 from zerocore.common.quantities import parse_nbytes
-from zerocore.model.config import ShardConfig
 from zerocore.model.materialize import InitFn
 from zerocore.model.memory import check_apart
-from zerocore.model.parts import (
+from zerocore.model.parameter_meshes import (
     ModelPart,
     assign_parts,
     choices_on,
@@ -39,12 +39,12 @@ from zerocore.model.parts import (
     split_replicated,
     with_tensor_ranks,
 )
-from zerocore.model.precision import ParamTypes, param_types
 from zerocore.model.ranks import Ranks, check_levels, local_gpu, with_near
 from zerocore.model.refusals import check_kinds
 from zerocore.model.state import find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
-from zerocore.planning.changes import check_budget
+from zerocore.options.config import ShardConfig
+from zerocore.options.precision import ParamTypes, param_types
 from zerocore.sharding.extensions import check_options, split_several
 
 

@@ -14,7 +14,7 @@ from zerocore.common.patching import around
 from zerocore.tensor import rules
 from zerocore.tensor.functions import name_of
 from zerocore.tensor.implicit_unshard import call_with_full
-from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of, refuse
+from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of, refuse
 
 _enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 

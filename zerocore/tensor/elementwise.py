@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.common.alarm import waiting
+from zerocore.layout.place import Place
 from zerocore.tensor import functions
 from zerocore.tensor.functions import Args, Function, Kwargs, is_foreach, is_in_place, name_of
-from zerocore.tensor.place import Place, Placed, PlacedParameter, keep_place, local_of, outline_of
+from zerocore.tensor.placed import Placed, PlacedParameter, keep_place, local_of, outline_of
 
 
 class NotLocal(Exception):

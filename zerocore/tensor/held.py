@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import check_unchanged, version_of, without
-from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of, shard_in
+from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of, shard_in
 
 
 def param_of(shard: Any) -> Any:

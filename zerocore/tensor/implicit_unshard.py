@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zerocore.tensor.functions import Args, Function, Kwargs, is_in_place, name_of
-from zerocore.tensor.place import Placed, PlacedParameter, leaves, local_of
+from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
 
 
 class FullCopy(Tensor):

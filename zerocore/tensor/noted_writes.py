@@ -12,8 +12,9 @@ from zlib import crc32
 from torch import Tensor
 
 from zerocore.common.agreement import checksum
+from zerocore.layout.place import Place
 from zerocore.tensor.functions import is_foreach
-from zerocore.tensor.place import Place, Placed, PlacedParameter, local_of
+from zerocore.tensor.placed import Placed, PlacedParameter, local_of
 
 _SAMPLE = 1 << 20  # elements of a large tensor that are compared
 

@@ -15,14 +15,14 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from zerocore._C import exchange_impls, take_node_hooks
+from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates, rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.noted_writes import note_writes
-from zerocore.tensor.place import (
+from zerocore.tensor.placed import (
     IS_ROWS,
     OTHER,
-    Place,
     Placed,
     PlacedParameter,
     as_view,

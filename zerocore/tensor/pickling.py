@@ -14,8 +14,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from zerocore.layout.place import Place
 from zerocore.tensor.held import held_full, is_old, param_of, stays_whole
-from zerocore.tensor.place import Place, local_of, shard_in
+from zerocore.tensor.placed import local_of, shard_in
 
 _as_parts = ContextVar("as_parts", default=False)
 _MEMORY = "_zerocore_pickled"  # of a parameter: its full values in the pickle under way

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from zerocore._C import check_not_capturing
 from zerocore.common.alarm import waiting
+from zerocore.layout.place import Place
 from zerocore.tensor.elementwise import NotLocal, fit, source_of
 from zerocore.tensor.functions import Args, Function, Kwargs
-from zerocore.tensor.place import Place, Placed, local_of
+from zerocore.tensor.placed import Placed, local_of
 
 _SUMS = ("sum", "mean", "prod", "nansum", "nanmean")
 _COUNTS = ("any", "all", "count_nonzero")

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocore._C import count_as_data, count_view_as_data
+from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.earlier import current
 from zerocore.tensor.noted_writes import note_full
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import IS_ROWS, OTHER, Place, Placed, leaf_of, local_of, shard_in
+from zerocore.tensor.placed import IS_ROWS, OTHER, Placed, leaf_of, local_of, shard_in
 from zerocore.tensor.shard import LocalShard, as_shard
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from zerocore.tensor.held import call_held
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.noted_writes import note_writes
 from zerocore.tensor.pickling import forget_owners, keep_owner
-from zerocore.tensor.place import (
+from zerocore.tensor.placed import (
     Placed,
     PlacedParameter,
     keep_place,

@@ -14,12 +14,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from zerocore.checkpoint.slices.boxes import chunk_list, find_chunk, write_items
 from zerocore.common.agreement import checksum, highest
+from zerocore.layout.place import Place
 from zerocore.tensor import rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.pickling import goes_as_part, keep_owner, whole_of
-from zerocore.tensor.place import Place, Placed, keep_place, local_of
+from zerocore.tensor.placed import Placed, keep_place, local_of
 
 _data: Any = torch._C.TensorBase.data
 set_data = _data.__set__
@@ -68,12 +68,18 @@ class Shard(Placed):
     # torch.distributed.checkpoint asks these of tensors that are parts of others.
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+        from zerocore.layout.chunks import write_items
+
         return write_items(fqn, self.place, local_of(self))
 
     def __create_chunk_list__(self) -> list[Any]:
+        from zerocore.layout.chunks import chunk_list
+
         return chunk_list(self.place)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
+        from zerocore.layout.chunks import find_chunk
+
         return find_chunk(self.place, local_of(self), index)
 
 

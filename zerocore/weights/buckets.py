@@ -15,8 +15,8 @@ from zerocore.common.agreement import together
 from zerocore.common.alarm import operation, waiting
 from zerocore.common.quantities import parse_nbytes
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of
-from zerocore.planning.export_steps import DEFAULT_BUCKET, Op, export_steps
 from zerocore.tensor.rows import elements_of
+from zerocore.weights.export_steps import DEFAULT_BUCKET, Op, export_steps
 from zerocore.weights.info import (
     Exported,
     ExportInfo,

@@ -9,11 +9,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from zerocore.model.config import Communication
 from zerocore.model.state import ShardState, state_of
+from zerocore.options.config import Communication
 from zerocore.sharding.build import build
 from zerocore.sharding.request import validate
-from zerocore.tensor.place import local_of
+from zerocore.tensor.placed import local_of
 from zerocore.weights.buckets import export
 
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from zerocore.common.quantities import parse_nbytes
-from zerocore.model.parts import check_has_places
+from zerocore.layout.place import Place
+from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of
-from zerocore.planning.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 from zerocore.state_dict import buffers_of, param_keys
-from zerocore.tensor.place import Place
 from zerocore.tensor.rows import RowShard, cuts_of, local_part, place_of, shard_of
+from zerocore.weights.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 from zerocore.weights.lora import BASE, PREFIX, Adapter, find_adapters, saved_modules
 
 Name = str | tuple[str, int] | None

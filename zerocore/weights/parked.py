@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zerocore._C import HostMemory, free_memory, move_window, take_memory
 from zerocore.model.state import ShardState, ready_state_of
-from zerocore.tensor.place import leaves
+from zerocore.tensor.placed import leaves
 from zerocore.tensor.rows import local_part, own_elements
 
 _ALIGNMENT = 256

@@ -80,7 +80,7 @@ class EmulatedLink(Link):
 
     def free(self) -> None:
         """Infinitely fast from now on: only the memory traffic remains."""
-        self.emulation.link = self.zerocore.emulated.link("inf", 0)
+        self.emulation.link = self.zerocore.emulation.link("inf", 0)
         for group in self.mesh.get_all_groups():
             self.emulation.set_group_link(group, self.emulation.link)
 
@@ -102,7 +102,7 @@ class EmulatedLink(Link):
         """A link on which that collective takes so long."""
         seconds = max(ms / 1e3 - EMULATED_LATENCY_S, 1e-9)
         sent = self.zerocore.common.links.traffic_nbytes(op, nbytes, num_ranks)
-        return self.zerocore.emulated.link(sent / seconds, EMULATED_LATENCY_S)
+        return self.zerocore.emulation.link(sent / seconds, EMULATED_LATENCY_S)
 
     def block_ms(self, block_nbytes: int) -> Traffic:
         kinds = self.zerocore._C.Traffic

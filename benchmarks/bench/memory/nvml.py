@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerocore.common.nvml import NvmlUnavailable, load_nvml, unavailable
+from zerocore.reporting.nvml import NvmlUnavailable, load_nvml, unavailable
 
 
 class NvmlDevice:

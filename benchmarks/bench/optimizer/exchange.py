@@ -41,7 +41,7 @@ def measure_hidden(shares: list[float], rounds: int) -> list[HiddenExchange]:
     """Steps on links on which the exchange lasts these shares of a step without delay."""
     zerocore = import_zerocore()
     link = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    link.link = zerocore.emulated.link("inf", 0.0)
+    link.link = zerocore.emulation.link("inf", 0.0)
     torch.manual_seed(0)
     own = own_step(GPT(SIZE))
     for _ in range(2):
@@ -50,7 +50,7 @@ def measure_hidden(shares: list[float], rounds: int) -> list[HiddenExchange]:
     found = []
     for share in shares:
         bandwidth = own.choice.sent_nbytes / (share * free_s)
-        link.link = zerocore.emulated.link(bandwidth, LATENCY_S)
+        link.link = zerocore.emulation.link(bandwidth, LATENCY_S)
         own.step()
         steps = []
         for _ in range(rounds):

@@ -18,7 +18,7 @@ from bench.lib.models import GPT, GPT_SIZES, GPTBlock
 from bench.lib.steps import MicroBatch
 from bench.lib.systems import apply_fsdp2, import_zerocore
 
-OWN = "zerocore.optim.Muon"
+OWN = "zerocore.matrices.Muon"
 FSDP2 = "FSDP2, torch.optim.Muon"
 GATHER = "FSDP2, gathered and computed on every rank"
 SIZE = GPT_SIZES["10m"]
@@ -118,7 +118,7 @@ class OwnStep:
 
 
 def own_step(model: nn.Module) -> OwnStep:
-    """zerocore.optim.Muon at stage 3."""
+    """zerocore.matrices.Muon at stage 3."""
     zerocore = import_zerocore()
     model = zerocore.shard(model, stage=3, units=[GPTBlock])
     for name, param in model.named_parameters():
@@ -129,7 +129,7 @@ def own_step(model: nn.Module) -> OwnStep:
 
 def _make_own(model: nn.Module, lr: float) -> Any:
     zerocore = import_zerocore()
-    return zerocore.optim.Muon(
+    return zerocore.matrices.Muon(
         model.named_parameters(), lr=lr, adamw={"lr": ADAMW_LR}, adamw_names=NOT_MUON
     )
 

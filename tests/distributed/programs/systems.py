@@ -81,7 +81,7 @@ class ZerocoreRun(ParallelRun):
 
     def muon(self, model: nn.Module, lr: float) -> list[Optimizer]:
         return [
-            zerocore.optim.Muon(
+            zerocore.matrices.Muon(
                 model.named_parameters(), lr=lr, adamw=MUON_REST, adamw_names=["inp.*", "out.*"]
             )
         ]

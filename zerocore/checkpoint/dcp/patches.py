@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from zerocore.common.patching import around
 from zerocore.hooks.collectives import begins_to_count, counts_issued
 from zerocore.hooks.optimizer_states import is_of_shards, make_states, note_added_options
-from zerocore.tensor.place import Placed, local_of
+from zerocore.tensor.placed import Placed, local_of
 from zerocore.tensor.shard import as_shard
 
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -29,7 +29,7 @@ from zerocore.checkpoint.dcp.save_plan import VALUES
 from zerocore.checkpoint.dcp.saved_state import SavedState
 from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, chunk_nbytes, has_form
 from zerocore.checkpoint.safe_files import opened, size_of
-from zerocore.tensor.place import Place
+from zerocore.layout.place import Place
 
 _AHEAD_NBYTES = 64 << 20  # what a disk gives while names and shapes are compared
 _ALIGNMENT = 64

@@ -30,7 +30,7 @@ from zerocore.checkpoint.byte_ranges import in_threads, read_into
 from zerocore.checkpoint.dcp.contents import Contents, Part
 from zerocore.checkpoint.safe_files import is_count, named, opened
 from zerocore.checkpoint.safe_pickles import Maker, load_plain, read_pickle
-from zerocore.checkpoint.slices.boxes import memory_order
+from zerocore.layout.boxes import memory_order
 
 
 class SafeReader(FileSystemReader):

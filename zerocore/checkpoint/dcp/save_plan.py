@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from zerocore.checkpoint.dcp.torch_chunks import MAX_NBYTES, chunk_nbytes
-from zerocore.checkpoint.slices.boxes import Box, boxes_of, memory_order
-from zerocore.checkpoint.slices.save_ownership import SavedRanges
+from zerocore.layout.boxes import Box, boxes_of, memory_order
+from zerocore.layout.save_ownership import SavedRanges
 
 VALUES = "__0_1.distcp"  # the file of the plain values, named as one of torch's own
 FORMAT = "zerocore-1"  # the save_id of files whose chunks are framed as torch_chunks does

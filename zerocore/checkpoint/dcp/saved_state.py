@@ -26,10 +26,11 @@ from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, Spread
 from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, frame
 from zerocore.checkpoint.plain_values import saved_bytes
-from zerocore.checkpoint.slices.save_ownership import Cut, SavedRanges
-from zerocore.model.parts import check_has_places
+from zerocore.layout.place import Place
+from zerocore.layout.save_ownership import Cut, SavedRanges
+from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import ShardState
-from zerocore.tensor.place import Place, Placed, local_of
+from zerocore.tensor.placed import Placed, local_of
 
 PART_NBYTES = 8 << 20  # what is copied and written at a time
 _SMALL_NBYTES = 64 << 10

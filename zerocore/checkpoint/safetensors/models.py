@@ -34,12 +34,13 @@ from zerocore.common.agreement import agree, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.hooks.loading import as_loaded, changed_by_hooks, has_own_loading
+from zerocore.layout.place import Place
 from zerocore.model.extensions import check_plain
-from zerocore.model.parts import check_has_places
+from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import ShardState, state_of
 from zerocore.state_dict import buffers_of, param_keys
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Place, local_of
+from zerocore.tensor.placed import local_of
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 Written = tuple[int, dict[int, int]]  # bytes of a file, and sums of blocks by their number

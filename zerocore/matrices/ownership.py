@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from zerocore.checkpoint.slices.save_ownership import Cut
+from zerocore.layout.save_ownership import Cut
 
 # Rounds are so large that latency does not count, and so small that their staging memory does not.
 _MIN_ROUND_NBYTES, _MAX_ROUND_NBYTES = 1 << 20, 64 << 20

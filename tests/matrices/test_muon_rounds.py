@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocore
-from zerocore.optim import muon_rounds
-from zerocore.planning import ownership
+from zerocore.matrices import muon_rounds, ownership
 
 SIZE, WORLD_SIZE = 24, 4
 NUM_MATRICES = 4 * WORLD_SIZE  # one a rank in each of four rounds
@@ -28,7 +27,7 @@ def test_the_next_exchange_is_issued_before_this_round_is_computed(
     issued_before: list[int] = []  # all-to-alls, when AdamW or Newton-Schulz iterations begin
     with zerocore.emulate(WORLD_SIZE, "1GB/s", "10us"):
         model = sharded()
-        optimizer = zerocore.optim.Muon(model.named_parameters(), lr=0.02)
+        optimizer = zerocore.matrices.Muon(model.named_parameters(), lr=0.02)
         engine = zerocore.model.state.state_of(model).engine
         compute = muon_rounds.orthogonalise
         rest: Any = optimizer._adamw

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 from zerocore.common.agreement import agree, gather_objects, together
 from zerocore.hooks.optimizer_states import options_of, params_of, stepped_state, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
-from zerocore.model.parts import check_has_places
-from zerocore.optim.exchange import Arrival, Choice, Lanes, RoundExchange, choice_of
-from zerocore.optim.matrices import (
+from zerocore.matrices.exchange import Arrival, Choice, Lanes, RoundExchange, choice_of
+from zerocore.matrices.ownership import Matrix, Round, assign, make_rounds, whole_cost
+from zerocore.matrices.parameters import (
     Used,
     Whole,
     check_is_whole,
@@ -27,7 +27,7 @@ from zerocore.optim.matrices import (
     plan_of,
     used_in_step,
 )
-from zerocore.planning.ownership import Matrix, Round, assign, make_rounds, whole_cost
+from zerocore.model.parameter_meshes import check_has_places
 
 
 def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> OwnedOptimizer:

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zerocore.tensor.place import Place
+from zerocore.layout.place import Place
 
 
 @dataclass(frozen=True)
@@ -97,39 +94,6 @@ def chunk_boxes(place: Place) -> list[Box]:
         return [Box((0,) * len(shape), tuple(place.whole_shape), 0)]
     boxes = boxes_of(shape, *place.shard_range, place.strides)
     return boxes if place.part is None else [box.moved(place.part.origin) for box in boxes]
-
-
-def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
-    """A save plan's items for a shard. Equal boxes of several ranks are written by one of them."""
-    # Torch reads the dtype alone; its other notes differ between its versions.
-    properties = dcp.TensorProperties(dtype=local.dtype)
-    return [
-        WriteItem(
-            index=dcp.MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=place.whole_shape),
-        )
-        for chunk in chunk_list(place)
-    ]
-
-
-def chunk_list(place: Place) -> list[dcp.ChunkStorageMetadata]:
-    """A load plan's chunks of a shard."""
-    return [
-        dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        for box in chunk_boxes(place)
-    ]
-
-
-def find_chunk(place: Place, local: Tensor, index: dcp.MetadataIndex) -> Tensor:
-    """A view of the elements of the box at ``index.offset``; ValueError if none is there."""
-    for box in chunk_boxes(place):
-        if torch.Size(box.offsets) == index.offset:
-            return box_view(place, local, box)
-    raise ValueError(
-        f"'{index.fqn}': this rank's elements {place.shard_range[0]}:{place.shard_range[1]} of "
-        f"shape {tuple(place.global_shape)} have no chunk at {index.offset}"
-    )
 
 
 def box_view(place: Place, local: Tensor, box: Box) -> Tensor:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocore.checkpoint.slices.save_ownership import Cut
-from zerocore.planning.ownership import (
+from zerocore.layout.save_ownership import Cut
+from zerocore.matrices.ownership import (
     Grid,
     Matrix,
     Round,

@@ -10,9 +10,9 @@ import torch
 
 from zerocore._C import ShardOptions
 from zerocore.common.checks import require_int
-from zerocore.model.offload import Offload, place_of
-from zerocore.model.precision import MixedPrecision, check_mixed
-from zerocore.model.stages import STAGES, Placements, placements_of
+from zerocore.options.offload import Offload, place_of
+from zerocore.options.precision import MixedPrecision, check_mixed
+from zerocore.options.stages import STAGES, Placements, placements_of
 
 ACCUMULATE_MODES = ("sharded", "full")
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from zerocore.common.checks import check_int
-from zerocore.model.stages import STAGES, placements_of
+from zerocore.options.stages import STAGES, placements_of
 
 PLACES = ("device", "cpu", "disk")
 FIRST_STAGE = {

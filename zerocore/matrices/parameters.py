@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from zerocore.checkpoint.slices.boxes import memory_order
 from zerocore.common.agreement import gather_objects
+from zerocore.layout.boxes import memory_order
+from zerocore.layout.place import Place
+from zerocore.matrices.ownership import Matrix, newton_schulz_cost
 from zerocore.model.state import ShardState
-from zerocore.planning.ownership import Matrix, newton_schulz_cost
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.place import Place
 from zerocore.tensor.rows import (
     RowShard,
     cuts_of,
@@ -135,7 +135,7 @@ def check_is_whole(param: Any, optimizer: str) -> None:
         raise ValueError(
             f"{optimizer}: parameter '{name_of(param)}' is a part of a larger tensor, whose other "
             "parts are on other ranks, and an update may need all of it; use zerocore.optim.AdamW, "
-            "or zerocore.optim.Muon for a stack of matrices"
+            "or zerocore.matrices.Muon for a stack of matrices"
         )
 
 

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerocore.checkpoint.slices.save_ownership import SavedRanges
 from zerocore.common.agreement import gather_objects
+from zerocore.layout.place import PartOf, Place
+from zerocore.layout.save_ownership import SavedRanges
 from zerocore.model.ranks import Ranks, group_of, members_of, ranks_of, sibling_of
 from zerocore.model.units import ParamChoice, UnitPlanned, split_units
-from zerocore.tensor.place import PartOf, Place
+from zerocore.options.parameter_mesh import ParameterMesh
 
 
 class Cut(NamedTuple):
@@ -111,26 +112,6 @@ def split_replicated(planned: Sequence[UnitPlanned], mesh: int) -> list[UnitPlan
         return mesh if now == 0 and cut is not None and cut.dim is None else now
 
     return split_units(planned, mesh_of, lambda _: "replicated")
-
-
-@dataclass(frozen=True)
-class ParameterMesh:
-    """The ranks of parameters that not all ranks of a model share.
-
-    Their gradients are summed over ``mesh`` and divided as those of all other parameters are: by
-    the number of the model's ranks, whose tokens reach them.
-
-    Attributes:
-        mesh: ranks that hold the same values: as ``group=`` of :func:`zerocore.shard`.
-        of: ranks that hold the other parts of the same tensors: a process group or 1-D DeviceMesh.
-            A norm of gradients counts all parts. None where the ranks outside of ``mesh`` hold
-            the same tensor, so that a norm counts it once.
-        dim: dimension along which the parts follow each other, in the order of ``of``.
-    """
-
-    mesh: Any
-    of: Any = None
-    dim: int = 0
 
 
 @dataclass(frozen=True)

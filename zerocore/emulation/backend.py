@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from zerocore.common.checks import check_int
 from zerocore.common.links import Link, find_link
 from zerocore.common.nodes import DEFAULT_NODE
 from zerocore.common.quantities import parse_seconds
-
-__all__ = ["Emulation", "emulate", "link"]
 
 CPU = torch.device("cpu")
 
@@ -161,9 +160,10 @@ def _backend_of(group: dist.ProcessGroup) -> EmulatedGroup:
     return backend
 
 
-def _create(options: Any, chosen: LinkModel | EmulatedGroup | None) -> EmulatedGroup:
+def make_group(options: Any, chosen: LinkModel | EmulatedGroup | None) -> EmulatedGroup:
     """Called by torch.distributed for each group; subgroups take the default group's link model. A
     group in the place of a link: another communicator of its ranks, over its very link."""
+    _end_with_process()
     if isinstance(chosen, EmulatedGroup):
         return chosen.beside()
     if chosen is None and dist.is_initialized() and dist.get_backend() == "emulated":
@@ -176,8 +176,7 @@ def _create(options: Any, chosen: LinkModel | EmulatedGroup | None) -> EmulatedG
     return EmulatedGroup(options.group_rank, options.group_size, chosen, timeout.total_seconds())
 
 
-def register() -> None:
-    """Makes the backend known to torch.distributed."""
-    dist.Backend.register_backend("emulated", _create, extended_api=True, devices=["cpu", "cuda"])
-    # Threads of groups that nobody destroyed must end before the interpreter does.
+@cache
+def _end_with_process() -> None:
+    """Threads of groups that nobody destroyed must end before the interpreter does."""
     atexit.register(EmulatedGroup.shut_down_all)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from zerocore.checkpoint.slices.boxes import Box, box_view, boxes_of, chunk_boxes
-from zerocore.tensor.place import Place
+from zerocore.layout.boxes import Box, box_view, boxes_of, chunk_boxes
+from zerocore.layout.place import Place
 
 
 def test_boxes_hold_each_element_once_in_order() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.memory.nvml import NvmlDevice
-from zerocore.common.nvml import NvmlUnavailable, unavailable
+from zerocore.reporting.nvml import NvmlUnavailable, unavailable
 
 pynvml = pytest.importorskip("pynvml")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import _muon
 
-from zerocore.optim.muon_rounds import adjusted_ratio, orthogonalise
+from zerocore.matrices.muon_rounds import adjusted_ratio, orthogonalise
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.optim.exchange import Arrival, RoundExchange
+from zerocore.matrices.exchange import Arrival, RoundExchange
+from zerocore.matrices.ownership import Matrix, Round
+from zerocore.matrices.parameters import Whole
 from zerocore.optim.kernel_calls import Factors
-from zerocore.optim.matrices import Whole
-from zerocore.planning.ownership import Matrix, Round
 
 WIRE = torch.bfloat16  # which Newton-Schulz begins and ends with, so nothing is lost
 

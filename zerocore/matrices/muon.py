@@ -12,11 +12,10 @@ from torch import Tensor
 from zerocore.common.agreement import together
 from zerocore.hooks.optimizer_states import as_state, options_of, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
-from zerocore.model.state import ShardState
-from zerocore.optim.adamw import AdamW
-from zerocore.optim.exchange import Choice, Lanes, RoundExchange, choice_of
-from zerocore.optim.kernel_calls import Factors, global_norm, squares_of
-from zerocore.optim.matrices import (
+from zerocore.matrices.exchange import Choice, Lanes, RoundExchange, choice_of
+from zerocore.matrices.muon_rounds import WIRE, MuonRounds, check_options
+from zerocore.matrices.ownership import plan_rounds
+from zerocore.matrices.parameters import (
     Item,
     Used,
     Whole,
@@ -34,8 +33,9 @@ from zerocore.optim.matrices import (
     plan_of,
     used_in_step,
 )
-from zerocore.optim.muon_rounds import WIRE, MuonRounds, check_options
-from zerocore.planning.ownership import plan_rounds
+from zerocore.model.state import ShardState
+from zerocore.optim.adamw import AdamW
+from zerocore.optim.kernel_calls import Factors, global_norm, squares_of
 from zerocore.tensor.rows import local_part, own_elements
 
 

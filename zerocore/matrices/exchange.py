@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore._C import Exchange
-from zerocore.checkpoint.slices.save_ownership import Cut
 from zerocore.common.quantities import format_nbytes
 from zerocore.common.tables import render_table
+from zerocore.layout.save_ownership import Cut
+from zerocore.matrices.ownership import Grid, Round
 from zerocore.model.ranks import Ranks
-from zerocore.model.stages import placements_of
 from zerocore.model.state import ShardState
-from zerocore.planning.ownership import Grid, Round
+from zerocore.options.stages import placements_of
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import RowShard
 

@@ -1,0 +1,1 @@
+"""Options of ``shard``: frozen dataclasses, validated when built."""
