@@ -24,7 +24,8 @@ void OrderConsensus::say(ControlChannel::Answer own) const {
   own.reads = schedule_.reads_more();
   own.gathered = static_cast<int64_t>(gathered_ >> 1);
   own.written = written_;
-  own.num_added = schedule_.order().num_added();
+  own.needs = schedule_.order().needs();
+  own.open = schedule_.open_calls();
   context_.control->say(own);
 }
 
@@ -47,9 +48,11 @@ bool OrderConsensus::is_alone() const {
 
 void OrderConsensus::ask_for(UnitId id) {
   for (;;) {
-    say({id, /*changed=*/true, /*skipped=*/true, std::nullopt});
-    const std::optional<UnitId> next = wait().wanted;
+    say({.wanted = id});
+    const ControlChannel::Answer answer = wait();
+    const std::optional<UnitId> next = answer.wanted;
     TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
+    schedule_.hear_open_calls(answer.open);
     if (*next == id) {
       return;
     }
@@ -98,16 +101,17 @@ void OrderConsensus::leave_pass() {
   lifecycle_.run([&](Actions& out) { schedule_.close_pass(out); });
   written_ = lifecycle_.write_check().sum();
   const CallOrder& order = schedule_.order();
-  const bool is_known = has_order_ && written_ == 0 && (!order.changed() || failed_);
-  if (context_.control->is_static() && is_known) {
-    finish_pass({}, schedule_.reads_more()); // a call that this rank skips is skipped by all
+  if (context_.control->is_static() && written_ == 0 && !order.changed()) {
+    // A call that this rank skips is skipped by all.
+    finish_pass(/*agreed=*/true, {}, schedule_.reads_more());
     return;
   }
-  say({std::nullopt, order.changed(), order.skipped(), failed_});
+  say({.calls = order.hash(), .failed = failed_});
   leaving_ = true;
-  // Where no unit is gathered the backward is the first to need an answer: ranks may sum their
-  // losses before it.
-  const bool differs = schedule_.residency().gathers() && (order.changed() || order.skipped());
+  // Another rank may still ask for a unit, for which the program must not wait in a collective of
+  // its own, such as a sum of losses. Where no unit is gathered nobody asks.
+  const bool may_ask = order.changed() || order.skipped() || calls_differ_;
+  const bool differs = schedule_.residency().gathers() && may_ask;
   if (differs || lifecycle_.write_check().is_urgent() || !c10::GradMode::is_enabled()) {
     settle_pass();
   }
@@ -130,23 +134,20 @@ void OrderConsensus::settle_pass() {
     return;
   }
   ControlChannel::Answer answer = wait();
+  schedule_.hear_open_calls(answer.open);
   while (answer.wanted) {
     serve(*answer.wanted, /*in_pass=*/true);
-    say({std::nullopt, true, true, failed_});
+    say({.calls = schedule_.order().hash(), .failed = failed_});
     answer = wait();
+    schedule_.hear_open_calls(answer.open);
   }
   failed_ = answer.failed;
   compare_writes(answer.writes_differ);
-  RankCalls calls;
-  if (answer.changed && !failed_) {
-    schedule_.make_slots(answer.num_added);
-    const CallOrder& order = schedule_.order();
-    calls = context_.control->gather(order.calls(), order.num_slots(), answer.num_added);
-    has_order_ = true;
-    calls_differ_ = calls.lists.size() > 1;
+  if (!failed_) {
+    calls_differ_ = answer.calls_differ;
+    ranks_differ_ = ranks_differ_ || calls_differ_;
   }
-  ranks_differ_ = ranks_differ_ || ((answer.skipped || calls_differ_) && !failed_);
-  finish_pass(calls, answer.reads);
+  finish_pass(!answer.calls_differ, answer.needs, answer.reads);
 }
 
 // Those of a pass that has failed differ as the ranks' ways through it do.
@@ -158,21 +159,21 @@ void OrderConsensus::compare_writes(bool differ) {
   if (first != nullptr) {
     failed_ = 0; // the pass is dropped, on all ranks
     lifecycle_.drop_writes();
-    finish_pass({}, /*reads_all=*/false);
+    finish_pass(/*agreed=*/false, {}, /*reads_all=*/false); // failed
     WriteCheck::fail(*first);
   }
 }
 
-void OrderConsensus::finish_pass(const RankCalls& calls, bool reads_all) {
+void OrderConsensus::finish_pass(bool agreed, const std::vector<bool>& needs, bool reads_all) {
   gathered_ = 0;
   first_gathered_ = -1;
   lifecycle_.finish_writes();
-  failed_ ? schedule_.drop_pass() : schedule_.settle_pass(calls.lists, calls.own, reads_all);
+  failed_ ? schedule_.drop_pass() : schedule_.settle_pass(agreed, needs, reads_all);
 }
 
 Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {
   Agreed result;
-  result.num_calls = schedule_.order().calls().size();
+  result.num_calls = schedule_.order().num_calls();
   result.num_shapes = num_backward_shapes;
   result.num_messages = context_.control == nullptr ? 0 : context_.control->num_messages();
   for (const Collectives* each : collectives_of(units_)) {

@@ -74,8 +74,8 @@ class OrderConsensus {
  private:
   void say(ControlChannel::Answer own) const;
   ControlChannel::Answer wait();
-  // The pass that was left had these calls, none if it was as expected. `reads_all`: see Schedule.
-  void finish_pass(const RankCalls& calls, bool reads_all);
+  // See Schedule::settle_pass.
+  void finish_pass(bool agreed, const std::vector<bool>& needs, bool reads_all);
   // Throws what the ranks have written in place if it differs.
   void compare_writes(bool differ);
   // Gathers a unit that other ranks need.
@@ -87,8 +87,7 @@ class OrderConsensus {
   UnitLifecycle& lifecycle_;
   bool leaving_ = false; // a pass that other ranks may still be in
   bool ranks_differ_ = false;
-  bool has_order_ = false; // from a pass of all ranks
-  bool calls_differ_ = false; // as the ranks last compared them
+  bool calls_differ_ = false; // those of the ranks in the pass that was settled last
   int64_t written_ = 0; // in place, up to the end of the pass; see Note [Writes that differ]
   uint64_t gathered_ = 0; // again, since the ranks last compared it; see note_gathers()
   UnitId first_gathered_ = -1;

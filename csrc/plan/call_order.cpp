@@ -1,151 +1,21 @@
-// The order of calls that all ranks agree on, and how their lists of calls are merged into it.
+// The order of calls that all ranks agree on, and how it changes.
 #include "plan/call_order.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <map>
+#include <limits>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
+
+#include "common/math.h"
 
 namespace zerocore {
 
 namespace {
 
-using Numbers = std::vector<int32_t>;
-
-// Places of two sequences in a shortest one that holds both. Where either may come next, that of
-// `first` does.
-struct Alignment {
-  std::vector<size_t> first, second;
-  size_t size = 0;
-};
-
-// Lengths of the longest common subsequences of all pairs of tails, from element `skipped` on.
-std::vector<Numbers> common_tails(
-    const std::vector<UnitId>& first,
-    const std::vector<UnitId>& second,
-    size_t skipped) {
-  std::vector<Numbers> lengths(first.size() + 1 - skipped, Numbers(second.size() + 1 - skipped));
-  for (size_t i = first.size() - skipped; i-- > 0;) {
-    for (size_t k = second.size() - skipped; k-- > 0;) {
-      const bool same = first[i + skipped] == second[k + skipped];
-      lengths[i][k] =
-          same ? lengths[i + 1][k + 1] + 1 : std::max(lengths[i + 1][k], lengths[i][k + 1]);
-    }
-  }
-  return lengths;
-}
-
-Alignment align(const std::vector<UnitId>& first, const std::vector<UnitId>& second) {
-  Alignment result;
-  size_t i = 0;
-  size_t k = 0;
-  const auto take = [&](bool from_first, bool from_second) {
-    if (from_first) {
-      result.first.push_back(result.size);
-      ++i;
-    }
-    if (from_second) {
-      result.second.push_back(result.size);
-      ++k;
-    }
-    ++result.size;
-  };
-  while (i < first.size() && k < second.size() && first[i] == second[k]) {
-    take(true, true);
-  }
-  const size_t skipped = i;
-  const std::vector<Numbers> tails = common_tails(first, second, skipped);
-  while (i < first.size() || k < second.size()) {
-    const bool both = i < first.size() && k < second.size();
-    if (both && first[i] == second[k]) {
-      take(true, true);
-    } else if (
-        k == second.size() ||
-        (both && tails[i + 1 - skipped][k - skipped] >= tails[i - skipped][k + 1 - skipped])) {
-      take(true, false);
-    } else {
-      take(false, true);
-    }
-  }
-  return result;
-}
-
-// Of the united calls, those that no rank made and that stay in the list.
-std::vector<bool> kept_calls(const PassCalls& calls) {
-  std::unordered_map<UnitId, bool> is_called;
-  for (const PassCall& call : calls) {
-    is_called[call.unit] |= call.made;
-  }
-  std::vector<bool> kept;
-  for (const PassCall& call : calls) {
-    kept.push_back(!is_called[call.unit] && call.last >= 0);
-  }
-  return kept;
-}
-
-// Sequences of call numbers that were merged, and where each of their members lies.
-class Merger {
- public:
-  explicit Merger(const PassCalls& calls) : calls_(calls) {}
-
-  void add(const Numbers& sequence) {
-    if (places_.contains(sequence)) {
-      return;
-    }
-    std::vector<UnitId> units;
-    for (const int32_t number : sequence) {
-      units.push_back(calls_[number].unit);
-    }
-    const Alignment found = align(units_, units);
-    for (auto& [_, places] : places_) {
-      for (size_t& place : places) {
-        place = found.first[place];
-      }
-    }
-    places_[sequence] = found.second;
-    std::vector<UnitId> merged(found.size);
-    for (size_t i = 0; i < units_.size(); ++i) {
-      merged[found.first[i]] = units_[i];
-    }
-    for (size_t i = 0; i < units.size(); ++i) {
-      merged[found.second[i]] = units[i];
-    }
-    units_ = std::move(merged);
-  }
-
-  const std::vector<UnitId>& units() const {
-    return units_;
-  }
-  // By the calls' numbers; -1 for those that the sequence does not have.
-  std::vector<int32_t> places_of(const Numbers& sequence) const {
-    std::vector<int32_t> result(calls_.size(), -1);
-    const std::vector<size_t>& places = places_.at(sequence);
-    for (size_t i = 0; i < sequence.size(); ++i) {
-      result[sequence[i]] = static_cast<int32_t>(places[i]);
-    }
-    return result;
-  }
-
- private:
-  const PassCalls& calls_;
-  std::vector<UnitId> units_;
-  std::map<Numbers, std::vector<size_t>> places_;
-};
-
-Numbers sequence_of(const PassCalls& calls, const std::vector<bool>& kept) {
-  Numbers sequence;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    if (calls[i].made || kept[i]) {
-      sequence.push_back(static_cast<int32_t>(i));
-    }
-  }
-  return sequence;
-}
-
-} // namespace
-
+// Numbers the calls of `events` by their enters.
 void number_calls(std::vector<CallEvent>& events) {
   std::unordered_map<UnitId, std::vector<int32_t>> open;
   int32_t next = 0;
@@ -162,107 +32,6 @@ void number_calls(std::vector<CallEvent>& events) {
   }
 }
 
-PassCalls calls_of(const std::vector<CallEvent>& events) {
-  PassCalls calls;
-  for (const CallEvent& event : events) {
-    if (event.kind == EventKind::Enter) {
-      const auto number = static_cast<int32_t>(calls.size());
-      calls.push_back({event.unit, number, event.needs_backward});
-    } else {
-      calls.at(event.call).last = static_cast<int32_t>(calls.size()) - 1;
-      calls.at(event.call).needs_backward = event.needs_backward;
-      calls.at(event.call).reads = event.reads;
-    }
-  }
-  return calls;
-}
-
-std::vector<CallEvent> events_of(const PassCalls& calls) {
-  std::vector<std::vector<int32_t>> left_after(calls.size());
-  for (size_t i = 0; i < calls.size(); ++i) {
-    if (calls[i].last >= 0) {
-      left_after.at(calls[i].last).push_back(static_cast<int32_t>(i));
-    }
-  }
-  std::vector<CallEvent> events;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    if (calls[i].last < 0) {
-      continue;
-    }
-    events.push_back({EventKind::Enter, calls[i].unit, true, static_cast<int32_t>(i)});
-    for (auto call = left_after[i].rbegin(); call != left_after[i].rend(); ++call) {
-      const PassCall& left = calls[*call];
-      events.push_back({EventKind::Exit, left.unit, left.needs_backward, *call, left.reads});
-    }
-  }
-  return events;
-}
-
-PassCalls unite(const std::vector<PassCalls>& ranks) {
-  PassCalls result = ranks.front();
-  for (size_t i = 0; i < result.size(); ++i) {
-    PassCall& call = result[i];
-    for (const PassCalls& calls : ranks) {
-      const PassCall& other = calls[i];
-      if (other.made && !call.made) {
-        call = other;
-      } else if (other.made) {
-        call.last = std::max(call.last, other.last);
-        call.needs_backward = call.needs_backward || other.needs_backward;
-      }
-    }
-  }
-  return result;
-}
-
-NextCalls merge(const std::vector<PassCalls>& ranks, int own, bool keeps_unmade) {
-  const std::vector<bool> kept =
-      keeps_unmade ? kept_calls(unite(ranks)) : std::vector<bool>(ranks.front().size(), false);
-  Merger merger(ranks.front());
-  for (const PassCalls& calls : ranks) {
-    merger.add(sequence_of(calls, kept));
-  }
-  NextCalls next;
-  for (const UnitId unit : merger.units()) {
-    const auto number = static_cast<int32_t>(next.calls.size());
-    next.calls.push_back({unit, number, false, false, /*reads=*/false});
-  }
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    const PassCalls& calls = ranks[rank];
-    const auto places = merger.places_of(sequence_of(calls, kept));
-    for (size_t i = 0; i < calls.size(); ++i) {
-      if (places[i] >= 0) {
-        PassCall& call = next.calls[places[i]];
-        call.needs_backward = call.needs_backward || calls[i].needs_backward;
-        call.reads = call.reads || calls[i].reads;
-        call.last = calls[i].made ? std::max(call.last, places[calls[i].last]) : call.last;
-      }
-    }
-    if (static_cast<int>(rank) == own) {
-      next.places = places;
-    }
-  }
-  return next;
-}
-
-namespace {
-
-// Whether another call of the unit was made before this one was left: its backward begins earlier
-// than that one's.
-bool is_nest(const PassCalls& calls, size_t number) {
-  const PassCall& call = calls[number];
-  const auto begin = calls.begin() + static_cast<std::ptrdiff_t>(number) + 1;
-  const auto end = std::max(begin, calls.begin() + call.last + 1);
-  return std::any_of(
-      begin, end, [&](const PassCall& each) { return each.made && each.unit == call.unit; });
-}
-
-// A number for the needs of a rank in the backward of a call: whether it has one, and when.
-uint8_t needs_of(const PassCalls& calls, size_t number) {
-  const PassCall& call = calls[number];
-  return call.needs_backward ? 1 + (is_nest(calls, number) ? 1 : 0) : 0;
-}
-
 } // namespace
 
 CallOrder::CallOrder(std::vector<CallEvent> events) {
@@ -272,12 +41,37 @@ CallOrder::CallOrder(std::vector<CallEvent> events) {
 
 void CallOrder::take(std::vector<CallEvent> events) {
   events_ = std::move(events);
-  expected_ = calls_of(events_);
-  own_needs_.clear();
-  for (size_t call = 0; call < expected_.size(); ++call) {
-    own_needs_.push_back(needs_of(expected_, call));
+  expected_.clear();
+  for (const CallEvent& event : events_) {
+    if (event.kind == EventKind::Enter) {
+      expected_.push_back({event.unit, event.call, event.call});
+    } else {
+      Call& call = expected_.at(event.call);
+      call.last = call.last_of_all = static_cast<int32_t>(expected_.size()) - 1;
+      call.needs_backward = event.needs_backward;
+      call.reads = event.reads;
+    }
   }
 }
+
+// A call is left as soon as it may be: right after the enter of its last one.
+std::vector<CallEvent> CallOrder::events_of(const std::vector<Call>& calls) {
+  std::vector<std::vector<int32_t>> left_after(calls.size());
+  for (size_t i = 0; i < calls.size(); ++i) {
+    left_after.at(calls[i].last).push_back(static_cast<int32_t>(i));
+  }
+  std::vector<CallEvent> events;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    events.push_back({EventKind::Enter, calls[i].unit, true, static_cast<int32_t>(i)});
+    for (auto call = left_after[i].rbegin(); call != left_after[i].rend(); ++call) {
+      const Call& left = calls[*call];
+      events.push_back({EventKind::Exit, left.unit, left.needs_backward, *call, left.reads});
+    }
+  }
+  return events;
+}
+
+// -- a pass ---------------------------------------------------------------------------------
 
 void CallOrder::begin(bool grad) {
   calls_ = expected_;
@@ -308,21 +102,23 @@ std::vector<UnitId> CallOrder::upcoming(int count) const {
 
 int32_t CallOrder::add(UnitId unit) {
   changed_ = true;
-  auto number = static_cast<int32_t>(calls_.size());
-  if (num_units_ == 0) {
-    calls_.push_back({unit, number, grad_});
-    return number;
-  }
-  number += unit;
-  make_slots(num_added() + 1);
-  calls_.at(number) = {unit, number, grad_};
+  const auto number = static_cast<int32_t>(calls_.size());
+  calls_.push_back({unit, number, number, grad_});
   return number;
 }
 
-void CallOrder::make_slots(int64_t num_added) {
-  while (this->num_added() < num_added) {
-    for (size_t unit = 0; unit < num_units_; ++unit) {
-      calls_.push_back({static_cast<UnitId>(unit), -1, false, false, /*reads=*/false});
+std::vector<bool> CallOrder::late() const {
+  std::vector<bool> late(needs().size());
+  for (size_t i = 0; i < std::min(late.size(), calls_.size()); ++i) {
+    late[i] = calls_[i].made && calls_[i].last > calls_[i].last_of_all;
+  }
+  return late;
+}
+
+void CallOrder::extend(const std::vector<bool>& calls) {
+  for (size_t i = 0; i < std::min(calls.size(), calls_.size()); ++i) {
+    if (calls[i]) {
+      calls_[i].last_of_all = static_cast<int32_t>(calls_.size());
     }
   }
 }
@@ -333,31 +129,104 @@ void CallOrder::enter(int32_t call) {
 }
 
 void CallOrder::leave(int32_t number, bool needs_backward) {
-  PassCall& call = calls_.at(number);
+  Call& call = calls_.at(number);
   call.last = last_made_;
-  call.needs_backward = needs_backward;
+  if (grad_) {
+    call.needs_backward = needs_backward;
+  }
   if (static_cast<size_t>(number) < expected_.size()) {
-    const bool longer = call.last > expected_[number].last;
-    changed_ = changed_ || longer || (grad_ && needs_of(calls_, number) != own_needs_[number]);
+    const Call& expected = expected_[number];
+    changed_ = changed_ || call.last > expected.last ||
+        call.needs_backward != expected.needs_backward;
   }
 }
 
+// -- its end --------------------------------------------------------------------------------
+
 bool CallOrder::skipped() const {
-  return std::any_of(calls_.begin(), calls_.end(), [](const PassCall& call) {
-    return !call.made && call.last >= 0;
-  });
+  return std::any_of(calls_.begin(), calls_.end(), [](const Call& call) { return !call.made; });
 }
 
-std::vector<CallEvent> CallOrder::learn(const std::vector<PassCalls>& ranks, int own) {
-  std::vector<CallEvent> events = events_of(unite(ranks));
-  const NextCalls next = merge(ranks, own, /*keeps_unmade=*/learned_);
-  take(events_of(next.calls));
-  for (size_t i = 0; i < next.places.size(); ++i) {
-    if (next.places[i] >= 0) {
-      own_needs_[next.places[i]] = needs_of(ranks[own], i);
+uint64_t CallOrder::hash() const {
+  uint64_t hash = 0;
+  for (const Call& call : calls_) {
+    const bool needs = call.made && call.needs_backward;
+    hash = mix(hash, (static_cast<uint64_t>(call.unit) << 1) + (needs ? 1 : 0));
+    hash = mix(hash, call.made ? static_cast<uint64_t>(call.last) + 1 : 0);
+  }
+  return hash;
+}
+
+std::vector<bool> CallOrder::needs() const {
+  const size_t num_common = shared_ ? calls_.size() : expected_.size();
+  std::vector<bool> needs(num_common + (shared_ ? 0 : num_units_));
+  for (size_t i = 0; i < calls_.size(); ++i) {
+    const Call& call = calls_[i];
+    const size_t bit = i < num_common ? i : num_common + call.unit;
+    const bool is_served = !call.made && i >= expected_.size(); // for other ranks
+    needs[bit] = needs[bit] || (call.needs_backward && !is_served);
+  }
+  return needs;
+}
+
+// Calls of the order that nobody made stay where they are if nobody called the unit elsewhere. The
+// order of registration has units that are never called.
+std::vector<CallEvent> CallOrder::take_own() {
+  if (!changed_) {
+    return events_;
+  }
+  std::unordered_set<UnitId> called;
+  for (const Call& call : calls_) {
+    if (call.made) {
+      called.insert(call.unit);
+    }
+  }
+  std::vector<Call> next;
+  std::vector<int32_t> numbers(calls_.size(), -1); // in the next pass
+  for (size_t i = 0; i < calls_.size(); ++i) {
+    Call call = calls_[i];
+    if (call.made || (learned_ && !called.contains(call.unit))) {
+      numbers[i] = static_cast<int32_t>(next.size());
+      call.last = static_cast<int32_t>(i);
+      next.push_back(call);
+    }
+  }
+  for (size_t i = 0; i < calls_.size(); ++i) {
+    if (numbers[i] >= 0) {
+      next[numbers[i]].last = numbers[calls_[i].made ? calls_[i].last : i];
     }
   }
   learned_ = true;
+  take(events_of(next));
+  return events_of(calls_);
+}
+
+// Where calls are not shared, no rank knows what the others have added but the units. Their
+// backwards come before those of the order.
+std::vector<CallEvent> CallOrder::unite(const std::vector<bool>& needs) {
+  for (CallEvent& event : events_) {
+    if (event.kind == EventKind::Exit) {
+      event.needs_backward = needs.at(event.call);
+      expected_[event.call].needs_backward = event.needs_backward;
+    }
+  }
+  if (shared_) {
+    std::vector<Call> calls = calls_;
+    for (size_t i = 0; i < calls.size(); ++i) {
+      calls[i].last = std::min(calls[i].last_of_all, static_cast<int32_t>(calls.size()) - 1);
+      calls[i].needs_backward = needs.at(i);
+    }
+    return events_of(calls);
+  }
+  std::vector<CallEvent> events = events_;
+  constexpr int32_t kNoCall = std::numeric_limits<int32_t>::max(); // of this rank
+  for (size_t i = expected_.size(); i < needs.size(); ++i) {
+    const auto unit = static_cast<UnitId>(i - expected_.size());
+    if (needs[i]) {
+      events.push_back({EventKind::Enter, unit, true, kNoCall});
+      events.push_back({EventKind::Exit, unit, true, kNoCall});
+    }
+  }
   return events;
 }
 

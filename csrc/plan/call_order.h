@@ -1,17 +1,10 @@
-// The order in which all ranks go through the calls of a pass, and how the lists of several ranks
-// become one.
+// The order in which all ranks go through the calls of a pass, and this rank's own calls in it.
 //
 // See Note [One order on every rank] in plan/schedule.h.
 //
 // A call is one entry of a unit. All ranks number the calls of a pass alike, whether they make them
 // or not; each makes some of them, in the order of their numbers. When a call was left is told by
 // the last call that was entered before.
-//
-// Note [Slots]
-// Where no unit is gathered (stage 0), a rank that makes calls which are not in the order asks
-// nobody. Its k-th such call of unit u gets the number n + k U + u, behind n expected calls and
-// with U units, so ranks number alike what they do not know of each other. They compare these
-// numbers at the end of the pass.
 #pragma once
 
 #include <cstdint>
@@ -63,43 +56,6 @@ struct BackwardStep {
   }
 };
 
-// -- how the lists of several ranks become one
-// ------------------------------------------------------
-
-struct PassCall {
-  UnitId unit = -1;
-  // Number of the last call that the rank made before it left this one; -1 of a slot for a call
-  // that the rank did not make, see Note [Slots].
-  int32_t last = -1;
-  bool needs_backward = true;
-  bool made = false; // by the rank, or by any
-  bool reads = true; // its backward, the unit's parameters; as all ranks expect it
-};
-
-using PassCalls = std::vector<PassCall>;
-
-// Numbers the calls of `events` (field `call`) by their enters.
-void number_calls(std::vector<CallEvent>& events);
-PassCalls calls_of(const std::vector<CallEvent>& events);
-// A call is left as soon as it may be: right after the enter of its last one.
-std::vector<CallEvent> events_of(const PassCalls& calls);
-
-// One list that holds for all ranks: a call is left when every rank that made it has left it, and
-// needs a backward if it does on any of them. Calls that nobody made are
-// as in the first list.
-PassCalls unite(const std::vector<PassCalls>& ranks);
-
-// The calls that ranks expect of the next pass.
-struct NextCalls {
-  PassCalls calls;
-  std::vector<int32_t> places; // of the first rank's calls among them; -1 for those not made
-};
-
-// The shortest list, within reach of merging pairs, that has each rank's calls in its own order.
-// Calls that nobody made stay where they are if `keeps_unmade` and nobody called the unit
-// elsewhere.
-NextCalls merge(const std::vector<PassCalls>& ranks, int own, bool keeps_unmade);
-
 // -- the order, and this rank's own calls in it
 // ----------------------------------------------------
 
@@ -109,6 +65,10 @@ class CallOrder {
 
   const std::vector<CallEvent>& events() const {
     return events_;
+  }
+  // Number of calls in the order, and of the pass under way.
+  size_t num_calls() const {
+    return calls_.size();
   }
 
   // -- a pass
@@ -124,50 +84,65 @@ class CallOrder {
   std::optional<int32_t> find(UnitId unit) const;
   // The next `count` different units that the order enters.
   std::vector<UnitId> upcoming(int count) const;
-  // From now on calls behind the order have slots; `num_units` is 0 where all ranks add them.
-  void use_slots(size_t num_units) {
+  // Whether all ranks add the calls that any of them adds, which is so where units are gathered.
+  void set_shared(bool shared, size_t num_units) {
+    shared_ = shared;
     num_units_ = num_units;
   }
   // A call behind all others; returns its number.
   int32_t add(UnitId unit);
-  // Calls that this rank has added to slots; slots for as many as any rank has.
-  int64_t num_added() const {
-    return num_units_ == 0 ? 0
-                           : static_cast<int64_t>((calls_.size() - expected_.size()) / num_units_);
-  }
-  void make_slots(int64_t num_added);
-  size_t num_slots() const {
-    return num_units_ == 0 ? 0 : calls_.size() - expected_.size();
-  }
+  // Calls that this rank has left later than all ranks know.
+  std::vector<bool> late() const;
+  // Any rank is in these calls as the next one is added, or has left them late(): all ranks take
+  // them to be left behind that one.
+  void extend(const std::vector<bool>& calls);
   // This rank makes the call.
   void enter(int32_t call);
   void leave(int32_t call, bool needs_backward);
+  // Whether the backward of the call reads parameters, as all ranks expect it.
+  bool reads(int32_t call) const {
+    return calls_.at(call).reads;
+  }
 
   // -- its end
-  // Whether the ranks have to compare what they did.
+  // Whether this rank's calls are other ones than the order has, or the order is that of
+  // registration.
   bool changed() const {
     return changed_;
   }
   // Whether this rank left out calls.
   bool skipped() const;
-  // As this rank made them.
-  const PassCalls& calls() const {
-    return calls_;
-  }
-  // Learns from the calls of all ranks what to expect of the next pass. Returns the events of this
-  // one. `own` is this rank's index.
-  std::vector<CallEvent> learn(const std::vector<PassCalls>& ranks, int own);
+  // A number for the calls that this rank has made, and which of them need a backward.
+  uint64_t hash() const;
+  // By call, whether this rank needs its backward, or may have to. Behind them, where calls are not
+  // shared, by unit whether it does for a call of the unit that it has added.
+  std::vector<bool> needs() const;
+  // All ranks have made this rank's calls: they are the order of the next pass. Returns the events
+  // of this one.
+  std::vector<CallEvent> take_own();
+  // Ranks have made different calls, and any of them has these needs(): the order stays.
+  std::vector<CallEvent> unite(const std::vector<bool>& needs);
 
  private:
+  struct Call {
+    UnitId unit = -1;
+    int32_t last = -1; // number of the last call that was made before this one was left
+    int32_t last_of_all = -1; // the same, as all ranks know it
+    bool needs_backward = true;
+    bool made = false; // by this rank
+    bool reads = true;
+  };
+
+  static std::vector<CallEvent> events_of(const std::vector<Call>& calls);
   void take(std::vector<CallEvent> events);
 
   std::vector<CallEvent> events_;
-  PassCalls expected_; // the same as calls
-  std::vector<uint8_t> own_needs_; // in a backward, of this rank's calls, when last compared
+  std::vector<Call> expected_; // the same as calls
   bool learned_ = false; // from a pass; else the order is that of registration
-  // Of the pass under way.
-  PassCalls calls_;
+  bool shared_ = true;
   size_t num_units_ = 0;
+  // Of the pass under way.
+  std::vector<Call> calls_;
   size_t cursor_ = 0;
   int32_t last_made_ = -1;
   bool grad_ = false;

@@ -42,17 +42,25 @@ ControlMessage ControlMessage::of(MessageKind kind, std::vector<int64_t> words) 
 }
 
 ControlMessage ControlMessage::of_flags(MessageKind kind, const std::vector<bool>& flags) {
-  std::vector<int64_t> words(1 + flags.size() / kWordBits);
-  for (size_t i = 0; i < flags.size(); ++i) {
-    words[i / kWordBits] |= static_cast<int64_t>(uint64_t{flags[i]} << i % kWordBits);
-  }
-  return of(kind, std::move(words));
+  ControlMessage message{kind, 0, 0, {}};
+  message.add_flags(flags);
+  return message;
 }
 
-std::vector<bool> ControlMessage::flags(size_t count) const {
+void ControlMessage::add_flags(const std::vector<bool>& flags) {
+  const size_t first = words.size();
+  words.resize(first + 1 + flags.size() / kWordBits);
+  for (size_t i = 0; i < flags.size(); ++i) {
+    words[first + i / kWordBits] |= static_cast<int64_t>(uint64_t{flags[i]} << i % kWordBits);
+  }
+  width = static_cast<int64_t>(words.size());
+}
+
+std::vector<bool> ControlMessage::flags(size_t count, size_t first) const {
   std::vector<bool> result(count);
   for (size_t i = 0; i < count; ++i) {
-    result[i] = (static_cast<uint64_t>(words.at(i / kWordBits)) >> i % kWordBits & 1) != 0;
+    const auto word = static_cast<uint64_t>(words.at(first + i / kWordBits));
+    result[i] = (word >> i % kWordBits & 1) != 0;
   }
   return result;
 }
@@ -60,12 +68,16 @@ std::vector<bool> ControlMessage::flags(size_t count) const {
 void ControlMessage::combine(const ControlMessage& other) {
   if (kind != other.kind || user != other.user || width != other.width) {
     *this = {MessageKind::Different, 0, 0, {}};
-  } else if (kind == MessageKind::Calls) {
+  } else if (kind == MessageKind::Lists) {
     unite(words, other.words, width);
   } else {
     const bool are_flags = kind >= MessageKind::AnyFlags;
+    const size_t num_numbers = are_flags ? 0
+        : kind == MessageKind::Pass      ? std::min(kPassNumbers, words.size())
+                                         : words.size();
     for (size_t i = 0; i < words.size(); ++i) {
-      words[i] = are_flags ? words[i] | other.words[i] : std::max(words[i], other.words[i]);
+      const bool is_number = i < num_numbers;
+      words[i] = is_number ? std::max(words[i], other.words[i]) : words[i] | other.words[i];
     }
   }
 }

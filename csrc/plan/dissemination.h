@@ -17,14 +17,17 @@ namespace zerocore {
 
 enum class MessageKind : int64_t {
   Hello, // connects
-  Pass, // what a rank does in a pass: the largest numbers
+  Pass, // what a rank does in a pass: kPassNumbers numbers as below, then bits as of flags
   Collective, // it is about to issue: the largest numbers
   AnyFlags, // the next three are bits, of which any rank's count
   UsedFlags,
   OptimizerFlags,
-  Calls, // lists of numbers, of which each different one is kept
+  Lists, // of numbers, of which each different one is kept
   Different,
 };
+
+// Words of a Pass of which the largest counts; the others are bits.
+constexpr size_t kPassNumbers = 9;
 
 struct ControlMessage {
   MessageKind kind = MessageKind::Hello;
@@ -37,7 +40,9 @@ struct ControlMessage {
   static ControlMessage of(MessageKind kind, std::vector<int64_t> words);
   // Of which each bit is one flag.
   static ControlMessage of_flags(MessageKind kind, const std::vector<bool>& flags);
-  std::vector<bool> flags(size_t count) const;
+  void add_flags(const std::vector<bool>& flags);
+  // `first`: the word that they begin with.
+  std::vector<bool> flags(size_t count, size_t first = 0) const;
   // Both, on a rank that has heard both.
   void combine(const ControlMessage& other);
 };

@@ -50,10 +50,7 @@ void Schedule::begin_pass(bool grad, Actions& out) {
 
 void Schedule::end_pass(Actions& out) {
   close_pass(out);
-  settle_pass(
-      order_.changed() ? std::vector<PassCalls>{order_.calls()} : std::vector<PassCalls>{},
-      0,
-      reads_more_);
+  settle_pass(/*agreed=*/true, {}, reads_more_);
 }
 
 std::vector<CallEvent> Schedule::expected() const {
@@ -72,10 +69,10 @@ void Schedule::close_pass(Actions& out) {
   closed_ = std::exchange(open_, -1);
 }
 
-void Schedule::settle_pass(const std::vector<PassCalls>& ranks, int own, bool reads_all) {
+void Schedule::settle_pass(bool agreed, const std::vector<bool>& needs, bool reads_all) {
   ForwardPass& pass = *passes_.find(std::exchange(closed_, -1));
   if (std::exchange(follows_, false)) {
-    pass.events = ranks.empty() ? order_.events() : order_.learn(ranks, own);
+    pass.events = agreed ? order_.take_own() : order_.unite(needs);
     for (CallEvent& event : pass.events) {
       event.reads = event.reads || reads_all;
     }
@@ -154,7 +151,7 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions&
   --residency_.uses(unit).held;
   if (frame.follows) {
     order_.leave(frame.call, needs_backward);
-    const bool is_lookup = !order_.calls()[frame.call].reads;
+    const bool is_lookup = !order_.reads(frame.call);
     reads_more_ = reads_more_ || (is_lookup && reads && needs_backward);
     leave_calls(out);
     residency_.release_late(unit, out);
@@ -181,6 +178,16 @@ void Schedule::cancel_calls(size_t num) {
     --uses.held;
     uses.active -= frame.follows ? 0 : 1; // the order has its own exits
   }
+}
+
+std::vector<bool> Schedule::open_calls() const {
+  std::vector<bool> open = order_.late();
+  for (const Frame& frame : frames_) {
+    if (frame.follows && static_cast<size_t>(frame.call) < open.size()) {
+      open[frame.call] = true;
+    }
+  }
+  return open;
 }
 
 void Schedule::serve(UnitId unit, Actions& out) {

@@ -10,9 +10,11 @@
 // on all ranks: a call is looked up in what is left of it, and what lies before is unsharded and
 // resharded in its turn. A call that is not found comes behind all others: this rank goes through
 // the rest of the order and then asks the others, who, when they have come to the end, serve it
-// (unshard and reshard the unit without using it). When all have ended, and if the pass was not
-// what was expected, ranks compare their calls; that gives the list from which the pass's backward
-// follows and the order of the next pass. The first order is that of registration.
+// (unshard and reshard the unit without using it). So all ranks know all calls of the pass. As they
+// leave it they compare a hash of the calls that each has made. If all ranks have made the same,
+// these are the order of the next pass; else the order stays. The first order is that of
+// registration. The pass's backward follows from the calls of the order, then those that were added
+// to it, and from which of them need a backward on any rank.
 //
 // Note [Gathers that nobody reads]
 // The backward of an embedding's lookup reads indices and no weight, so gathering the weight for it
@@ -51,7 +53,7 @@ class Schedule {
         passes_(static_cast<int>(meshes.size())),
         residency_(meshes),
         walk_(static_cast<int>(meshes.size()), prefetch_, passes_, residency_) {
-    order_.use_slots(residency_.gathers() ? 0 : meshes.size());
+    order_.set_shared(residency_.gathers(), meshes.size());
   }
   Schedule(const Schedule&) = delete; // its parts refer to each other
   Schedule& operator=(const Schedule&) = delete;
@@ -68,7 +70,7 @@ class Schedule {
   }
   // Forgets all but the first `num` of them: they have failed, and have no exit.
   void cancel_calls(size_t num);
-  // close_pass, and learn where there are no other ranks to compare with.
+  // close_pass and settle_pass, where there are no other ranks.
   void end_pass(Actions& out);
 
   // Between ranks, see Note [One order on every rank].
@@ -78,6 +80,12 @@ class Schedule {
   }
   // Goes through what is left of the order.
   void finish_order(Actions& out);
+  // Calls that this rank is in, or has left late, as CallOrder::needs; and those of any rank, before
+  // a call is added or the pass settled.
+  std::vector<bool> open_calls() const;
+  void hear_open_calls(const std::vector<bool>& open) {
+    order_.extend(open);
+  }
   // A call that other ranks make and the order does not have.
   void serve(UnitId unit, Actions& out);
   // This rank has left the pass; ranks that have not may have to be served.
@@ -92,13 +100,9 @@ class Schedule {
   bool reads_more() const {
     return reads_more_;
   }
-  // See Note [Slots].
-  void make_slots(int64_t num_added) {
-    order_.make_slots(num_added);
-  }
-  // Settles the pass that was closed: with the calls of all ranks if any of them changed, else with
-  // none. `reads_all`: any rank reads_more().
-  void settle_pass(const std::vector<PassCalls>& ranks, int own, bool reads_all);
+  // Settles the pass that was closed. `agreed`: all ranks have made the same calls; else `needs` has
+  // CallOrder::needs of all ranks. `reads_all`: any rank reads_more().
+  void settle_pass(bool agreed, const std::vector<bool>& needs, bool reads_all);
   // In place of settle_pass: no rank runs a backward through the pass.
   void drop_pass();
   // The pass ended with an exception: gives everything back, forgets the pass.

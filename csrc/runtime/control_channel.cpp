@@ -25,17 +25,17 @@ constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
 constexpr size_t kMostKnown = 4096; // see Note [Static graphs]
 enum Field : uint8_t {
   Wanted,
-  Changed,
-  Skipped,
   Failed,
   Reads,
   MostGathered,
   LeastGathered,
   MostWritten,
   LeastWritten,
-  NumAdded,
+  LargestCalls,
+  SmallestCalls,
   kNumFields
 };
+static_assert(kNumFields == kPassNumbers);
 
 std::shared_ptr<ControlLink> link_of(const c10::intrusive_ptr<c10d::ProcessGroup>& control) {
   return ControlLink::of(control->getBackend(c10::DeviceType::CPU), /*is_alone=*/true);
@@ -45,19 +45,6 @@ const std::string& name_of(MessageKind flags) {
   return flags == MessageKind::UsedFlags     ? kUsed
       : flags == MessageKind::OptimizerFlags ? kOptimizerFlags
                                              : kCalls;
-}
-
-// One number a call: 0 for one that the rank did not make.
-int64_t encode(const PassCall& call) {
-  return call.made ? 1 + 2 * int64_t{call.last} + (call.needs_backward ? 1 : 0) : 0;
-}
-
-void decode(int64_t code, PassCall& call) {
-  call.made = code > 0;
-  if (call.made) {
-    call.last = static_cast<int32_t>((code - 1) / 2);
-    call.needs_backward = (code - 1) % 2 != 0;
-  }
 }
 
 } // namespace
@@ -121,23 +108,31 @@ void ControlChannel::begin_backward(const std::shared_ptr<void>& running) {
 void ControlChannel::say(const Answer& own) {
   std::vector<int64_t> fields(kNumFields);
   fields[Wanted] = own.wanted ? kFirstUnit - *own.wanted : 0;
-  fields[Changed] = own.changed ? 1 : 0;
-  fields[Skipped] = own.skipped ? 1 : 0;
   fields[Failed] = own.failed ? 1 + *own.failed : 0;
   fields[Reads] = own.reads ? 1 : 0;
   fields[MostGathered] = own.gathered;
   fields[LeastGathered] = -own.gathered;
   fields[MostWritten] = own.written;
   fields[LeastWritten] = -own.written;
-  fields[NumAdded] = own.num_added;
-  round_ = begin(ControlMessage::of(MessageKind::Pass, std::move(fields)), kCalls);
+  fields[LargestCalls] = static_cast<int64_t>(own.calls >> 1);
+  fields[SmallestCalls] = -fields[LargestCalls];
+  ControlMessage message = ControlMessage::of(MessageKind::Pass, std::move(fields));
+  std::vector<bool> flags = own.needs;
+  flags.insert(flags.end(), own.open.begin(), own.open.end());
+  message.add_flags(flags);
+  num_needs_ = own.needs.size();
+  round_ = begin(std::move(message), kCalls);
 }
 
 ControlChannel::Answer ControlChannel::wait() {
-  const std::vector<int64_t> fields = wait(round_).words;
+  const ControlMessage heard = wait(round_);
+  const std::vector<int64_t>& fields = heard.words;
   Answer answer;
-  answer.changed = fields[Changed] != 0;
-  answer.skipped = fields[Skipped] != 0;
+  answer.calls_differ = fields[LargestCalls] != -fields[SmallestCalls];
+  const std::vector<bool> flags = heard.flags(2 * num_needs_, kNumFields);
+  const auto half = flags.begin() + static_cast<std::ptrdiff_t>(num_needs_);
+  answer.needs.assign(flags.begin(), half);
+  answer.open.assign(half, flags.end());
   answer.reads = fields[Reads] != 0;
   if (fields[Failed] != 0) {
     answer.failed = static_cast<int>(fields[Failed] - 1);
@@ -145,7 +140,6 @@ ControlChannel::Answer ControlChannel::wait() {
   if (fields[Wanted] != 0) {
     answer.wanted = static_cast<UnitId>(kFirstUnit - fields[Wanted]);
   }
-  answer.num_added = fields[NumAdded];
   answer.gathers_differ = fields[MostGathered] != -fields[LeastGathered];
   answer.writes_differ = fields[MostWritten] != -fields[LeastWritten];
   return answer;
@@ -157,7 +151,7 @@ std::vector<bool> ControlChannel::differing(
   std::vector<int64_t> words = {rank_};
   words.insert(words.end(), sharers.begin(), sharers.end());
   words.insert(words.end(), numbers.begin(), numbers.end());
-  Pending pending = begin(ControlMessage::of(MessageKind::Calls, std::move(words)), kCalls);
+  Pending pending = begin(ControlMessage::of(MessageKind::Lists, std::move(words)), kCalls);
   const ControlMessage heard = wait(pending);
   std::vector<bool> differ(numbers.size());
   for (size_t i = 0; i < numbers.size(); ++i) {
@@ -169,41 +163,6 @@ std::vector<bool> ControlChannel::differing(
     }
   }
   return differ;
-}
-
-RankCalls ControlChannel::gather(const PassCalls& own, size_t num_slots, int64_t num_added) {
-  const size_t num_known = own.size() - num_slots;
-  std::vector<int64_t> words = {rank_};
-  for (size_t i = 0; i < own.size(); ++i) {
-    if (i >= num_known && own[i].made) {
-      words.push_back(static_cast<int64_t>(i));
-    }
-    if (i < num_known || own[i].made) {
-      words.push_back(encode(own[i]));
-    }
-  }
-  words.resize(1 + num_known + 2 * num_added); // zeros: no slot is the first call
-  const std::vector<int64_t> codes(words.begin() + 1, words.end());
-  Pending pending = begin(ControlMessage::of(MessageKind::Calls, std::move(words)), kCalls);
-  const ControlMessage heard = wait(pending);
-  RankCalls result;
-  for (auto list = heard.words.begin(); list != heard.words.end(); list += heard.width) {
-    if (std::equal(codes.begin(), codes.end(), list + 1)) {
-      result.own = static_cast<int>(result.lists.size());
-    }
-    PassCalls& calls = result.lists.emplace_back(own);
-    for (PassCall& call : calls) {
-      call.made = false;
-    }
-    const auto codes_of = [&](size_t word) { return list[static_cast<std::ptrdiff_t>(word) + 1]; };
-    for (size_t i = 0; i < num_known; ++i) {
-      decode(codes_of(i), calls[i]);
-    }
-    for (size_t i = num_known; i + 1 < codes.size() && codes_of(i) != 0; i += 2) {
-      decode(codes_of(i + 1), calls.at(codes_of(i)));
-    }
-  }
-  return result;
 }
 
 std::vector<bool> ControlChannel::any_rank(const std::vector<bool>& flags, MessageKind kind) {

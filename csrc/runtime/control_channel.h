@@ -17,30 +17,25 @@
 #include <utility>
 #include <vector>
 
-#include "plan/call_order.h"
+#include "plan/dissemination.h"
 #include "watch/control_link.h"
 
 namespace zerocore {
 
 class Alarm;
 
-// Of all ranks, without those that are equal; `own` is the place of this rank's.
-struct RankCalls {
-  std::vector<PassCalls> lists;
-  int own = 0;
-};
-
 class ControlChannel {
  public:
   struct Answer {
-    std::optional<UnitId> wanted; // the first unit in registration that any rank needs
-    bool changed = false; // on any rank
-    bool skipped = false; // any rank left out calls that others may have made
-    std::optional<int> failed; // the last rank whose forward raised
+    std::optional<UnitId> wanted = {}; // the first unit in registration that any rank needs
+    uint64_t calls = 0; // of `own`: a number for the calls that this rank has made
+    bool calls_differ = false;
+    std::vector<bool> needs = {}; // by call, whether any rank needs its backward
+    std::vector<bool> open = {}; // as many: see Schedule::open_calls
+    std::optional<int> failed = {}; // the last rank whose forward raised
     bool reads = false; // on any rank a backward reads more than expected
     int64_t gathered = 0; // of `own`: a number for what this rank has gathered again
     bool gathers_differ = false;
-    int64_t num_added = 0; // calls in slots, the most of any rank
     int64_t written = 0; // of `own`: a number for what this rank has written in place
     bool writes_differ = false;
   };
@@ -64,9 +59,6 @@ class ControlChannel {
   void tell_used(const std::vector<bool>& flags);
   std::vector<bool> hear_used();
 
-  // Every rank's list; all are as long as `own`, whose last `num_slots` are slots for `num_added`
-  // calls. Blocks.
-  RankCalls gather(const PassCalls& own, size_t num_slots, int64_t num_added);
   // For each flag whether it is set on any rank. Blocks. AnyFlags, or OptimizerFlags.
   std::vector<bool> any_rank(const std::vector<bool>& flags, MessageKind kind);
   // Which numbers are not the same on all ranks that have the same number of sharers. Blocks.
@@ -114,6 +106,7 @@ class ControlChannel {
   Alarm* alarm_;
   uint64_t num_messages_ = 0;
   Pending round_;
+  size_t num_needs_ = 0; // of the round under way
   Flags used_;
   // Of all ranks, by those of this one; see Note [Static graphs].
   std::map<std::pair<MessageKind, std::vector<bool>>, std::vector<bool>> known_;

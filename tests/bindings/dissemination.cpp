@@ -30,7 +30,8 @@ void register_dissemination(py::module_& module) {
   py::enum_<MessageKind>(module, "MessageKind")
       .value("Pass", MessageKind::Pass)
       .value("AnyFlags", MessageKind::AnyFlags)
-      .value("Calls", MessageKind::Calls)
+      .value("Collective", MessageKind::Collective)
+      .value("Lists", MessageKind::Lists)
       .value("Different", MessageKind::Different);
   py::class_<ControlMessage>(module, "ControlMessage")
       .def(
@@ -45,7 +46,8 @@ void register_dissemination(py::module_& module) {
             return ControlMessage::of_flags(MessageKind::AnyFlags, flags);
           },
           py::arg("flags"))
-      .def("flags", &ControlMessage::flags, py::arg("count"))
+      .def("add_flags", &ControlMessage::add_flags, py::arg("flags"))
+      .def("flags", &ControlMessage::flags, py::arg("count"), py::arg("first") = 0)
       .def_readonly("kind", &ControlMessage::kind)
       .def_readonly("words", &ControlMessage::words);
   py::class_<Dissemination>(module, "Dissemination")

@@ -61,9 +61,6 @@ struct PySchedule {
 
 void register_schedule(py::module_& module) {
   py::class_<CallHandle>(module, "CallHandle").def_readonly("unit", &CallHandle::unit);
-  py::class_<PassCall>(module, "PassCall")
-      .def_readonly("unit", &PassCall::unit)
-      .def_readonly("made", &PassCall::made);
   py::class_<Action>(module, "Action")
       .def_property_readonly("kind", [](const Action& action) { return name_of(action.kind); })
       .def_readonly("unit", &Action::unit);
@@ -108,11 +105,16 @@ void register_schedule(py::module_& module) {
           [](S& s, UnitId unit) { return s.run([&] { s.schedule.serve(unit, s.actions); }); })
       .def("close_pass", [](S& s) { return s.run([&] { s.schedule.close_pass(s.actions); }); })
       .def("changed", [](const S& s) { return s.schedule.order().changed(); })
-      .def("calls", [](const S& s) { return s.schedule.order().calls(); })
+      .def("hash", [](const S& s) { return s.schedule.order().hash(); })
+      .def("open_calls", [](const S& s) { return s.schedule.open_calls(); })
+      .def(
+          "hear_open_calls",
+          [](S& s, const std::vector<bool>& open) { s.schedule.hear_open_calls(open); })
+      .def("needs", [](const S& s) { return s.schedule.order().needs(); })
       .def(
           "settle_pass",
-          [](S& s, const std::vector<PassCalls>& ranks, int own) {
-            s.schedule.settle_pass(ranks, own, s.schedule.reads_more());
+          [](S& s, bool agreed, const std::vector<bool>& needs) {
+            s.schedule.settle_pass(agreed, needs, s.schedule.reads_more());
           })
       .def("abort", [](S& s) { return s.run([&] { s.schedule.abort(s.actions); }); })
       .def("begin_backward", [](S& s) { s.schedule.begin_backward(); })

@@ -80,28 +80,31 @@ class Rank:
 
 
 def play(ranks: list[Rank], calls: list[list[Call]], grad: bool = True) -> bool:
-    """One forward, with its backward if `grad`; whether the ranks had to compare their calls."""
+    """One forward, with its backward if `grad`; whether the ranks made the same calls."""
     passes = [rank.forward(tree, grad) for rank, tree in zip(ranks, calls, strict=True)]
     wanted: list[int | None] = [next(each) for each in passes]
     tapes: list[Tape] = []
     while not tapes:
         served = min((unit for unit in wanted if unit is not None), default=None)
+        opened = [rank.schedule.open_calls() for rank in ranks]
+        for rank in ranks:
+            rank.schedule.hear_open_calls([any(bits) for bits in zip(*opened, strict=True)])
         for index, each in enumerate(passes):
             try:
                 wanted[index] = each.send(served)
             except StopIteration as end:
                 tapes.append(end.value)
-    changed = any(rank.schedule.changed() for rank in ranks)
-    lists = [rank.schedule.calls() for rank in ranks] if changed else []
-    for index, rank in enumerate(ranks):
-        rank.schedule.settle_pass(lists, index)
+    agreed = len({rank.schedule.hash() for rank in ranks}) == 1
+    needs = [any(bits) for bits in zip(*(rank.schedule.needs() for rank in ranks), strict=True)]
+    for rank in ranks:
+        rank.schedule.settle_pass(agreed, needs)
     if grad:
         for rank, tape in zip(ranks, tapes, strict=True):
             rank.backward(tape)
     for rank in ranks:
         assert rank.collectives == ranks[0].collectives
         assert not rank.resident
-    return changed
+    return agreed
 
 
 def make_ranks(count: int, num_units: int, prefetch: int) -> list[Rank]:
@@ -136,33 +139,78 @@ def test_ranks_that_take_different_ways(seed: int, prefetch: int) -> None:
         play(ranks, calls, grad=step == 0 or rng.random() < 0.7)
 
 
+def entered(rank: Rank) -> list[int]:
+    """The units of the order of calls."""
+    return [event.unit for event in rank.schedule.order if event.enter]
+
+
 @pytest.mark.parametrize("seed", range(40))
-def test_ways_that_were_seen_are_not_compared_again(seed: int) -> None:
+def test_calls_of_all_ranks_are_the_next_order(seed: int) -> None:
     rng = random.Random(seed)
     num_units = rng.randint(2, 8)
     ranks = make_ranks(3, num_units, prefetch=1)
     tree = random_tree(rng, num_units)
     rng.shuffle(tree)
-    calls = [some_of(rng, tree, 0.3) or tree[:1] for _ in ranks]
-    assert play(ranks, calls)
-    assert not play(ranks, calls)
+    calls = some_of(rng, tree, 0.3) or tree[:1]
+    assert play(ranks, [calls] * 3)
+    order = [event.unit for event in order_of(calls) if event.enter]
+    assert all(entered(rank) == order for rank in ranks)
+    assert play(ranks, [calls] * 3)
+    assert not any(rank.schedule.changed() for rank in ranks)
 
 
-def test_a_branch_registered_last_and_called_in_the_middle() -> None:
+def test_ranks_that_differ_keep_the_order() -> None:
     ranks = make_ranks(2, 4, prefetch=1)
     with_branch: list[Call] = [(0, ()), (3, ()), (1, ()), (2, ())]
     without: list[Call] = [(0, ()), (1, ()), (2, ())]
-    play(ranks, [with_branch, without])
-    for rank in ranks:
-        assert [event.unit for event in rank.schedule.order if event.enter] == [0, 3, 1, 2]
-        rank.collectives.clear()
+    for calls in ([with_branch, without], [without, with_branch]):
+        for rank in ranks:
+            rank.collectives.clear()
+        assert not play(ranks, calls)
+        assert all(entered(rank) == [0, 1, 2, 3] for rank in ranks)
+        # Behind the order come the calls that were added to it.
+        reduced = [unit for name, unit in ranks[0].collectives if name == "reduce"]
+        assert reduced == [3, 2, 1, 0]
+    assert play(ranks, [with_branch, with_branch])
+    assert entered(ranks[0]) == [0, 3, 1, 2]
     assert not play(ranks, [without, with_branch])
-    assert [unit for name, unit in ranks[0].collectives if name == "reduce"] == [2, 1, 3, 0]
+    assert entered(ranks[0]) == [0, 3, 1, 2]
 
 
 def test_a_unit_that_nobody_called_first_is_found_later() -> None:
     ranks = make_ranks(2, 3, prefetch=1)
-    play(ranks, [[(0, ())], [(0, ()), (1, ())]])
-    assert [event.unit for event in ranks[0].schedule.order if event.enter] == [0, 1]
-    play(ranks, [[(2, ()), (0, ())], [(0, ()), (1, ())]])
-    assert [event.unit for event in ranks[0].schedule.order if event.enter] == [2, 0, 1]
+    both: list[Call] = [(0, ()), (1, ())]
+    assert play(ranks, [both, both])
+    assert entered(ranks[0]) == [0, 1]
+    more: list[Call] = [(2, ()), *both]
+    assert not play(ranks, [more, both])
+    assert play(ranks, [more, more])
+    assert entered(ranks[0]) == [2, 0, 1]
+    # A unit that all ranks leave out stays where it is, and is gathered in its turn.
+    assert play(ranks, [both, both])
+    assert entered(ranks[0]) == [2, 0, 1]
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_backward_that_any_rank_needs_is_one_of_all(needed: bool) -> None:
+    ranks = make_ranks(2, 3, prefetch=0)
+    passes, handles = [], []
+    for index, rank in enumerate(ranks):
+        rank.apply(rank.schedule.begin_pass(True))
+        for unit in range(3 - index):  # rank 1 leaves out unit 2
+            rank.apply(rank.schedule.enter(unit))
+            left = rank.schedule.exit(unit, needs_backward=unit > 0 or (needed and index == 0))
+            rank.apply(left.actions)
+            handles.append(left.call)
+        rank.apply(rank.schedule.close_pass())
+        passes.append(rank.schedule.needs())
+    needs = [any(bits) for bits in zip(*passes, strict=True)]
+    assert needs == [needed, True, True]
+    for rank in ranks:
+        rank.schedule.settle_pass(False, needs)
+        rank.collectives.clear()
+        rank.schedule.begin_backward()
+        rank.apply(rank.schedule.pre_backward(handles[3 * ranks.index(rank) + 1]))
+        rank.apply(rank.schedule.end_backward())
+        gathered = [unit for name, unit in rank.collectives if name == "unshard"]
+        assert gathered == ([1, 0] if needed else [1])  # the last one has stayed

@@ -121,10 +121,20 @@ def test_a_flag_of_any_rank_counts() -> None:
     assert all(each.flags(count) == expected for each in heard)
 
 
+def test_a_pass_has_numbers_and_flags() -> None:
+    size, count = 13, 100
+    messages = [message("Pass", [rank + place for place in range(9)]) for rank in range(size)]
+    for rank, each in enumerate(messages):
+        each.add_flags([place % size == rank and place < 50 for place in range(count)])
+    for each in run(messages):
+        assert each.words[:9] == [size - 1 + place for place in range(9)]
+        assert each.flags(count, 9) == [place < 50 for place in range(count)]
+
+
 def test_lists_that_ranks_share_travel_once() -> None:
     size = 37
     lists = [[rank % 3, 5, rank // 36] for rank in range(size)]
-    heard = run([message("Calls", [rank, *lists[rank]]) for rank in range(size)])
+    heard = run([message("Lists", [rank, *lists[rank]]) for rank in range(size)])
     expected = [0, *lists[0], 1, *lists[1], 2, *lists[2], 36, *lists[36]]
     assert all(each.words == expected for each in heard)
 
@@ -165,9 +175,9 @@ def exchange_words(lengths: list[int]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for number, length in enumerate(lengths):
         words = [number * 100 + rank] * length
-        heard = _C_testing.exchange(backend, message("Pass", words))
+        heard = _C_testing.exchange(backend, message("Collective", words))
         assert heard.words == [number * 100 + size - 1] * length
-        lists = _C_testing.exchange(backend, message("Calls", [rank, *[rank % 2] * length]))
+        lists = _C_testing.exchange(backend, message("Lists", [rank, *[rank % 2] * length]))
         assert lists.words == [0, *[0] * length, 1, *[1] * length]
 
 
