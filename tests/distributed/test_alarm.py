@@ -292,7 +292,7 @@ def test_ranks_that_wait_for_each_other(world_size: int, num_models: int, stage:
         if stage < 3:
             assert told == ""
             continue
-        assert "The ranks wait for each other" in told, told
+        assert re.search("The ranks wait for each other|about to issue different", told), told
         for name in ("Model", "Critic")[:num_models]:
             assert f"of the model {name}" in told, told
         assert seconds < 30
