@@ -261,8 +261,10 @@ def evaluate_alone(stage: int, num_models: int) -> tuple[str, float]:
     model = critic = sharded(stage)
     if num_models == 2:
         critic = zerocore.shard(Critic(), stage=stage, units=["Linear"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for each in (model, critic):
-        step(each)
+        each(torch.randn(2, 8), side=True).sum().backward()
+    optimizer.step()
     start = time.monotonic()
     try:
         if dist.get_rank() == 0:
@@ -270,7 +272,8 @@ def evaluate_alone(stage: int, num_models: int) -> tuple[str, float]:
                 for _ in range(3):
                     critic(torch.randn(2, 8))
         for _ in range(6):
-            step(model)
+            model(torch.randn(2, 8), side=True).sum().backward()
+            optimizer.step()
     except dist.DistBackendError as error:
         return str(error), time.monotonic() - start
     return "", time.monotonic() - start
@@ -289,7 +292,7 @@ def test_ranks_that_wait_for_each_other(world_size: int, num_models: int, stage:
         if stage < 3:
             assert told == ""
             continue
-        assert "The ranks wait for each other" in told, told
+        assert re.search("The ranks wait for each other|about to issue different", told), told
         for name in ("Model", "Critic")[:num_models]:
             assert f"of the model {name}" in told, told
         assert seconds < 30

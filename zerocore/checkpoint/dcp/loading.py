@@ -52,7 +52,7 @@ class TrainingLoad:
         self._wanted: State = {}  # in the model's memory
         self._saved: SavedState | None = None  # this rank's parts
         self._targets: dict[int, Target] | None = None  # their memory, by the place in the file
-        self._values: dict[str, Tensor] = {}  # small tensors that all ranks need, 1-D
+        self._values: dict[str, tuple[torch.dtype, bytes]] = {}  # small tensors for all ranks
         self.own: State = {}  # what this rank saved for itself
 
     def run(self, stateful: Iterable[str]) -> None:
@@ -133,7 +133,7 @@ class TrainingLoad:
             for what in values
         }
 
-    def _verify(self, all_have_own: bool) -> dict[str, Tensor]:
+    def _verify(self, all_have_own: bool) -> dict[str, tuple[torch.dtype, bytes]]:
         """Compares checksums, reading what has memory to land in; values that others need."""
         with reading(self._folder):
             if not all_have_own:
@@ -146,7 +146,7 @@ class TrainingLoad:
             sums = self._contents.sums
             if self._state.rank == 0 and sums is not None and VALUES in sums:
                 check_files(self._contents.folder, {VALUES: sums[VALUES]})
-            return values_of(self._targets)
+            return values_of(self._targets) if self._state.rank == 0 else {}
 
     def _flat(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The state to be read, by keys, and the place of each key in the nested one."""
@@ -161,9 +161,9 @@ class TrainingLoad:
             if self._targets is not None and self._saved is not None:
                 for key in self._file.read_rest(self._saved, self._targets):
                     del wanted[key]
-                for key, value in self._values.items():
+                for key, (dtype, data) in self._values.items():
                     tensor = wanted.pop(key)
-                    tensor.copy_(value.view(tensor.shape))
+                    tensor.copy_(torch.frombuffer(bytearray(data), dtype=dtype).view(tensor.shape))
             if wanted:
                 load_tensors(wanted, self._contents)
             for key, value in wanted.items():

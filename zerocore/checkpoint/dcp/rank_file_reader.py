@@ -93,13 +93,14 @@ def own_targets(
     return targets
 
 
-def values_of(targets: dict[int, Target]) -> dict[str, Tensor]:
-    """The small tensors that were read, 1-D; together no larger than a message should be."""
+def values_of(targets: dict[int, Target]) -> dict[str, tuple[torch.dtype, bytes]]:
+    """The small tensors that were read; together no larger than a message should be."""
     values, nbytes = {}, 0
     for target in targets.values():
         nbytes += target.memory.nbytes if target.is_value else 0
         if target.is_value and target.is_read and nbytes <= _VALUES_NBYTES:
-            values[target.key] = target.memory
+            data = bytes(memory_of(target.memory))
+            values[target.key] = target.memory.dtype, data
     return values
 
 
