@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.install import hook_into_torch
+from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.materialize import InitFn
 from zerocore.model.ranks import find_ranks, note_names
 from zerocore.model.state import Unit, ready_state_of, state_of
@@ -127,6 +128,7 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     """
     state = ready_state_of(module)
     units = state.units_of(module)
+    check_engine_gathers(units, "unsharded")
     indices = [unit.index for unit in units]
     if write_back:
         state.finish_reads()

@@ -17,6 +17,7 @@ from zerocore.hooks.loading import EXTRA_STATE, as_loaded, has_extra_state
 from zerocore.hooks.optimizer_states import mapped, params_of
 from zerocore.layout.place import spread
 from zerocore.model.buffers import broadcast as broadcast_tensors
+from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of, state_of
 from zerocore.tensor.placed import Placed
@@ -42,6 +43,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     """
     state = ready_state_of(model)
     check_has_places(state)
+    check_engine_gathers(state.units, "full_state_dict")
     keys = param_keys(model, state)
     keep = not rank0_only or state.rank == 0
     known = {key for names in keys.values() for key in names} | set(state.several())
@@ -74,11 +76,6 @@ def _gather(state: ShardState, unit: Unit) -> tuple[list[Tensor], list[Tensor]]:
         count = len(unit.params)
         values = zip(unit.params, full[:count], strict=True)
         return [param.shard.place.whole_of(value) for param, value in values], full[count:]
-    for each in unit.extensions:
-        raise NotImplementedError(
-            f"parameter '{each.fqn}' gathers itself, and its full value is what it makes of it; "
-            "save it with torch.distributed.checkpoint"
-        )
     return [param.shard.full_tensor() for param in unit.params], []
 
 
