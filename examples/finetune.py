@@ -227,7 +227,7 @@ def fit(model: Any, corpus: Corpus, options: argparse.Namespace, rank: Rank) -> 
     checkpoints = None
     if options.checkpoint:
         state = {"schedule": schedule, "progress": progress}
-        checkpoints = zerocore.Checkpoints(options.checkpoint, model, optimizer, **state)
+        checkpoints = zerocore.Checkpoints(options.checkpoint, model, optimizer, stateful=state)
     if checkpoints is None or not options.resume or checkpoints.load() is None:
         progress.figures["held_out"].append(evaluate(model, corpus.held_out, options, rank))
     best = zerocore.full_state_dict(model)  # on the CPU of rank 0

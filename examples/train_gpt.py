@@ -86,7 +86,7 @@ def _checkpoints(trainer: Trainer, job: Job, console: Console) -> zerocore.Check
     if job.checkpoint is None:
         return None
     checkpoints = zerocore.Checkpoints(
-        job.checkpoint, trainer.model, trainer.optimizer, trainer=trainer
+        job.checkpoint, trainer.model, trainer.optimizer, stateful={"trainer": trainer}
     )
     if job.resume:
         console.print(f"resumed at step: {checkpoints.load()}")

@@ -37,7 +37,7 @@ planning/step_time.py | == "reduce_scatter" | == "all_reduce" | common/test_link
 tensor/rows.py | get_group(dim) for | get_group(0) for | fsdp/test_clip.py
 hooks/optimizer_rules.py | hooked.hooked = True | hooked.hooked = False | hooks/test_patches.py
 fsdp/module.py | reduces=requires_gradient_sync, | reduces=True, | fsdp/test_controls.py
-sharding/build.py | _name_of(ranks.near) | _name_of(ranks.shard) | distributed/test_regather.py
+sharding/builder.py | _name_of(ranks.near) | _name_of(ranks.shard) | distributed/test_regather.py
 weights/parked.py | take=state.engine.take_memory | | async_device/test_registered.py
 plan/schedule.cpp | upcoming(1 + prefetch_) | upcoming(prefetch_) | plan/test_schedule.py
 runtime/bucket_pool.cpp | *offset + slot.nbytes} | *offset} | engine/test_hand_overs.py

@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerocore.install import hook_into_torch
+from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.materialize import InitFn
 from zerocore.model.ranks import find_ranks, note_names
-from zerocore.model.state import Unit, state_of
+from zerocore.model.state import Unit, ready_state_of, state_of
 from zerocore.model.unit_call import wrap_method
 from zerocore.model.units import UnitChoice
 from zerocore.options.config import Communication, ShardConfig
@@ -116,16 +117,18 @@ def _without_modules(model: nn.Module, units: Sequence[UnitChoice]) -> Sequence[
 def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     """Full parameters of ``module`` (a sharded model or a part of it) in their usual places.
 
-    All ranks must enter. With ``write_back`` changes are kept, also those before an exception; make
-    the same change on every rank, each keeps its own part of it. May be nested.
+    All ranks must enter; the model may be one of :mod:`zerocore.fsdp`. With ``write_back`` changes
+    are kept, also those before an exception; make the same change on every rank, each keeps its own
+    part of it. May be nested.
 
     Raises:
         ValueError: the model is not sharded.
         RuntimeError: parameters were changed without ``write_back``, or this process was forked
             from the one that sharded the model.
     """
-    state = state_of(module, by_rows=False)
+    state = ready_state_of(module)
     units = state.units_of(module)
+    check_engine_gathers(units, "unsharded")
     indices = [unit.index for unit in units]
     if write_back:
         state.finish_reads()

@@ -17,8 +17,9 @@ from zerocore.hooks.loading import EXTRA_STATE, as_loaded, has_extra_state
 from zerocore.hooks.optimizer_states import mapped, params_of
 from zerocore.layout.place import spread
 from zerocore.model.buffers import broadcast as broadcast_tensors
+from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.parameter_meshes import check_has_places
-from zerocore.model.state import Param, ShardState, Unit, state_of
+from zerocore.model.state import Param, ShardState, Unit, ready_state_of, state_of
 from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import shard_of
 from zerocore.tensor.wrapped import is_wrapped
@@ -40,23 +41,20 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         ValueError: the model is not sharded.
         RuntimeError: this process was forked from the one that sharded it.
     """
-    state = state_of(model, by_rows=False)
+    state = ready_state_of(model)
     check_has_places(state)
+    check_engine_gathers(state.units, "full_state_dict")
     keys = param_keys(model, state)
     keep = not rank0_only or state.rank == 0
     known = {key for names in keys.values() for key in names} | set(state.several())
     full: dict[str, Tensor] = {}
     for unit in state.units:
-        gathered = state.engine.full_values(unit.index)
-        values = [
-            param.shard.place.whole_of(value)
-            for param, value in zip(unit.params, gathered, strict=False)
-        ]
+        values, encoded = _gather(state, unit)
         if keep:
             for param, value in zip(unit.params, values, strict=True):
                 full.update(dict.fromkeys(keys[param], value.to("cpu", copy=True)))
-            full.update(_several(unit, gathered[len(unit.params) :]))
-        del gathered, values
+            full.update(_several(unit, encoded))
+        del values, encoded
     result: dict[str, Any] = OrderedDict()
     state_dict = model.state_dict()
     for key, value in state_dict.items():
@@ -69,6 +67,16 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     if hasattr(state_dict, "_metadata"):  # versions of modules
         result._metadata = state_dict._metadata  # type: ignore[attr-defined]
     return result
+
+
+def _gather(state: ShardState, unit: Unit) -> tuple[list[Tensor], list[Tensor]]:
+    """The unit's full parameters, and what is gathered behind them."""
+    if not state.config.by_rows:
+        full = state.engine.full_values(unit.index)
+        count = len(unit.params)
+        values = zip(unit.params, full[:count], strict=True)
+        return [param.shard.place.whole_of(value) for param, value in values], full[count:]
+    return [param.shard.full_tensor() for param in unit.params], []
 
 
 def param_keys(model: nn.Module, state: ShardState, by_name: bool = False) -> Keys:

@@ -173,7 +173,7 @@ class Loader:
 
 def fail_to_begin(folder: Path) -> None:
     loader = Loader()
-    checkpoints = zerocore.Checkpoints(folder, wide(3), loader=loader)
+    checkpoints = zerocore.Checkpoints(folder, wide(3), stateful={"loader": loader})
     kind, text = (ValueError, "closed") if dist.get_rank() == 1 else (RuntimeError, "rank 1 failed")
     with pytest.raises(kind, match=text):
         checkpoints.save(1)

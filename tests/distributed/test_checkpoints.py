@@ -56,7 +56,7 @@ class Training:
         torch.manual_seed(seed + 10 * self.loader.position)
         states: dict[str, Any] = {"schedule": self.schedule, "loader": self.loader}
         self.checkpoints = zerocore.Checkpoints(
-            folder, self.model, self.optimizer, **states, **options
+            folder, self.model, self.optimizer, stateful=states, **options
         )
 
     def run(self, steps: int) -> list[float]:
@@ -373,7 +373,7 @@ def load_wrong(folder: Path) -> None:
     with pytest.raises(COMMON, match="parameter groups of"):
         zerocore.Checkpoints(folder, model, halves).load()
     with pytest.raises(COMMON, match=r"no state of \['loader'\]"):
-        zerocore.Checkpoints(folder, model, optimizer, loader=Loader()).load()
+        zerocore.Checkpoints(folder, model, optimizer, stateful={"loader": Loader()}).load()
     new = torch.optim.AdamW(model.parameters(), lr=5.0)
     new.param_groups[0]["added_later"] = 7
     zerocore.Checkpoints(folder, model, new).load()

@@ -35,7 +35,10 @@ class Run:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         torch.manual_seed(seed + dist.get_rank())
         self.checkpoints = zerocore.Checkpoints(
-            folder, self.model, self.optimizer, schedule=self.schedule, scaler=self.scaler
+            folder,
+            self.model,
+            self.optimizer,
+            stateful={"schedule": self.schedule, "scaler": self.scaler},
         )
 
     def train(self, steps: int) -> list[tuple[float, float]]:

@@ -140,7 +140,9 @@ def save_and_load(folder: Path, seeds: range) -> tuple[int, int]:
         optimizer.param_groups[0]["option"] = option
         place = folder / str(seed)
         try:
-            checkpoints = zerocore.Checkpoints(place, model, optimizer, thing=Object(value))
+            checkpoints = zerocore.Checkpoints(
+                place, model, optimizer, stateful={"thing": Object(value)}
+            )
             checkpoints.save(1).wait()
         except TypeError as error:
             assert "thing.state_dict()" in str(error) or "option 'option'" in str(error)
@@ -148,7 +150,7 @@ def save_and_load(folder: Path, seeds: range) -> tuple[int, int]:
         taken += 1
         thing = Object(None)
         fresh = torch.optim.SGD(model.parameters(), 0.1)
-        zerocore.Checkpoints(place, model, fresh, thing=thing).load()
+        zerocore.Checkpoints(place, model, fresh, stateful={"thing": thing}).load()
         assert_same(thing.state, value)
         assert_same(fresh.param_groups[0]["option"], option)
     return taken, len(seeds) - taken

@@ -220,9 +220,9 @@ def moving_average(directory: str) -> None:
             assert not torch.equal(shown[name], trained[name])
         torch.testing.assert_close(zerocore.full_state_dict(model, rank0_only=False), trained)
         folder = Path(directory, str(stage))
-        zerocore.Checkpoints(folder, model, average=average, background=False).save(1)
+        zerocore.Checkpoints(folder, model, stateful={"keep": average}, background=False).save(1)
         again = average_of(model, 0.9)
-        zerocore.Checkpoints(folder, model, average=again).load()
+        zerocore.Checkpoints(folder, model, stateful={"keep": again}).load()
         for loaded, saved in zip(again.averages, average.averages, strict=True):
             torch.testing.assert_close(loaded.local(), saved.local(), rtol=0, atol=0)
 

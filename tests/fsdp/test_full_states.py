@@ -1,18 +1,21 @@
-"""Full optimizer states of models that ``fully_shard`` has sharded."""
+"""Full values of models that ``fully_shard`` has sharded, and what ``shard`` offers for both."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zerocore
 import zerocore.fsdp
 from tests.distributed.harness import run_ranks
+from tests.fsdp.both import ENGINES, loss_of, make_net, shard_blocks, tokens_of
 
 OPTIMIZERS: list[Any] = [torch.optim.AdamW, zerocore.optim.AdamW]
 
@@ -48,3 +51,52 @@ def compare_states(number: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_states_are_full(number: int, world_size: int) -> None:
     run_ranks(compare_states, world_size, number)
+
+
+def read_and_write_in_full(policy: MixedPrecisionPolicy) -> None:
+    plain = make_net()
+    model = shard_blocks(zerocore.fsdp, copy.deepcopy(plain), mp_policy=policy)
+    narrow = policy.param_dtype or torch.float32
+    with zerocore.unsharded(model):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, plain.get_parameter(name).to(narrow)), name
+    inner = model.blocks[1]
+    with zerocore.unsharded(inner, write_back=True), torch.no_grad():
+        inner.up.weight.mul_(2)
+    plain.blocks[1].up.weight.data.mul_(2)
+    full = zerocore.full_state_dict(model, rank0_only=False)
+    assert full.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        near = value.to(narrow).float() if name == "blocks.1.up.weight" else value
+        assert torch.equal(full[name], near), name
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight"), zerocore.unsharded(model):
+        inner.up.weight.data.mul_(2)
+    assert (zerocore.full_state_dict(model) == {}) == (dist.get_rank() > 0)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_parameters_are_read_and_written_in_full(dtype: torch.dtype | None) -> None:
+    run_ranks(read_and_write_in_full, 3, MixedPrecisionPolicy(dtype))
+
+
+def accumulate() -> None:
+    grads = []
+    for kind in ("torch", "zerocore"):
+        model: Any = shard_blocks(ENGINES[kind], make_net())
+        for micro in range(3):
+            context = nullcontext()
+            if kind == "torch":
+                model.set_requires_gradient_sync(micro == 2)
+            elif micro < 2:
+                context = zerocore.no_sync(model)
+            with context:
+                loss_of(model, tokens_of(0, micro)).backward()
+            if kind == "zerocore" and micro < 2:
+                assert all(param.grad is None for param in model.parameters())
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradients_accumulate_without_communication() -> None:
+    run_ranks(accumulate, 2)

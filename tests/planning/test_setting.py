@@ -58,6 +58,11 @@ def make_plan(machine: Machine, **options: Any) -> zerocore.planning.Plan:
     )
 
 
+def test_workloads_with_tensors_are_compared() -> None:
+    first, second = (Workload(inputs=torch.ones(2)) for _ in range(2))
+    assert first == first and first != second
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "error"),
     [

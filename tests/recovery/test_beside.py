@@ -138,7 +138,9 @@ def train_alike(name: str, begin: int, end: int, folder: Path | None) -> list[Te
     near = None
     if folder is not None:
         node = folder / f"node{dist.get_rank()}"
-        near = zerocore.recovery.PeerCheckpoints(node, model, optimizer, schedule=schedule)
+        near = zerocore.recovery.PeerCheckpoints(
+            node, model, optimizer, stateful={"schedule": schedule}
+        )
         assert near.load() == (begin or None)
     for step in range(begin, end):
         optimizer.zero_grad()

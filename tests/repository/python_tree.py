@@ -83,7 +83,7 @@ SATELLITES: dict[str, tuple[str, ...]] = {
     "recovery": (),
     "emulation": (),
     "planning": ("matrices", "weights"),
-    "reporting": ("planning",),
+    "reporting": ("matrices", "planning"),
     "integrations": ("weights", "reporting"),
 }
 # zerocore itself exports what is public.

@@ -33,12 +33,15 @@ def main() -> None:
     assert_type(model, Net)
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    checkpoints = zerocore.Checkpoints("runs", model, optimizer, keep=2, schedule=schedule)
+    checkpoints = zerocore.Checkpoints(
+        "runs", model, optimizer, keep=2, stateful={"schedule": schedule}
+    )
     first: int = checkpoints.load() or 0
     model(torch.ones(2, 4)).sum().backward()
     assert_type(zerocore.clip_grad_norm_(model, 1.0), Tensor)
     optimizer.step()
     checkpoints.save(first + 1).wait()
+    assert_type(zerocore.describe(model), zerocore.reporting.Description)
     for param in model.parameters():
         if zerocore.is_sharded(param):
             start, end = param.shard_range

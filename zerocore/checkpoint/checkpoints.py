@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,9 +100,9 @@ class Checkpoints:
         verify: before loading, compare the checksums of all files.
         rng: save and load the random streams of each rank. With another number of ranks each rank
             begins a new stream, which a warning says.
-        stateful: objects with ``state_dict`` and ``load_state_dict`` (schedulers, scalers, data
-            loaders), saved by every rank for itself, of plain values and tensors. With another
-            number of ranks all load the first one's.
+        stateful: objects by names, with ``state_dict`` and ``load_state_dict`` (schedulers,
+            scalers, data loaders), saved by every rank for itself, of plain values and tensors.
+            With another number of ranks all load the first one's.
 
     Raises:
         ValueError: the model is not sharded, ``keep`` is below 1, the budget too small, or two
@@ -123,16 +123,16 @@ class Checkpoints:
         memory_budget: str | int = MEMORY_BUDGET,
         verify: bool = True,
         rng: bool = True,
-        **stateful: Any,
+        stateful: Mapping[str, Any] | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
         self._budget = parse_nbytes(memory_budget, "memory_budget")
         if self._budget < _MIN_BUDGET:
             raise ValueError(f"memory_budget must be 16 MiB or more, got {memory_budget!r}")
-        training_state.check_stateful(stateful)
-        self.folder = Path(folder)
-        self._model, self._stateful = model, stateful
+        self._stateful = dict(stateful or {})
+        training_state.check_stateful(self._stateful)
+        self.folder, self._model = Path(folder), model
         self._optimizers = training_state.optimizers_of(optimizer)
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
         self._known: dict[Path, bool] = {}  # whether a checkpoint is good

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -24,24 +24,19 @@ from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of, wire_dtype_of
 from zerocore.fsdp.traced import call_group_traced
 from zerocore.model.memory import Extent, check_apart
-from zerocore.model.ranks import Ranks, make_near, ranks_of, with_near, with_reductions
+from zerocore.model.ranks import Ranks, ranks_of, with_near
 from zerocore.model.refusals import check_trained
 from zerocore.model.state import Param, ShardState, Unit, drop_state
 from zerocore.model.traced import is_traced
 from zerocore.model.unit_call import UnitCall, note_unit_call
-from zerocore.model.units import backward_reads, call_order, units_by_module
+from zerocore.model.units import UnitsOf, backward_reads
 from zerocore.options.config import Communication, ShardConfig
 from zerocore.options.offload import Offload
 from zerocore.options.precision import unit_param
-from zerocore.sharding.build import make_engine, map_host_memory, start
-from zerocore.tensor import pending_host_updates
+from zerocore.sharding.builder import AgreedModel, build_model, with_groups
 from zerocore.tensor.earlier import give_rows_to_all
 from zerocore.tensor.rows import RowShard, as_dtensor, at_origin, forget_rows, local_part, note_rows
 from zerocore.tensor.shown import ShownView, full_rows
-
-_COMMUNICATION = Communication(accumulate="full")
-_CONFIG = ShardConfig(communication=_COMMUNICATION, by_rows=True)
-_OFFLOADS = replace(_CONFIG, offload=Offload(states="cpu", gradients="cpu", parameters="cpu"))
 
 
 class Root(Tree):
@@ -81,56 +76,53 @@ class Root(Tree):
         meshes = list(dict.fromkeys([self.group.mesh, *(group.mesh for _, group in self.groups)]))
         ranks, name, stall = self._agree(meshes)
         device = device_of(self.group.mesh)
-        ranks = self._with_groups(ranks, device)
         groups = self.with_params()
         for number, group in enumerate(groups):
             group.unit = number
         config = self._config(groups)
-        engine = make_engine(
+        ranks = with_groups(ranks, config, device)
+        named = [(path, group, meshes.index(group.mesh)) for path, group in self.groups]
+        agreed = AgreedModel(
+            self.module,
+            self.group.modules,
             config,
             ranks[0],
             ranks,
             device,
-            units=[
-                self._spec(path, group, meshes.index(group.mesh))
-                for path, group in self.groups
-                if group.params
-            ],
-            order=call_order(self.group.modules, units_by_module(g.modules for g in groups)),
-            name=name,
-            model=self.group.modules[0],
-            stall_seconds=stall,
+            name,
+            stall,
+            units=[self._spec(*each) for each in named if each[1].params],
+            modules=[group.modules for group in groups],
         )
-        state = ShardState(engine, config, ranks[0], tuple(ranks), device)
-        if config.offload is not None:
-            map_host_memory(engine, ranks[0], device)
-            pending_host_updates.watch(ref(state))  # optimizers wait for loads that are under way
-        for path, group in self.groups:
-            if group.params:
-                self._add_unit(state, path, group, meshes.index(group.mesh))
-        for _, group in self.groups:
-            if group_of(group.modules[0]) is group:
-                self._set_unit_call(state, group)
-        self.state = state
-        start(self.module, state, False)
+        self.state = build_model(agreed, partial(self._fill, named))
         for group in groups:
             apply_settings(group)
         if self.is_manual:
-            engine.begin_deferred()
+            self.state.engine.begin_deferred()
+
+    def _fill(
+        self, named: list[tuple[str, Group, int]], state: ShardState, units_of: UnitsOf
+    ) -> None:
+        """Moves rows into the engine's memory, and gives groups their calls."""
+        for path, group, mesh in named:
+            if group.params:
+                self._add_unit(state, path, group, mesh)
+        for _, group, _ in named:
+            if group_of(group.modules[0]) is group:
+                self._set_unit_call(state, group)
 
     def _config(self, groups: list[Group]) -> ShardConfig:
-        config = _OFFLOADS if any(group.offloads for group in groups) else _CONFIG
-        if any(wire_dtype_of(group.policy) is not None for group in groups):
-            config = replace(config, has_wire_dtype=True)
-        if not self.group.reshard_after_forward:
-            return config
-        return replace(config, communication=replace(_COMMUNICATION, retain_last=False))
-
-    def _with_groups(self, ranks: list[Ranks], device: torch.device) -> list[Ranks]:
-        """The ranks with the groups of reductions that overlap, and of near ranks."""
-        if all(group.overlaps_reductions for _, group in self.groups):
-            ranks = [with_reductions(each, device) for each in ranks]
-        return [make_near(each, device) for each in ranks]
+        leaves = any(group.offloads for group in groups)
+        return ShardConfig(
+            communication=Communication(
+                accumulate="full",
+                retain_last=not self.group.reshard_after_forward,
+                overlap_reductions=all(group.overlaps_reductions for _, group in self.groups),
+            ),
+            offload=Offload(gradients="cpu", parameters="cpu") if leaves else None,
+            by_rows=True,
+            has_wire_dtype=any(wire_dtype_of(group.policy) is not None for group in groups),
+        )
 
     def _agree(self, meshes: list[DeviceMesh]) -> tuple[list[Ranks], str, float | None]:
         """The ranks of each mesh, a name that no other model has, and the limit of silence."""

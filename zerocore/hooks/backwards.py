@@ -27,7 +27,7 @@ from zerocore.tensor.placed import PlacedParameter, leaf_of, leaves
 from zerocore.tensor.rows import shard_of
 
 
-def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+def notes_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     """A call of a backward of which the engines know, also when it fails.
 
     ``inputs`` that are sharded parameters stand for the full ones, which take part in the graph:

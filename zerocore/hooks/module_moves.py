@@ -36,7 +36,9 @@ class _Checked:
 
 
 @around
-def spares_shards(move_all: Any, self: nn.Module, fn: _Move, recurse: bool = True) -> nn.Module:
+def leaves_shards_in_place(
+    move_all: Any, self: nn.Module, fn: _Move, recurse: bool = True
+) -> nn.Module:
     """``nn.Module._apply``, which all moves and casts go through, with shards left in place."""
     if not isinstance(fn, _Checked):
         shards = {p: shard_in(p) for p in self.parameters(recurse)}

@@ -45,7 +45,7 @@ _ELEMENTWISE = [cls.__name__ for cls in optimizer_rules.ELEMENTWISE]
 
 PATCHES = (
     *(Patch("torch.nn.init", name, rules.initialises_shards) for name in _INITIALISERS),
-    Patch("torch.nn.Module", "_apply", module_moves.spares_shards),
+    Patch("torch.nn.Module", "_apply", module_moves.leaves_shards_in_place),
     Patch("torch.nn.Module", "compile", unit_call.compiles_inside),
     Patch(
         "torch.distributed.fsdp._fully_shard._fsdp_init",
@@ -69,8 +69,8 @@ PATCHES = (
     Patch("torch.Tensor", "data", conversions.takes_full_data),
     Patch("torch.Tensor", "__new__", conversions.constructs_in_full),
     Patch("torch.autograd.Variable", "__new__", conversions.constructs_in_full),
-    Patch("torch.autograd", "backward", backwards.noted),
-    Patch("torch.autograd", "grad", backwards.noted),
+    Patch("torch.autograd", "backward", backwards.notes_backward),
+    Patch("torch.autograd", "grad", backwards.notes_backward),
     Patch("torch.autograd.function._SingleLevelFunction", "apply", backwards.reads_in_full),
     Patch("torch.distributed", "barrier", alarm.watched_barrier),
     Patch("torch.distributed.distributed_c10d", "_process_group_name", groups.named_by_thread),

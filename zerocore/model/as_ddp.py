@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zerocore.common.eager import eager
 from zerocore.model.buffers import BufferSync
-from zerocore.model.state import ShardState, state_of
+from zerocore.model.state import ShardState, ready_state_of
 
 _SYNCS = "require_backward_grad_sync"  # an attribute of the model, as DDP has it
 
@@ -20,10 +20,10 @@ _SYNCS = "require_backward_grad_sync"  # an attribute of the model, as DDP has i
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulates gradients without communicating, as far as the stage holds full gradients.
 
-    Stages 0 and 1, and 2 and 3 with ``accumulate="full"``: gradients are reduced in the first
-    backward outside. Stages 2 and 3 with ``accumulate="sharded"`` reduce in every backward.
-    ``model.no_sync()`` does the same, as does ``model.require_backward_grad_sync = False`` before
-    a forward.
+    Stages 0 and 1, 2 and 3 with ``accumulate="full"``, and models of :mod:`zerocore.fsdp`:
+    gradients are reduced in the first backward outside. Stages 2 and 3 with
+    ``accumulate="sharded"`` reduce in every backward. ``model.no_sync()`` does the same, as does
+    ``model.require_backward_grad_sync = False`` before a forward; a model of ``fsdp`` has neither.
 
     After a backward inside, ``p.grad`` is this rank's own at stages 0 and 1. Reads of it at stages
     2 and 3, and steps with it at stages 1 to 3, raise RuntimeError until a backward outside.
@@ -32,9 +32,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         ValueError: the model is not sharded.
         RuntimeError: this process was forked from the one that sharded it.
     """
-    state = state_of(model, by_rows=False)
+    state = ready_state_of(model)
     root = vars(state.model())
-    before = root[_SYNCS], state.engine.sync
+    before = root.get(_SYNCS, True), state.engine.sync
     root[_SYNCS] = state.engine.sync = False
     try:
         yield

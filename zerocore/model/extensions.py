@@ -20,7 +20,7 @@ from zerocore._C import Engine, UnitParam, move_window, window_on
 from zerocore.model.casting import as_bytes
 from zerocore.model.state import Encoded, ShardState, Unit
 from zerocore.options.precision import BYTES, unit_param
-from zerocore.tensor.rows import at_origin
+from zerocore.tensor.rows import at_origin, local_part
 from zerocore.tensor.wrapped import PRE, show_made
 
 if TYPE_CHECKING:  # takes a second
@@ -147,6 +147,16 @@ def _bytes(tensor: Tensor) -> Tensor:
     rows = tensor.shape[0] if tensor.dim() else 1
     flat = as_bytes(tensor)
     return flat.view(rows, flat.numel() // rows if rows else 1)
+
+
+def check_engine_gathers(units: Sequence[Unit], what: str) -> None:
+    """Raises NotImplementedError for rows that gather themselves, of models of zerocore.fsdp."""
+    for param in (param for unit in units for param in unit.params):
+        if hasattr(param.shard, "_spec") and hasattr(local_part(param.shard), PRE):
+            raise NotImplementedError(
+                f"parameter '{param.fqn}' gathers itself, which {what} does not know for models of "
+                "zerocore.fsdp; use the module's unshard(), or torch.distributed.checkpoint"
+            )
 
 
 def check_plain(state: ShardState, what: str) -> None:

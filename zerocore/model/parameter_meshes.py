@@ -23,6 +23,7 @@ from zerocore.layout.save_ownership import SavedRanges
 from zerocore.model.ranks import Ranks, group_of, members_of, ranks_of, sibling_of
 from zerocore.model.units import ParamChoice, UnitPlanned, split_units
 from zerocore.options.parameter_mesh import ParameterMesh
+from zerocore.tensor.rows import cuts_of
 
 
 class Cut(NamedTuple):
@@ -281,14 +282,11 @@ def check_has_places(state: Any) -> None:
         ranks = state.ranks_of(unit.index)
         if unit.mesh == 0 or set(ranks.members) == set(state.ranks.members):
             continue  # all ranks have the same
-        if lacking := [
-            each.fqn
-            for each in unit.params
-            if state.config.by_rows or each.shard.place.part is None
-        ]:
+        if lacking := [each.fqn for each in unit.params if not cuts_of(each.shard)]:
             raise ValueError(
                 f"'{lacking[0]}': only some ranks of the model share it, and the others have a "
-                "parameter of the same name. A checkpoint cannot hold both: say in groups= of "
-                "zerocore.shard which ranks have the other parts, "
-                "zerocore.ParameterMesh(mesh, of=...)"
+                "parameter of the same name. A checkpoint or export cannot hold both: say in "
+                "groups= of zerocore.shard which ranks have the other parts, "
+                "zerocore.ParameterMesh(mesh, of=...), or for zerocore.fsdp make it a DTensor on "
+                "the mesh of those ranks, too"
             )

@@ -30,7 +30,7 @@ STEP_OPERATIONS = 6
 """For a parameter and a token: two in the forward, four in the backward."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # inputs may be tensors, which have no truth value
 class Workload:
     """A rank's training step, for :func:`zerocore.plan`.
 

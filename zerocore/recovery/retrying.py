@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,9 +35,6 @@ class _History:
     num_failed: int = 0  # blocks in a row
 
 
-_histories: WeakKeyDictionary[ShardState, _History] = WeakKeyDictionary()
-
-
 class Attempt:
     """The outcome of a block; see :func:`retryable`.
 
@@ -49,7 +45,7 @@ class Attempt:
     def __init__(self, state: ShardState, spike: float | None) -> None:
         self.reason: str | None = None
         self._state, self._spike = state, spike
-        self._history = _histories.setdefault(state, _History())
+        self._history = state.kept.setdefault("steps to take back", _History())
         self._losses: list[Tensor | float] = []
 
     @property

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -67,6 +66,10 @@ class Verification:
         return "\n".join(lines)
 
 
+_Seen = dict[str, tuple[tuple[int, ...], int]]
+"""Versions and checksums by name."""
+
+
 @dataclass(frozen=True)
 class _Value:
     """Something that this rank holds."""
@@ -75,9 +78,6 @@ class _Value:
     number: Tensor  # checksum, int64
     holders: Groups  # of the ranks that hold the same
     version: tuple[int, ...] | None = None  # equal while nothing has written it; None: not known
-
-
-_seen: WeakKeyDictionary[ShardState, dict[str, tuple[tuple[int, ...], int]]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -179,10 +179,10 @@ def _number_of(value: Any) -> Tensor:
 
 def _changed(state: ShardState, values: list[_Value]) -> tuple[list[tuple[str, int]], int]:
     """Names, with this rank, of what has other bits than before; how many were looked at."""
-    before = _seen.get(state, {})
+    before: _Seen = state.kept.get("verified", {})
     now = {each.name: (each.version, int(each.number)) for each in values if each.version}
     same = [name for name, (version, _) in now.items() if before.get(name, ((),))[0] == version]
-    _seen[state] = now
+    state.kept["verified"] = now
     own = _own_number(state)
     return [(name, own) for name in same if before[name][1] != now[name][1]], len(same)
 

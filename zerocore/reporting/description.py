@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import overload
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zerocore._C import Layout
 from zerocore.common.tables import render_table
+from zerocore.matrices.exchange import Choice
 from zerocore.model.state import ShardState, state_of
 from zerocore.options.config import ShardConfig
 from zerocore.options.offload import FIRST_STAGE
@@ -95,7 +96,15 @@ def _cells(units: Sequence[UnitDescription]) -> list[str]:
     return [f"{number:,}" for number in sums]
 
 
-def describe(model: nn.Module | Optimizer) -> Any:
+@overload
+def describe(model: nn.Module) -> Description: ...
+
+
+@overload
+def describe(model: Optimizer) -> Choice: ...
+
+
+def describe(model: nn.Module | Optimizer) -> Description | Choice:
     """The units of a sharded model, their bytes, regions and padding, as a :class:`Description`.
 
     Of a :class:`zerocore.matrices.Muon` or an optimizer of :func:`zerocore.matrices.owned` what
@@ -111,7 +120,8 @@ def describe(model: nn.Module | Optimizer) -> Any:
                 f"{type(model).__name__} updates each shard where it lies; only optimizers of "
                 "whole matrices have something to describe"
             )
-        return own()
+        choice: Choice = own()
+        return choice
     state = state_of(model)
     units = tuple(
         _describe_unit(

@@ -1,4 +1,4 @@
-"""Builds the engine of a model and puts shards in the place of its parameters."""
+"""Puts flat shards in the place of a model's parameters: what ``zerocore.shard`` does."""
 
 from __future__ import annotations
 
@@ -9,19 +9,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from zerocore._C import (
-    CallEvent,
-    Engine,
-    EngineOptions,
-    GroupNames,
     UnitParam,
     UnitSpec,
 )
-from zerocore.common.agreement import together
-from zerocore.common.alarm import watch
-from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
 from zerocore.hooks.optimizer_rules import earlier_optimizers, take_over
 from zerocore.hooks.registration import watch_registrations, watch_state_dicts
 from zerocore.layout.cuts import Cut
@@ -31,22 +23,19 @@ from zerocore.model.casting import cast_around_kept
 from zerocore.model.extensions import Extension
 from zerocore.model.materialize import InitFn, full_values, materialize_buffers
 from zerocore.model.parameter_meshes import find_ranges, find_sizes
-from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
-from zerocore.model.state import Param, ShardState, Unit, set_state
+from zerocore.model.state import Param, ShardState, Unit
 from zerocore.model.unit_call import UnitCall, looked_at_by, set_unit_call
 from zerocore.model.units import (
     ParamChoice,
     UnitPlanned,
     UnitsOf,
     backward_reads,
-    call_order,
-    units_by_module,
 )
-from zerocore.options.config import ShardConfig, shard_options
+from zerocore.options.config import ShardConfig
 from zerocore.options.precision import MixedPrecision, param_types, unit_param
+from zerocore.sharding.builder import AgreedModel, build_model, with_groups
 from zerocore.sharding.extensions import bind_extensions, encoded_params, make_extensions
 from zerocore.sharding.request import ShardRequest, check_same_values, types_of
-from zerocore.tensor import pending_host_updates
 from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard
 from zerocore.tensor.shown import ShownView, shown_class
 from zerocore.tensor.wrapped import show_made
@@ -58,26 +47,36 @@ def build(request: ShardRequest) -> ShardState:
     earlier = earlier_optimizers(choice.param for unit in planned for choice in unit.params)
     if config.sync_params:
         check_same_values(request)
-    meshes = _make_groups(request)
+    meshes = with_groups(request.meshes, config, request.device)
     extensions = make_extensions(planned, meshes, config, request.ranks, request.device)
     all_ranks = meshes[0] if request.tensor_ranks is None else request.all_ranks
-    units_of = units_by_module(unit.modules for unit in planned)
-    engine = make_engine(
+    agreed = AgreedModel(
+        model,
+        [model],
         config,
         all_ranks,
         meshes,
         request.device,
+        request.name,
+        request.stall_seconds,
         units=_unit_specs(planned, config, extensions),
-        order=call_order([model], units_of),
-        name=request.name,
-        model=model,
-        stall_seconds=request.stall_seconds,
+        modules=[unit.modules for unit in planned],
+        tensor_ranks=request.tensor_ranks,
     )
-    _scale_gradients(engine, config, len(planned))
-    _take_host_memory(engine, config, meshes[0], request.device)
-    state = ShardState(
-        engine, config, all_ranks, tuple(meshes), request.device, request.tensor_ranks
-    )
+    state = build_model(agreed, partial(_fill, request, extensions))
+    watch_registrations(model, state)
+    take_over(earlier, all_ranks)
+    return state
+
+
+def _fill(
+    request: ShardRequest,
+    extensions: Sequence[Sequence[Extension]],
+    state: ShardState,
+    units_of: UnitsOf,
+) -> None:
+    """Puts flat shards in the place of the parameters, and gives modules their calls."""
+    model, config, planned = request.model, request.config, request.planned
     if config.mixed_precision is not None:
         cast_around_kept(model, config.mixed_precision)  # by the dtypes that parameters have now
     wholes = find_sizes(planned, request.parts, request.device)
@@ -87,103 +86,6 @@ def build(request: ShardRequest) -> ShardState:
     materialize_buffers(model, request.device, request.init_fn)
     _set_unit_calls(model, units_of, state)
     watch_state_dicts(model, state)
-    start(model, state, config.sync_params or state.world_size == 1)
-    loads_late = config.leaves("parameters") and request.device.type != "cpu"
-    if engine.lands_gradients or loads_late:
-        pending_host_updates.watch(ref(state))
-    watch_registrations(model, state)
-    take_over(earlier, all_ranks)
-    return state
-
-
-def _scale_gradients(engine: Engine, config: ShardConfig, num_units: int) -> None:
-    if (factor := config.communication.gradient_divide_factor) is not None:
-        for index in range(num_units):
-            engine.settings(index).gradient_scale = 1.0 / factor
-
-
-def _make_groups(request: ShardRequest) -> list[Ranks]:
-    communication, device = request.config.communication, request.device
-    meshes = [make_near(ranks, device) for ranks in request.meshes]
-    if communication.replicas_share is not None:
-        meshes = [make_levels(ranks, device) for ranks in meshes]
-    if request.config.placements.parameters and communication.overlap_reductions:
-        meshes = [with_reductions(ranks, device) for ranks in meshes]
-    return meshes
-
-
-def make_engine(
-    config: ShardConfig,
-    ranks: Ranks,
-    meshes: Sequence[Ranks],
-    device: torch.device,
-    *,
-    units: list[UnitSpec],
-    order: list[CallEvent],
-    name: str,
-    model: nn.Module,
-    stall_seconds: float | None,
-) -> Engine:
-    """The engine of one model, of whatever kind its shards are; collective. ``ranks`` are all of
-    the model, ``meshes`` those of data parallelism and those of units on others; the other options
-    are as of :class:`ShardRequest`."""
-    control = control_group(ranks)
-    threads = None if config.offload is None else config.offload.threads
-    options = EngineOptions(
-        sharding=shard_options(
-            config.stage, config.communication, config.offload, config.by_rows, config.sums_in_order
-        ),
-        meshes=[
-            GroupNames(
-                shard=_name_of(ranks.shard if ranks.levels is None else ranks.levels[0]),
-                replicas=_name_of(ranks.replicas if ranks.levels is None else ranks.levels[1]),
-                near=_name_of(ranks.near),
-                reductions=_name_of(ranks.reductions),
-                first_rank=min(ranks.members, default=0),
-            )
-            for ranks in meshes
-        ],
-        control=_name_of(control),
-        static_graph=config.communication.static_graph,
-        registered=config.communication.registered,
-        alarm_name="" if control is None else f"{name} {type(model).__name__}",
-        stall_seconds=stall_seconds,
-        host_threads=update_threads(device) if threads is None else threads,
-    )
-    engine = Engine(options, device=device, units=units, order=order)
-    watch(control)
-    return engine
-
-
-def start(model: nn.Module, state: ShardState, consistent: bool) -> None:
-    """The state is complete: functions of zerocore find it."""
-    state.engine.start(consistent)
-    set_state(model, state)
-
-
-def _take_host_memory(
-    engine: Engine, config: ShardConfig, ranks: Ranks, device: torch.device
-) -> None:
-    if config.offload is not None and config.offload.path is not None:
-        with together(ranks.groups, device):  # the room of this rank's file is taken
-            engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
-    if config.leaves("states") or config.leaves("gradients"):
-        map_host_memory(engine, ranks, device)
-
-
-def map_host_memory(engine: Engine, ranks: Ranks, device: torch.device) -> None:
-    """Takes this rank's memory on the host; raises MemoryError if there is none for all ranks."""
-    with together(ranks.groups, device):
-        check_obtainable(engine.host_memory_nbytes, local_ranks())
-        try:
-            engine.map_host_memory()
-        except RuntimeError as error:
-            lack = shortage(engine.host_memory_nbytes, local_ranks())
-            raise MemoryError(f"{lack}. {error}") from error
-
-
-def _name_of(group: ProcessGroup | None) -> str | None:
-    return None if group is None else group.group_name
 
 
 def _unit_specs(

@@ -1,4 +1,4 @@
-"""What tensors know of their place: shards, the full parameters that stand for them, and views."""
+"""Tensors that know their place: shards, and full parameters and views that stand for them."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from zerocore.weights.info import (
 from zerocore.weights.parked import memory_of
 
 Token = dict[str, int]
-_open: WeakKeyDictionary[ShardState, Any] = WeakKeyDictionary()
+_OPEN = "export"  # of a state: the one under way
 
 
 class Bucket(dict[str, Tensor]):
@@ -88,18 +88,18 @@ def export(
     state = ready_state_of(model)
     if info is not None and (names, dtype, merge) != (None, None, None):
         raise ValueError("export takes info=, or names=, dtype= and merge=")
-    if info is None or not info.is_agreed[0]:
+    if info is None or not info.is_agreed:
         with operation("export"), together(state.ranks.groups, state.device) as facts:
             nbytes = _checked(state, info, max_bytes, to)
             info = info or export_info(model, names=names, dtype=dtype, merge=merge)
             facts += [nbytes, to, *info.facts()]
-        info.is_agreed[0] = True
+        info.is_agreed = True
     nbytes = _checked(state, info, max_bytes, to)
-    earlier = _open.get(state, lambda: None)()
+    earlier = state.kept.get(_OPEN, lambda: None)()
     if earlier is not None:
         earlier.close()
     made = Export(state, model, info, nbytes, to, since)
-    _open[state] = ref(made)
+    state.kept[_OPEN] = ref(made)
     return made
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,7 +22,6 @@ from zerocore.weights.lora import BASE, PREFIX, Adapter, find_adapters, saved_mo
 Name = str | tuple[str, int] | None
 Names = Callable[[str], Name] | Mapping[str, Name]
 _SUM_ALIGNMENT = 16  # bytes
-_owners: WeakKeyDictionary[ShardState, object] = WeakKeyDictionary()
 _SUM_FACTOR = 3  # an all-reduce of a part moves less than a gather of all from here on
 
 
@@ -66,13 +64,13 @@ class UnitExport:
         return Load(self.held_nbytes, self.received_nbytes, sizes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExportInfo:
     """The tensors of an export; see :func:`export_info`."""
 
     units: tuple[UnitExport, ...] = field(repr=False)
     owner: object = field(repr=False, compare=False)  # of the model, see owner_of
-    is_agreed: list[bool] = field(repr=False, compare=False)  # on all ranks, after the first use
+    is_agreed: bool = field(default=False, repr=False, compare=False)  # after the first use
 
     @property
     def tensors(self) -> list[Exported]:
@@ -156,7 +154,7 @@ def fused(
 
 def owner_of(state: ShardState) -> object:
     """Always the same, and no other model's; an :class:`ExportInfo` can hold it and be pickled."""
-    return _owners.setdefault(state, object())
+    return state.kept.setdefault("owner of exports", object())
 
 
 def is_whole(param: Param) -> bool:
@@ -203,18 +201,7 @@ def _check_places(state: ShardState) -> None:
             f"parameter '{each.fqn}' gathers itself, which exports do not know; use "
             "zerocore.full_state_dict"
         )
-    if not state.config.by_rows:
-        check_has_places(state)
-        return
-    for unit in state.units:
-        ranks = state.ranks_of(unit.index)
-        alone = [each.fqn for each in unit.params if not cuts_of(each.shard)]
-        if alone and set(ranks.members) != set(state.ranks.members):
-            raise ValueError(
-                f"'{alone[0]}': only some ranks of the model share it, and the others have a "
-                "parameter of the same name; an export has one tensor of a name. Make it a DTensor "
-                "on the mesh of those ranks, too"
-            )
+    check_has_places(state)
 
 
 class _Builder:
@@ -240,7 +227,7 @@ class _Builder:
         units = [self.unit(unit) for unit in self.state.units]
         units.append(UnitExport(-1, tuple(self.buffers())))
         given = tuple(unit for unit in units if unit.entries)
-        return ExportInfo(given, owner_of(self.state), [False])
+        return ExportInfo(given, owner_of(self.state))
 
     def buffers(self) -> list[Exported]:
         found = []

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +20,8 @@ from zerocore.tensor.rows import local_part, own_elements
 _ALIGNMENT = 256
 _MESSAGE = "this tensor is parked: leave `with zerocore.parked(...)` before it is used"
 # Of each unit, and behind these of what else was parked.
-_parked: WeakKeyDictionary[ShardState, list[Memory]] = WeakKeyDictionary()
-_host: WeakKeyDictionary[ShardState, HostMemory] = WeakKeyDictionary()  # stays, to be used again
+# Of a state: the memory that is given back, and the host's, which stays to be used again.
+_PARKED, _HOST = "parked", "host memory of parked"
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Memory:
 
 def memory_of(state: ShardState, unit: int) -> Memory:
     """Memory of a unit whose model is parked; without any, if it is not."""
-    parked = _parked.get(state)
+    parked = state.kept.get(_PARKED)
     return Memory([]) if parked is None else parked[unit]
 
 
@@ -94,11 +93,11 @@ def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterato
         raise
     for memory in made:
         memory.leave()
-    _parked[state] = made
+    state.kept[_PARKED] = made
     try:
         yield
     finally:
-        del _parked[state]
+        del state.kept[_PARKED]
         for memory in made:
             memory.bring(take=state.engine.take_memory)
         _synchronize(state.device)
@@ -135,10 +134,10 @@ def _give_copies(state: ShardState, made: list[Memory]) -> None:
     tensors = [tensor for memory in made for tensor in memory.tensors]
     sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
     ends = list(accumulate(sizes, initial=0))
-    host = _host.get(state)
+    host = state.kept.get(_HOST)
     if host is None or host.nbytes < ends[-1]:
         pinned = ends[-1] if state.device.type == "cuda" else 0
-        _host[state] = host = HostMemory(ends[-1], pinned_nbytes=pinned, inherited=True)
+        state.kept[_HOST] = host = HostMemory(ends[-1], pinned_nbytes=pinned, inherited=True)
     views = iter([host.view(begin, t.nbytes, torch.uint8) for begin, t in zip(ends, tensors)])  # noqa: B905
     for memory in made:
         memory.copies = [next(views) for _ in memory.tensors]

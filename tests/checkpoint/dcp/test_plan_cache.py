@@ -84,7 +84,7 @@ class Source:
 def save_apart(folder: Path) -> None:
     model, optimizer = training()
     source, store = Source(), dist.distributed_c10d._get_default_store()
-    checkpoints = zerocore.Checkpoints(folder, model, optimizer, source=source)
+    checkpoints = zerocore.Checkpoints(folder, model, optimizer, stateful={"source": source})
     if dist.get_rank() == 1:
         store.wait(["rank 0 has saved"])
     pending = checkpoints.save(1)

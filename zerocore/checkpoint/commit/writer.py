@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -28,7 +28,6 @@ class Writer:
         _living.add(self)
 
 
-_writers: WeakKeyDictionary[ShardState, Writer] = WeakKeyDictionary()
 _living: WeakSet[Writer] = WeakSet()  # a save keeps its own, also without its model
 
 
@@ -40,9 +39,10 @@ def finish_writes() -> None:
 @operation("Checkpoints")
 def writer_of(state: ShardState) -> Writer:
     """The one of a model, made together; ValueError if its other ranks are emulated."""
-    if state not in _writers:
-        _writers[state] = Writer(_own_groups(state))
-    return _writers[state]
+    if "writer" not in state.kept:
+        state.kept["writer"] = Writer(_own_groups(state))
+    writer: Writer = state.kept["writer"]
+    return writer
 
 
 def _own_groups(state: ShardState) -> list[dist.ProcessGroup]:
