@@ -136,8 +136,8 @@ void CallOrder::leave(int32_t number, bool needs_backward) {
   }
   if (static_cast<size_t>(number) < expected_.size()) {
     const Call& expected = expected_[number];
-    changed_ = changed_ || call.last > expected.last ||
-        call.needs_backward != expected.needs_backward;
+    changed_ =
+        changed_ || call.last > expected.last || call.needs_backward != expected.needs_backward;
   }
 }
 

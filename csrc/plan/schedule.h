@@ -80,8 +80,8 @@ class Schedule {
   }
   // Goes through what is left of the order.
   void finish_order(Actions& out);
-  // Calls that this rank is in, or has left late, as CallOrder::needs; and those of any rank, before
-  // a call is added or the pass settled.
+  // Calls that this rank is in, or has left late, as CallOrder::needs; and those of any rank,
+  // before a call is added or the pass settled.
   std::vector<bool> open_calls() const;
   void hear_open_calls(const std::vector<bool>& open) {
     order_.extend(open);
@@ -100,8 +100,8 @@ class Schedule {
   bool reads_more() const {
     return reads_more_;
   }
-  // Settles the pass that was closed. `agreed`: all ranks have made the same calls; else `needs` has
-  // CallOrder::needs of all ranks. `reads_all`: any rank reads_more().
+  // Settles the pass that was closed. `agreed`: all ranks have made the same calls; else `needs`
+  // has CallOrder::needs of all ranks. `reads_all`: any rank reads_more().
   void settle_pass(bool agreed, const std::vector<bool>& needs, bool reads_all);
   // In place of settle_pass: no rank runs a backward through the pass.
   void drop_pass();

@@ -13,12 +13,12 @@ from tests.engine.graphs import WIDTH, Block, Graph
 from tests.engine.hand_overs import find_race
 from zerocore import _C
 from zerocore.model.state import state_of
-from zerocore.sharding import build
+from zerocore.sharding import builder
 
 
 def train(stage: int, seed: int, log: bool) -> tuple[list[float], str | None]:
     """Losses of some steps, and the first race."""
-    build.EngineOptions = partial(_C.EngineOptions, log_hand_overs=log)
+    builder.EngineOptions = partial(_C.EngineOptions, log_hand_overs=log)
     torch.manual_seed(0)
     options = {
         "communication": zerocore.Communication(
@@ -34,7 +34,7 @@ def train(stage: int, seed: int, log: bool) -> tuple[list[float], str | None]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    build.EngineOptions = _C.EngineOptions
+    builder.EngineOptions = _C.EngineOptions
     return losses, find_race(state_of(model).engine.hand_overs)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, assert_gradients, case_named
-from zerocore.sharding import build
+from zerocore.sharding import builder
 
 WAIT_SECONDS = 20.0
 
@@ -154,7 +154,7 @@ def make_an_engine_beside_a_thread() -> None:
     """A thread of gloo that frees a tensor of Python needs the GIL, and holds its queue."""
     had_the_gil = threading.Event()
 
-    def make_late(*args: Any, **options: Any) -> build.Engine:
+    def make_late(*args: Any, **options: Any) -> builder.Engine:
         if dist.get_rank() == 1:
             time.sleep(1.0)
         timer = threading.Timer(0.1, had_the_gil.set)
@@ -164,9 +164,9 @@ def make_an_engine_beside_a_thread() -> None:
         timer.join()
         return engine
 
-    make = build.Engine
+    make = builder.Engine
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "Engine", make_late)
+        patch.setattr(builder, "Engine", make_late)
         zerocore.shard(nn.Linear(4, 4), stage=3)
 
 

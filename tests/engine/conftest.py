@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.engine.graphs import Mesh
 from zerocore import _C
-from zerocore.sharding import build
+from zerocore.sharding import builder
 
 
 @pytest.fixture(scope="module")
@@ -24,4 +24,4 @@ def mesh() -> Iterator[Mesh]:
 @pytest.fixture
 def log_hand_overs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines stand in for a device with streams and log what they would do."""
-    monkeypatch.setattr(build, "EngineOptions", partial(_C.EngineOptions, log_hand_overs=True))
+    monkeypatch.setattr(builder, "EngineOptions", partial(_C.EngineOptions, log_hand_overs=True))
