@@ -442,7 +442,12 @@ void UnitLifecycle::gather_updated(const std::vector<UnitId>& units) {
 
 void UnitLifecycle::finish_gathers() {
   for (const auto& unit : units_) {
-    unit->wait_for_unshard();
+    try {
+      unit->wait_for_unshard();
+    } catch (...) {
+      unit->versions().mark_changed();
+      throw;
+    }
   }
 }
 

@@ -146,7 +146,8 @@ class UnitLifecycle {
   // See Note [Gathers behind a step].
   std::vector<UnitId> updated_units() const;
   void gather_updated(const std::vector<UnitId>& units);
-  // Whoever writes to shards next waits for gathers under way, which read them.
+  // Waits for gathers under way, which read shards that are about to change. A unit whose gather
+  // fails is gathered again at its next use.
   void finish_gathers();
 
  private:

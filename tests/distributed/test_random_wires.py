@@ -165,7 +165,10 @@ def follow_plan(model: Any, case: Case) -> None:
             for micro in range(case["micro_batches"]):
                 with held(model, case, micro == case["micro_batches"] - 1):
                     backward(model, micro, FP32)
-        optimizer.step()
+            if not case["offload"]:
+                optimizer.step()  # and the gathers behind it
+        if case["offload"]:
+            optimizer.step()
         optimizer.zero_grad()
     moved = [(e.op, e.unit, e.nbytes) for e in events if e.op not in ("unshard", "reshard")]
     if case["micro_batches"] == 1 or case["no_sync"]:

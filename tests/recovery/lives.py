@@ -62,7 +62,7 @@ def train(
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.8)
     stream = Stream(is_same)
-    checkpoints = make(folder, model, optimizer, schedule=schedule, stream=stream)
+    checkpoints = make(folder, model, optimizer, stateful={"schedule": schedule, "stream": stream})
     if point == "load":
         peers.PeerLoad._bring = before(peers.PeerLoad._bring, lose)  # type: ignore[method-assign]
     begin = checkpoints.load() or 0

@@ -111,7 +111,7 @@ class ShardState:
     shown_full: Counter[int] = field(default_factory=Counter)  # units inside of unsharded()
     # Each returns when it does not read weights and optimizer states any more.
     readers: list[Callable[[], None]] = field(default_factory=list)
-    # What packages over this one keep as long as the model is there, by names of their own.
+    # Values of packages over this one, kept as long as the model is there, by names of their own.
     kept: dict[str, Any] = field(default_factory=dict)
     given_units: Sequence[Any] | None = None  # of zerocore.shard
     given_ranks: Ranks = field(default_factory=Ranks)

@@ -80,7 +80,7 @@ class UnitCall:
     looked_at: tuple[int, ...] = ()  # units whose parameters it sees in evaluation: `looked_at_by`
     lookup: ref[nn.Module] | None = None  # it, if only its hooks have backwards that read weights
     views: tuple[Any, ...] = ()  # that its modules see, which belong to one call's graph
-    before_units: Callable[[], None] | None = None  # while none is entered, on all ranks alike
+    before_units: Callable[[], None] = lambda: None  # while none is entered, on all ranks alike
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
@@ -90,8 +90,7 @@ class UnitCall:
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
-        if self.before_units is not None:
-            self.before_units()
+        self.before_units()
         try:
             if self.is_root:
                 self.state.begin_pass()

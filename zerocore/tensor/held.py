@@ -50,7 +50,7 @@ def held_full(shard: Any) -> Tensor | None:
 
 
 def call_held(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """What a function that only reads makes of full values, asking no rank.
+    """Calls a function that only reads with full values, asking no rank.
 
     NotImplemented if this rank lacks values of a shard, or a plain tensor stands beside it: that
     may be a shard of another rank's view.

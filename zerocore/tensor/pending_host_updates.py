@@ -1,4 +1,4 @@
-"""What goes on with shards behind a step or a call; whoever reads or writes a shard waits for it.
+"""Work on shards that goes on behind a step or a call; reads and writes of a shard wait for it.
 
 An optimizer whose step returns before all is updated says so here, and a model whose gradients come
 to the host, or whose parameters are loaded from there, when its calls have returned. So does a step
@@ -64,7 +64,9 @@ def finish() -> None:
     for state_ref in own:
         _gathering.pop(state_ref)
         if (state := state_ref()) is not None:
-            state.engine.finish_gathers()
+            # Maybe of another model, whose group is gone: it raises at its own next use.
+            with suppress(RuntimeError):
+                state.engine.finish_gathers()
 
 
 def finish_updates() -> None:
