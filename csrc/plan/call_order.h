@@ -84,7 +84,7 @@ class CallOrder {
   std::optional<int32_t> find(UnitId unit) const;
   // The next `count` different units that the order enters.
   std::vector<UnitId> upcoming(int count) const;
-  // Whether all ranks add the calls that any of them adds, which is so where units are gathered.
+  // Every rank adds a call that one rank adds: true where units are gathered.
   void set_shared(bool shared, size_t num_units) {
     shared_ = shared;
     num_units_ = num_units;
@@ -112,7 +112,7 @@ class CallOrder {
   }
   // Whether this rank left out calls.
   bool skipped() const;
-  // A number for the calls that this rank has made, and which of them need a backward.
+  // A hash of the calls that this rank has made and of which of them need a backward.
   uint64_t hash() const;
   // By call, whether this rank needs its backward, or may have to. Behind them, where calls are not
   // shared, by unit whether it does for a call of the unit that it has added.

@@ -38,7 +38,7 @@ class Watchdog {
   void wake();
   // Names what this process waits in for another model; empty if it waits in nothing.
   std::string waits_in_other_than(const Alarm& alarm);
-  // Where it is in each model whose collectives need all ranks.
+  // The position of this process in each model whose collectives need all ranks.
   std::vector<ModelPosition> positions();
   // Tells other ranks how the program ends; bounded, as their store may not answer.
   void note_end(const std::string& how);

@@ -414,7 +414,7 @@ def test_report_and_description_name_ranks_and_divisor() -> None:
 
 
 def report_operations() -> list[float | None]:
-    """Shares of the peak, by operations for a token: the default, and what the program says."""
+    """The report's mfu with the default FLOPs of a token, and with those that the program gives."""
     model, _ = trained("2x2", 3, 3)
     given = ({}, {"flops_per_token": 100.0})
     return [zerocore.report(model, tokens=8, peak_flops=1e9, **each).mean("mfu") for each in given]

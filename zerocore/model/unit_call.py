@@ -33,8 +33,8 @@ _COMPILED, _CALL = "_compiled_call_impl", "_call_impl"  # attributes that nn.Mod
 
 
 _functorch: Any = torch._C._functorch
-# Unlike the functions that look at the stack, it leaves torch without a state of transforms, which
-# each node of every backward would copy.
+# peek_interpreter_stack would make torch keep a state of torch.func in this thread, and autograd
+# copies that state for each node of each backward.
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 

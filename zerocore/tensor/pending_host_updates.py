@@ -35,7 +35,7 @@ def watch(state_ref: Callable[[], Any]) -> None:
 
 
 def begin_gathers(state_ref: Callable[[], Any]) -> None:
-    """Shards of the model are read until its engine has finished the gathers behind a step."""
+    """Gathers behind a step read the shards of the model until its engine has finished them."""
     _watch_end()
     _gathering[state_ref] = threading.get_ident()
 
