@@ -85,7 +85,7 @@ PyEngine make_engine(
     const EngineOptions& options,
     const at::Device& device,
     std::vector<UnitSpec> units,
-    std::vector<CallEvent> order) {
+    Instructions order) {
   auto registrar = std::make_shared<Registrar>(units.size());
   // It communicates, and a thread of gloo that ends a program's collective may need the GIL.
   const py::gil_scoped_release released;

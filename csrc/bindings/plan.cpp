@@ -93,21 +93,21 @@ void register_layout(py::module_& module) {
 }
 
 void register_call_events(py::module_& module) {
-  py::class_<CallEvent>(module, "CallEvent")
+  py::class_<Instruction>(module, "CallEvent")
       .def(
           py::init([](bool enter, UnitId unit, bool needs_backward, bool reads) {
-            const EventKind kind = enter ? EventKind::Enter : EventKind::Exit;
-            return CallEvent{kind, unit, needs_backward, -1, reads};
+            const InstructionKind kind = enter ? InstructionKind::Enter : InstructionKind::Exit;
+            return Instruction{kind, unit, needs_backward, -1, reads};
           }),
           py::arg("enter"),
           py::arg("unit"),
           py::arg("needs_backward") = true,
           py::arg("reads") = true)
       .def_property_readonly(
-          "enter", [](const CallEvent& event) { return event.kind == EventKind::Enter; })
-      .def_readonly("unit", &CallEvent::unit)
-      .def_readonly("needs_backward", &CallEvent::needs_backward)
-      .def_readonly("reads", &CallEvent::reads);
+          "enter", [](const Instruction& event) { return event.kind == InstructionKind::Enter; })
+      .def_readonly("unit", &Instruction::unit)
+      .def_readonly("needs_backward", &Instruction::needs_backward)
+      .def_readonly("reads", &Instruction::reads);
 }
 
 Tier tier_of(const std::string& place) {
@@ -179,7 +179,7 @@ void register_options(py::module_& module) {
                       int64_t rank,
                       const std::vector<PlannedMesh>& parts,
                       bool sums_on_host,
-                      std::vector<CallEvent> first_order,
+                      Instructions first_order,
                       std::vector<BackwardEvent> backward) {
             const auto axis = [&](int64_t size, int64_t rank_in_it) {
               return Axis{
@@ -212,7 +212,7 @@ void register_options(py::module_& module) {
           py::arg("rank") = 0,
           py::arg("parts") = std::vector<PlannedMesh>{},
           py::arg("sums_on_host") = false,
-          py::arg("first_order") = std::vector<CallEvent>{},
+          py::arg("first_order") = Instructions{},
           py::arg("backward") = std::vector<BackwardEvent>{});
 }
 

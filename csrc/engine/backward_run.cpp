@@ -99,7 +99,7 @@ void BackwardRun::begin() {
   if (consensus_.ranks_differ()) {
     untracked_.keep_watching();
   }
-  mute_units();
+  choose_reduced();
   on_backward_end(while_owned([this, running = std::move(running)]() mutable {
     end();
     running.reset(); // autograd may keep what it has called
@@ -108,18 +108,18 @@ void BackwardRun::begin() {
 
 // A backward for other gradients than the unit's (of inputs, or of chosen parameters) must not be
 // taken for one in which its gradients are zero.
-void BackwardRun::mute_units() {
+void BackwardRun::choose_reduced() {
   const bool selective = backward_is_selective();
-  if (!selective && !muted_) {
+  if (!selective && !selective_) {
     return;
   }
-  muted_ = selective;
+  selective_ = selective;
   for (const auto& unit : units_) {
     const bool wanted =
         !selective || std::ranges::any_of(unit->params(), [](const UnitParam& param) {
           return param.full.requires_grad() && accumulates_into(param.full);
         });
-    schedule_.walk().set_muted(unit->id(), !wanted);
+    schedule_.set_reduced(unit->id(), wanted);
   }
 }
 
@@ -139,7 +139,7 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
   go_through(id);
   consensus_.ask_in_backward(recorded.call);
   lifecycle_.run([&](Actions& out) {
-    if (schedule_.walk().pre_backward(recorded.call, out)) {
+    if (schedule_.pre_backward(recorded.call, out)) {
       forget_fired(id);
     }
   });
@@ -214,7 +214,7 @@ void BackwardRun::grad_ready(UnitId id, int param) {
     ++progress.num_fired;
   }
   if (progress.num_fired == lifecycle_.trainable().count(id)) {
-    lifecycle_.run([&](Actions& out) { schedule_.walk().ready(id, out); });
+    lifecycle_.run([&](Actions& out) { schedule_.ready(id, out); });
   }
 }
 
@@ -225,7 +225,7 @@ void BackwardRun::forget_fired(UnitId id) {
 
 void BackwardRun::end() {
   throw_untracked_error();
-  lifecycle_.run([&](Actions& out) { schedule_.walk().finish_steps(out); });
+  lifecycle_.run([&](Actions& out) { schedule_.finish_program(out); });
   consensus_.serve_others();
   lifecycle_.run([&](Actions& out) { schedule_.end_backward(out); });
   reduce_rest();
@@ -267,7 +267,7 @@ void BackwardRun::reduce_rest() {
     if (rest_by_shape_.size() >= kMaxBackwardShapes) {
       rest_by_shape_.clear(); // on all ranks at once
     }
-    const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.walk().shape(), false);
+    const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.shape(), false);
     // The order knows a call when it has ended. In a backward inside of it ranks always ask.
     const bool is_inside = schedule_.in_rooted_pass() || schedule_.num_entered() > 0;
     if (is_new || known->second || is_inside || consensus_.ranks_differ()) {

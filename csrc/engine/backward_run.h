@@ -80,7 +80,7 @@ class BackwardRun {
   void go_through(UnitId unit);
   void enter_untracked(const RecordedCall& recorded) noexcept;
   void throw_untracked_error();
-  void mute_units();
+  void choose_reduced();
   void reduce_rest();
   void run_user_hooks(const std::vector<bool>& reduced);
 
@@ -97,7 +97,7 @@ class BackwardRun {
   std::exception_ptr untracked_error_; // thrown at the next chance
   std::vector<UnitProgress> progress_; // by unit
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
-  bool muted_ = false; // some unit is
+  bool selective_ = false; // the last backward: not for all parameters
 };
 
 } // namespace zerocore

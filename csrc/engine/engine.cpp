@@ -15,7 +15,7 @@ Engine::Engine(
     const EngineOptions& options,
     c10::Device device,
     std::vector<UnitSpec> units,
-    std::vector<CallEvent> order,
+    Instructions order,
     ShowParams show_params)
     : resources_(options, device, units, order),
       context_(resources_.contexts().front()),

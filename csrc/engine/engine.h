@@ -24,7 +24,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
       const EngineOptions& options,
       c10::Device device,
       std::vector<UnitSpec> units,
-      std::vector<CallEvent> order,
+      Instructions order,
       ShowParams show_params);
   ~Engine();
 

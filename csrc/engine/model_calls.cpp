@@ -200,13 +200,13 @@ void ModelCalls::enter_forward(UnitId id) {
 // See Note [Recomputed calls]. A lookup that is made again needs the unit, out of turn.
 void ModelCalls::recompute(UnitId id) {
   const auto [place, made] = backward_run_.recomputed_calls().find(id);
-  lifecycle_.run([&](Actions& out) { schedule_.walk().reach(place, out); });
-  const bool in_turn = schedule_.walk().is_next(made) && schedule_.passes().reads(made);
+  lifecycle_.run([&](Actions& out) { schedule_.reach(place, out); });
+  const bool in_turn = schedule_.is_next(made) && schedule_.passes().reads(made);
   const CallHandle call = in_turn ? made : CallHandle{-1, -1, id};
   consensus_.ask_in_backward(call);
   calls_.back().again = made;
   lifecycle_.run([&](Actions& out) {
-    if (schedule_.walk().recompute(call, out)) {
+    if (schedule_.recompute(call, out)) {
       backward_run_.forget_fired(id);
     }
   });

@@ -3,6 +3,29 @@
 // Calls come from one thread at a time (backward may run on another one); others get an error.
 // enter/exit bracket a module call; begin_pass/end_pass bracket a call of the sharded model.
 //
+// Note [The states of a pass]
+//
+//             begin_pass            end_pass                settle_pass
+//   outside ------------> in a pass ---------> left by this ------------> left by all
+//      ^                    ^   |                  rank                       |
+//      |               exit |   | enter                         a hook on an  |
+//      |                    |   v                               output runs   v
+//      |                   in a call                                      backward
+//      |                                                                      |
+//      +----------------------------------------------------------------------+
+//                                  BackwardRun::end
+//
+// `fail_pass` and `reset` lead from each state to the first one. FSDP2's pre_forward and
+// post_forward are these five:
+//   enter         ModelCalls::enter: the schedule runs its program up to this call, and what it
+//                 skips on the way is gathered and resharded as on the ranks that call it;
+//   gather ahead  Schedule::do_enter: the unit, and those of the next calls;
+//   wait          UnitLifecycle::use: the compute stream is behind the unit's gather;
+//   compute       the module's own forward;
+//   leave         ModelCalls::exit, from which Schedule::do_exit reshards.
+// In a backward BackwardRun::pre_backward and grad_ready tell the schedule how far autograd has
+// come, and the schedule runs the program of the backward up to there.
+//
 // Note [Calls and resets]
 // A reset may come while calls run: a backward inside of a forward fails, or the program calls
 // zerocore.reset there. The reset drops those calls, but Python still ends each of them. So a

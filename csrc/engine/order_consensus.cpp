@@ -47,16 +47,20 @@ bool OrderConsensus::is_alone() const {
 }
 
 void OrderConsensus::ask_for(UnitId id) {
+  // A backward inside of a call adds none, as on ranks that serve it.
+  const bool adds_calls = schedule_.in_rooted_pass() && !lifecycle_.in_backward_pass();
   for (;;) {
     say({.wanted = id});
     const ControlChannel::Answer answer = wait();
     const std::optional<UnitId> next = answer.wanted;
     TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
-    schedule_.hear_open_calls(answer.open);
+    if (adds_calls) {
+      schedule_.hear_open_calls(answer.open);
+    }
     if (*next == id) {
       return;
     }
-    serve(*next, schedule_.in_rooted_pass());
+    serve(*next, adds_calls);
   }
 }
 
@@ -69,8 +73,8 @@ void OrderConsensus::serve(UnitId id, bool in_pass) {
 // A unit that was released too early (see Note [Untracked backward]) is gathered once more, which
 // ranks that did not make the call do not know.
 void OrderConsensus::ask_in_backward(const CallHandle& call) {
-  if (ranks_differ_ && schedule_.walk().is_out_of_turn(call)) {
-    lifecycle_.run([&](Actions& out) { schedule_.walk().leave_order(out); });
+  if (ranks_differ_ && schedule_.is_out_of_turn(call)) {
+    lifecycle_.run([&](Actions& out) { schedule_.leave_program(out); });
     if (!schedule_.is_resident(call.unit)) {
       ask_for(call.unit);
       lifecycle_.run([&](Actions& out) { schedule_.take_one(call.unit, out); });

@@ -73,7 +73,7 @@ Resources::Resources(
     const EngineOptions& options,
     c10::Device device,
     const std::vector<UnitSpec>& units,
-    const std::vector<CallEvent>& order)
+    const Instructions& order)
     : streams_(device, options.log_hand_overs ? &hand_overs_ : nullptr),
       pool_(streams_),
       trace_(streams_),

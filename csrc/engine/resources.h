@@ -20,7 +20,7 @@ class Resources {
       const EngineOptions& options,
       c10::Device device,
       const std::vector<UnitSpec>& units,
-      const std::vector<CallEvent>& order);
+      const Instructions& order);
   Resources(const Resources&) = delete; // the contexts point to its members
   Resources& operator=(const Resources&) = delete;
 

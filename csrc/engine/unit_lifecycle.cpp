@@ -359,7 +359,7 @@ void UnitLifecycle::drop_writes() {
 
 std::vector<UnitId> UnitLifecycle::in_forward_order(const std::vector<UnitId>& units) const {
   std::vector<UnitId> order;
-  for (const CallEvent& event : schedule_.order().events()) {
+  for (const Instruction& event : schedule_.order().events()) {
     const bool is_new = std::find(order.begin(), order.end(), event.unit) == order.end();
     if (is_new && std::find(units.begin(), units.end(), event.unit) != units.end()) {
       order.push_back(event.unit);

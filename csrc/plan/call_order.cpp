@@ -16,17 +16,17 @@ namespace zerocore {
 namespace {
 
 // Numbers the calls of `events` by their enters.
-void number_calls(std::vector<CallEvent>& events) {
+void number_calls(Instructions& events) {
   std::unordered_map<UnitId, std::vector<int32_t>> open;
   int32_t next = 0;
-  for (CallEvent& event : events) {
+  for (Instruction& event : events) {
     std::vector<int32_t>& calls = open[event.unit];
-    if (event.kind == EventKind::Enter) {
+    if (event.kind == InstructionKind::Enter) {
       calls.push_back(next++);
     }
     TORCH_CHECK_VALUE(!calls.empty(), "an exit of unit ", event.unit, " has no enter before it");
     event.call = calls.back();
-    if (event.kind == EventKind::Exit) {
+    if (event.kind == InstructionKind::Exit) {
       calls.pop_back();
     }
   }
@@ -34,16 +34,16 @@ void number_calls(std::vector<CallEvent>& events) {
 
 } // namespace
 
-CallOrder::CallOrder(std::vector<CallEvent> events) {
+CallOrder::CallOrder(Instructions events) {
   number_calls(events);
   take(std::move(events));
 }
 
-void CallOrder::take(std::vector<CallEvent> events) {
-  events_ = std::move(events);
+void CallOrder::take(Instructions events) {
+  program_ = Program(std::move(events));
   expected_.clear();
-  for (const CallEvent& event : events_) {
-    if (event.kind == EventKind::Enter) {
+  for (const Instruction& event : program_.list()) {
+    if (event.kind == InstructionKind::Enter) {
       expected_.push_back({event.unit, event.call, event.call});
     } else {
       Call& call = expected_.at(event.call);
@@ -55,17 +55,17 @@ void CallOrder::take(std::vector<CallEvent> events) {
 }
 
 // A call is left as soon as it may be: right after the enter of its last one.
-std::vector<CallEvent> CallOrder::events_of(const std::vector<Call>& calls) {
+Instructions CallOrder::events_of(const std::vector<Call>& calls) {
   std::vector<std::vector<int32_t>> left_after(calls.size());
   for (size_t i = 0; i < calls.size(); ++i) {
     left_after.at(calls[i].last).push_back(static_cast<int32_t>(i));
   }
-  std::vector<CallEvent> events;
+  Instructions events;
   for (size_t i = 0; i < calls.size(); ++i) {
-    events.push_back({EventKind::Enter, calls[i].unit, true, static_cast<int32_t>(i)});
+    events.push_back({InstructionKind::Enter, calls[i].unit, true, static_cast<int32_t>(i)});
     for (auto call = left_after[i].rbegin(); call != left_after[i].rend(); ++call) {
       const Call& left = calls[*call];
-      events.push_back({EventKind::Exit, left.unit, left.needs_backward, *call, left.reads});
+      events.push_back({InstructionKind::Exit, left.unit, left.needs_backward, *call, left.reads});
     }
   }
   return events;
@@ -75,29 +75,15 @@ std::vector<CallEvent> CallOrder::events_of(const std::vector<Call>& calls) {
 
 void CallOrder::begin(bool grad) {
   calls_ = expected_;
-  cursor_ = 0;
+  program_.restart();
   last_made_ = -1;
   grad_ = grad;
   changed_ = !learned_;
 }
 
 std::optional<int32_t> CallOrder::find(UnitId unit) const {
-  const auto begin = events_.begin() + static_cast<std::ptrdiff_t>(cursor_);
-  const auto found = std::find_if(
-      begin, events_.end(), [&](const CallEvent& event) { return event.is_enter(unit); });
-  return found == events_.end() ? std::nullopt : std::optional(found->call);
-}
-
-std::vector<UnitId> CallOrder::upcoming(int count) const {
-  std::vector<UnitId> next;
-  for (size_t i = cursor_; i < events_.size() && static_cast<int>(next.size()) < count; ++i) {
-    const CallEvent& event = events_[i];
-    if (event.kind == EventKind::Enter &&
-        std::find(next.begin(), next.end(), event.unit) == next.end()) {
-      next.push_back(event.unit);
-    }
-  }
-  return next;
+  const auto found = program_.find([&](const Instruction& each) { return each.is_enter(unit); });
+  return found ? std::optional(events()[*found].call) : std::nullopt;
 }
 
 int32_t CallOrder::add(UnitId unit) {
@@ -171,9 +157,9 @@ std::vector<bool> CallOrder::needs() const {
 
 // Calls of the order that nobody made stay where they are if nobody called the unit elsewhere. The
 // order of registration has units that are never called.
-std::vector<CallEvent> CallOrder::take_own() {
+Instructions CallOrder::take_own() {
   if (!changed_) {
-    return events_;
+    return events();
   }
   std::unordered_set<UnitId> called;
   for (const Call& call : calls_) {
@@ -203,13 +189,14 @@ std::vector<CallEvent> CallOrder::take_own() {
 
 // Where calls are not shared, no rank knows what the others have added but the units. Their
 // backwards come before those of the order.
-std::vector<CallEvent> CallOrder::unite(const std::vector<bool>& needs) {
-  for (CallEvent& event : events_) {
-    if (event.kind == EventKind::Exit) {
+Instructions CallOrder::unite(const std::vector<bool>& needs) {
+  Instructions events = this->events();
+  for (Instruction& event : events) {
+    if (event.kind == InstructionKind::Exit) {
       event.needs_backward = needs.at(event.call);
-      expected_[event.call].needs_backward = event.needs_backward;
     }
   }
+  take(events);
   if (shared_) {
     std::vector<Call> calls = calls_;
     for (size_t i = 0; i < calls.size(); ++i) {
@@ -218,13 +205,12 @@ std::vector<CallEvent> CallOrder::unite(const std::vector<bool>& needs) {
     }
     return events_of(calls);
   }
-  std::vector<CallEvent> events = events_;
   constexpr int32_t kNoCall = std::numeric_limits<int32_t>::max(); // of this rank
   for (size_t i = expected_.size(); i < needs.size(); ++i) {
     const auto unit = static_cast<UnitId>(i - expected_.size());
     if (needs[i]) {
-      events.push_back({EventKind::Enter, unit, true, kNoCall});
-      events.push_back({EventKind::Exit, unit, true, kNoCall});
+      events.push_back({InstructionKind::Enter, unit, true, kNoCall});
+      events.push_back({InstructionKind::Exit, unit, true, kNoCall});
     }
   }
   return events;

@@ -41,8 +41,8 @@ ForwardPass* ForwardPasses::find(int64_t id) {
 bool ForwardPasses::reads(const CallHandle& call) const {
   const ForwardPass* pass = find(call.pass);
   return pass == nullptr ||
-      std::none_of(pass->events.begin(), pass->events.end(), [&](const CallEvent& event) {
-           return event.kind == EventKind::Exit && event.call == call.call && !event.reads;
+      std::none_of(pass->events.begin(), pass->events.end(), [&](const Instruction& event) {
+           return event.kind == InstructionKind::Exit && event.call == call.call && !event.reads;
          });
 }
 
@@ -50,9 +50,9 @@ void ForwardPasses::drop(int64_t id) {
   std::erase_if(passes_, [&](const ForwardPass& pass) { return pass.id == id; });
 }
 
-void ForwardPasses::forget_steps() {
+void ForwardPasses::forget_backwards() {
   for (ForwardPass& pass : passes_) {
-    pass.steps.clear();
+    pass.backward = {};
   }
 }
 
@@ -65,9 +65,9 @@ std::vector<bool> ForwardPasses::awaited_before(int64_t id) const {
   std::vector<bool> awaited(units_.size(), false);
   for (const ForwardPass& pass : passes_) {
     if (pass.id < id && !pass.consumed && !is_outdated(pass)) {
-      for (const CallEvent& event : pass.events) {
+      for (const Instruction& event : pass.events) {
         awaited[event.unit] = awaited[event.unit] ||
-            (event.kind == EventKind::Exit && event.needs_backward && !event.alone);
+            (event.kind == InstructionKind::Exit && event.needs_backward && !event.alone);
       }
     }
   }
@@ -78,9 +78,9 @@ std::vector<bool> ForwardPasses::awaited_before(int64_t id) const {
 // no events until it is settled.
 bool ForwardPasses::is_outdated(const ForwardPass& pass) const {
   return !pass.events.empty() &&
-      std::all_of(pass.events.begin(), pass.events.end(), [&](const CallEvent& event) {
+      std::all_of(pass.events.begin(), pass.events.end(), [&](const Instruction& event) {
         const UnitState& unit = units_[event.unit];
-        return event.kind == EventKind::Enter || !event.needs_backward || !unit.reducible ||
+        return event.kind == InstructionKind::Enter || !event.needs_backward || !unit.reducible ||
             unit.changed_at > pass.id;
       });
 }

@@ -5,7 +5,7 @@
 #include <deque>
 #include <vector>
 
-#include "plan/call_order.h"
+#include "plan/program.h"
 
 namespace zerocore {
 
@@ -20,10 +20,9 @@ struct ForwardPass {
   int64_t id = 0;
   bool grad = false;
   bool consumed = false; // a backward ran through it
-  std::vector<CallEvent> events;
+  Instructions events;
   int32_t num_calls = 0; // of a pass that does not follow the order
-  std::vector<BackwardStep> steps; // of the backward under way
-  size_t next = 0; // first step not done
+  Program backward; // the one under way
 };
 
 class ForwardPasses {
@@ -39,7 +38,7 @@ class ForwardPasses {
   void clear() {
     passes_.clear();
   }
-  void forget_steps();
+  void forget_backwards();
   // Passes before this one are forgotten.
   int64_t oldest() const {
     return passes_.empty() ? next_ : passes_.front().id;

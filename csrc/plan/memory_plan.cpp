@@ -52,13 +52,13 @@ std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanO
 
 PoolMap plan_pool(
     const std::vector<UnitPlan>& units,
-    const std::vector<CallEvent>& order,
+    const Instructions& order,
     const PlanOptions& options) {
   PlanOptions expected = options;
   expected.micro_batches = 1;
   expected.first_order.clear();
   expected.backward.clear();
-  const std::vector<CallEvent>& first = options.first_order.empty() ? order : options.first_order;
+  const Instructions& first = options.first_order.empty() ? order : options.first_order;
   StepSimulation simulation(units, first, expected, PoolMap());
   simulation.run_steps();
   return simulation.pool().arranged();
@@ -66,7 +66,7 @@ PoolMap plan_pool(
 
 std::vector<PlannedEvent> plan_events(
     const std::vector<UnitPlan>& units,
-    const std::vector<CallEvent>& order,
+    const Instructions& order,
     const PlanOptions& options) {
   StepSimulation simulation(units, order, options, plan_pool(units, order, options));
   simulation.run_steps();
@@ -75,7 +75,7 @@ std::vector<PlannedEvent> plan_events(
 
 MemoryPlan plan_memory(
     const std::vector<UnitPlan>& units,
-    const std::vector<CallEvent>& order,
+    const Instructions& order,
     const PlanOptions& options,
     int64_t optimizer_states) {
   StepSimulation simulation(units, order, options, plan_pool(units, order, options));

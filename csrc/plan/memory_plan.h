@@ -28,7 +28,7 @@ struct PlanOptions {
   int micro_batches = 1; // forwards and backwards of a step, all but the last under no_sync
   bool sums_on_host = false; // the CPU computes: sums over replicas start when it knows the first
   // The order that the schedule expects before it has seen a forward; empty for the order itself.
-  std::vector<CallEvent> first_order;
+  Instructions first_order;
   // The backward as it was observed; empty for the mirrored forward.
   std::vector<BackwardEvent> backward;
 };
@@ -92,7 +92,7 @@ std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanO
 // micro-batch of calls in the first order with a backward that mirrors it.
 PoolMap plan_pool(
     const std::vector<UnitPlan>& units,
-    const std::vector<CallEvent>& order,
+    const Instructions& order,
     const PlanOptions& options);
 
 // The events of a steady step: parameters have changed since the last forward, forwards in the
@@ -100,14 +100,14 @@ PoolMap plan_pool(
 // before the step.
 std::vector<PlannedEvent> plan_events(
     const std::vector<UnitPlan>& units,
-    const std::vector<CallEvent>& order,
+    const Instructions& order,
     const PlanOptions& options);
 
 // Bytes on the meshes' rank after two steps; `optimizer_states` tensors of a parameter's size and
 // dtype (its main weight's if it has one) for each parameter that gets a gradient (2 for Adam).
 MemoryPlan plan_memory(
     const std::vector<UnitPlan>& units,
-    const std::vector<CallEvent>& order,
+    const Instructions& order,
     const PlanOptions& options,
     int64_t optimizer_states);
 

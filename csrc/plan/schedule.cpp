@@ -1,12 +1,23 @@
-// Goes through the order of calls, and answers what each event asks for.
+// Carries out the programs of forwards and backwards as far as events say.
 #include "plan/schedule.h"
+
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <utility>
 
-#include <c10/util/Exception.h>
+#include "common/math.h"
 
 namespace zerocore {
+
+namespace {
+
+// Where the call's backward begins, if that is still to come.
+std::optional<size_t> find_pre(const Program& program, int32_t call) {
+  return program.find([call](const Instruction& each) { return each.is_pre(call); });
+}
+
+} // namespace
 
 // -- passes ---------------------------------------------------------------------------------
 
@@ -28,7 +39,7 @@ void Schedule::open_loose_pass() {
     if (frame.pass >= 0) {
       frame.pass = pass.id;
       frame.call = pass.num_calls++;
-      pass.events.push_back({EventKind::Enter, frame.unit, true, frame.call});
+      pass.events.push_back({InstructionKind::Enter, frame.unit, true, frame.call});
     }
   }
 }
@@ -44,7 +55,7 @@ void Schedule::begin_pass(bool grad, Actions& out) {
   follows_ = grad || !residency_.all_stay();
   if (follows_) {
     order_.begin(grad);
-    residency_.release_all_but(order_.upcoming(1 + prefetch_), out);
+    residency_.release_all_but(order_.program().next_entered(1 + prefetch_), out);
   }
 }
 
@@ -53,9 +64,9 @@ void Schedule::end_pass(Actions& out) {
   settle_pass(/*agreed=*/true, {}, reads_more_);
 }
 
-std::vector<CallEvent> Schedule::expected() const {
-  std::vector<CallEvent> events = order_.events();
-  for (CallEvent& event : events) {
+Instructions Schedule::expected() const {
+  Instructions events = order_.events();
+  for (Instruction& event : events) {
     event.reads = event.reads || reads_all_;
   }
   return events;
@@ -73,13 +84,13 @@ void Schedule::settle_pass(bool agreed, const std::vector<bool>& needs, bool rea
   ForwardPass& pass = *passes_.find(std::exchange(closed_, -1));
   if (std::exchange(follows_, false)) {
     pass.events = agreed ? order_.take_own() : order_.unite(needs);
-    for (CallEvent& event : pass.events) {
+    for (Instruction& event : pass.events) {
       event.reads = event.reads || reads_all;
     }
     reads_all_ = reads_all;
   }
   const bool wanted = std::any_of(pass.events.begin(), pass.events.end(), [](const auto& event) {
-    return event.kind == EventKind::Exit && event.needs_backward;
+    return event.kind == InstructionKind::Exit && event.needs_backward;
   });
   if (!pass.grad || !wanted) {
     passes_.drop(pass.id);
@@ -94,7 +105,7 @@ void Schedule::drop_pass() {
 void Schedule::abort(Actions& out) {
   frames_.clear();
   passes_.clear();
-  walk_.abort();
+  forget_backward();
   rooted_ = false;
   follows_ = false;
   open_ = -1;
@@ -118,7 +129,7 @@ void Schedule::enter(UnitId unit, bool grad, Actions& out) {
     if (ForwardPass* pass = grad ? passes_.find(open_) : nullptr) {
       frame.pass = pass->id;
       frame.call = pass->num_calls++;
-      pass->events.push_back({EventKind::Enter, unit, true, frame.call});
+      pass->events.push_back({InstructionKind::Enter, unit, true, frame.call});
     }
     do_enter(unit, out);
   }
@@ -127,9 +138,12 @@ void Schedule::enter(UnitId unit, bool grad, Actions& out) {
 }
 
 int32_t Schedule::enter_in_order(UnitId unit, Actions& out) {
-  std::optional<int32_t> call = order_.find(unit);
-  if (call) {
-    go_to(*call, out);
+  Program& program = order_.program();
+  const auto found = program.find([&](const Instruction& each) { return each.is_enter(unit); });
+  int32_t call = -1;
+  if (found) {
+    call = program.list()[*found].call;
+    run_to(program, *found + 1, out);
   } else {
     finish_order(out);
     call = order_.add(unit);
@@ -137,8 +151,8 @@ int32_t Schedule::enter_in_order(UnitId unit, Actions& out) {
     residency_.serve(unit, out);
     --residency_.uses(unit).held;
   }
-  order_.enter(*call);
-  return *call;
+  order_.enter(call);
+  return call;
 }
 
 CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions& out, bool keep) {
@@ -159,7 +173,7 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions&
     ForwardPass* pass = frame.pass >= 0 ? passes_.find(frame.pass) : nullptr;
     if (pass != nullptr) {
       const bool alone = keep && !residency_.is_released(unit);
-      pass->events.push_back({EventKind::Exit, unit, needs_backward, frame.call, true, alone});
+      pass->events.push_back({InstructionKind::Exit, unit, needs_backward, frame.call, true, alone});
     }
     --residency_.uses(unit).active;
     residency_.leave_forward(unit);
@@ -201,41 +215,59 @@ void Schedule::take_one(UnitId unit, Actions& out) {
 }
 
 void Schedule::finish_order(Actions& out) {
-  while (const CallEvent* event = order_.next()) {
-    go_through(*event, out);
-  }
-}
-
-void Schedule::go_to(int32_t call, Actions& out) {
-  bool there = false;
-  while (!there) {
-    const CallEvent& event = *order_.next();
-    there = event.kind == EventKind::Enter && event.call == call;
-    go_through(event, out);
-  }
+  run_to(order_.program(), order_.events().size(), out);
 }
 
 // Goes through the exits that come next, but for those of calls that this rank is in.
 void Schedule::leave_calls(Actions& out) {
-  for (const CallEvent* event = order_.next(); event != nullptr; event = order_.next()) {
-    const bool is_open = std::any_of(frames_.begin(), frames_.end(), [&](const Frame& frame) {
-      return frame.follows && frame.call == event->call;
-    });
-    if (event->kind == EventKind::Enter || is_open) {
+  Program& program = order_.program();
+  while (const Instruction* due = program.next()) {
+    const bool is_open = std::ranges::any_of(
+        frames_, [&](const Frame& frame) { return frame.follows && frame.call == due->call; });
+    if (due->kind == InstructionKind::Enter || is_open) {
       return;
     }
-    go_through(*event, out);
+    run_to(program, program.cursor() + 1, out);
   }
 }
 
-void Schedule::go_through(const CallEvent& event, Actions& out) {
-  order_.advance();
-  if (event.kind == EventKind::Enter) {
-    do_enter(event.unit, out);
-  } else {
-    do_exit(event, out);
+void Schedule::invalidate(UnitId unit, Actions& out, bool trained) {
+  residency_.invalidate(unit, out);
+  close_loose_pass();
+  if (trained) {
+    passes_.note_change(unit);
   }
-  if (order_.next() == nullptr) {
+}
+
+// -- instructions ---------------------------------------------------------------------------
+
+void Schedule::run_to(Program& program, size_t end, Actions& out) {
+  while (program.cursor() < end) {
+    carry_out(program.take(), out);
+  }
+}
+
+void Schedule::carry_out(const Instruction& due, Actions& out) {
+  switch (due.kind) {
+    case InstructionKind::Enter:
+      do_enter(due.unit, out);
+      break;
+    case InstructionKind::Exit:
+      do_exit(due, out);
+      break;
+    case InstructionKind::Pre:
+      units_[due.unit].call = due.call;
+      units_[due.unit].ready = false;
+      return;
+    case InstructionKind::Gather:
+      residency_.unshard(due.unit, out);
+      return;
+    case InstructionKind::Reduce:
+    case InstructionKind::Release:
+      do_release(due, out);
+      return;
+  }
+  if (order_.program().next() == nullptr) {
     residency_.release_all_but({retained_}, out);
   }
 }
@@ -246,7 +278,7 @@ void Schedule::do_enter(UnitId unit, Actions& out) {
     return;
   }
   const bool in_order = rooted_ && follows_;
-  const auto next = in_order ? order_.upcoming(prefetch_) : std::vector<UnitId>{};
+  const auto next = in_order ? order_.program().next_entered(prefetch_) : std::vector<UnitId>{};
   residency_.release_all_but(next, out);
   residency_.unshard(unit, out);
   for (const UnitId ahead : next) {
@@ -254,15 +286,15 @@ void Schedule::do_enter(UnitId unit, Actions& out) {
   }
 }
 
-void Schedule::do_exit(const CallEvent& event, Actions& out) {
-  const UnitId unit = event.unit;
+void Schedule::do_exit(const Instruction& due, Actions& out) {
+  const UnitId unit = due.unit;
   --residency_.uses(unit).active;
   residency_.leave_forward(unit);
   if (!residency_.releases()) {
     return;
   }
-  const std::vector<UnitId> next = order_.upcoming(std::max(1, prefetch_));
-  const bool is_read = passes_.find(open_)->grad && event.needs_backward && event.reads;
+  const std::vector<UnitId> next = order_.program().next_entered(std::max(1, prefetch_));
+  const bool is_read = passes_.find(open_)->grad && due.needs_backward && due.reads;
   const bool is_last = retain_last_ && next.empty() && is_read;
   if (is_last) {
     retained_ = unit;
@@ -272,12 +304,180 @@ void Schedule::do_exit(const CallEvent& event, Actions& out) {
   }
 }
 
-void Schedule::invalidate(UnitId unit, Actions& out, bool trained) {
-  residency_.invalidate(unit, out);
-  close_loose_pass();
-  if (trained) {
-    passes_.note_change(unit);
+// Released first: packing the gradients then finds the slot free.
+void Schedule::do_release(const Instruction& due, Actions& out) {
+  const UnitId unit = due.unit;
+  const bool reduces = due.kind == InstructionKind::Reduce;
+  residency_.uses(unit).in_backward = false;
+  if (reduces) {
+    residency_.end_backward(unit);
   }
+  const auto next = passes_.find(backward_)->backward.next_read(std::max(1, prefetch_));
+  if (std::find(next.begin(), next.end(), unit) == next.end()) {
+    residency_.release(unit, out);
+  }
+  if (reduces) {
+    units_[unit].due = false;
+    out.push_back({ActionKind::Reduce, unit});
+  }
+}
+
+// -- the backward ---------------------------------------------------------------------------
+
+void Schedule::begin_backward() {
+  close_loose_pass();
+  forget_backward();
+  shape_ = 0;
+}
+
+bool Schedule::pre_backward(const CallHandle& call, Actions& out) {
+  ForwardPass* pass = passes_.find(call.pass);
+  if (pass != nullptr) {
+    go_to_pass(*pass, out);
+    Program& program = pass->backward;
+    if (const auto found = find_pre(program, call.call)) {
+      run_to(program, *found + 1, out);
+      residency_.uses(call.unit).in_backward = true;
+      while (program.next() != nullptr && program.next()->kind == InstructionKind::Gather) {
+        run_to(program, program.cursor() + 1, out);
+      }
+      return true;
+    }
+  }
+  // A second output of a call that is under way, or a call that no program has.
+  if (!residency_.is_here(call.unit) && passes_.reads(call)) {
+    residency_.uses(call.unit).in_backward = true;
+    residency_.unshard(call.unit, out);
+  }
+  return false;
+}
+
+bool Schedule::is_out_of_turn(const CallHandle& call) const {
+  if (residency_.is_here(call.unit) || !passes_.reads(call)) {
+    return false;
+  }
+  const ForwardPass* pass = passes_.find(call.pass);
+  if (pass == nullptr || pass->id != backward_) {
+    return pass == nullptr;
+  }
+  return !find_pre(pass->backward, call.call);
+}
+
+void Schedule::reach(const BackwardPlace& place, Actions& out) {
+  ForwardPass* pass = passes_.find(place.pass);
+  if (pass == nullptr || (backward_ >= 0 && pass->id > backward_)) {
+    return; // a backward goes from the last pass to the first
+  }
+  go_to_pass(*pass, out);
+  Program& program = pass->backward;
+  while (const Instruction* due = program.next()) {
+    if (due->kind != InstructionKind::Gather && due->call < place.end) {
+      return;
+    }
+    run_to(program, program.cursor() + 1, out);
+  }
+}
+
+bool Schedule::is_next(const CallHandle& call) const {
+  const ForwardPass* pass = call.pass == backward_ ? passes_.find(backward_) : nullptr;
+  const Instruction* due = pass == nullptr ? nullptr : pass->backward.next();
+  return due != nullptr && due->is_pre(call.call);
+}
+
+bool Schedule::recompute(const CallHandle& call, Actions& out) {
+  const bool first = pre_backward(call, out);
+  residency_.uses(call.unit).in_backward = true;
+  return first;
+}
+
+void Schedule::ready(UnitId unit, Actions& out) {
+  if (residency_.is_released(unit)) {
+    return; // the gradient of its input may still need it, frozen or read detached
+  }
+  units_[unit].ready = true;
+  ForwardPass* pass = passes_.find(backward_);
+  while (const Instruction* due = pass == nullptr ? nullptr : pass->backward.next()) {
+    const UnitState& next = units_[due->unit];
+    // Gradients of a call inside of the one that is to be left say nothing of it.
+    if (due->kind != InstructionKind::Reduce || !next.ready || next.call != due->call) {
+      return;
+    }
+    run_to(pass->backward, pass->backward.cursor() + 1, out);
+  }
+}
+
+void Schedule::end_backward(Actions& out) {
+  retained_ = -1;
+  finish_program(out);
+  backward_ = -1;
+  for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
+    UnitState& unit = units_[id];
+    residency_.leave_backward(id, out);
+    unit.ready = false;
+    if (std::exchange(unit.due, false)) {
+      out.push_back({ActionKind::Reduce, id});
+      waits_ = waits_ && residency_.uses(id).holds > 0;
+    }
+  }
+  passes_.forget_backwards();
+  residency_.release_all_but({}, out);
+}
+
+void Schedule::forget_backward() {
+  backward_ = -1;
+  for (UnitState& unit : units_) {
+    unit.ready = false;
+    unit.due = false;
+  }
+}
+
+// Units that are not reduced in the backward of `pass`: an earlier pass still has to go backward
+// through them (see Note [Passes whose backward never comes]), or somebody holds them unsharded and
+// may use them outside of all calls.
+std::vector<bool> Schedule::reduced_later(const ForwardPass& pass) const {
+  std::vector<bool> later =
+      waits_ ? passes_.awaited_before(pass.id) : std::vector<bool>(units_.size(), false);
+  for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
+    later[unit] = later[unit] || residency_.uses(unit).holds > 0;
+  }
+  return later;
+}
+
+void Schedule::start_program(ForwardPass& pass, Actions& out) {
+  const std::vector<bool> later = reduced_later(pass);
+  for (const Instruction& event : pass.events) {
+    UnitState& unit = units_[event.unit];
+    unit.due = passes_.is_reducible(event.unit) && unit.reduced;
+  }
+  pass.backward = backward_program(
+      pass.events, prefetch_, [&](UnitId unit) { return units_[unit].due && !later[unit]; });
+  for (const Instruction& each : pass.backward.list()) {
+    shape_ = mix(shape_, 8 * static_cast<uint64_t>(each.unit) + static_cast<uint64_t>(each.kind));
+  }
+  pass.consumed = true;
+  backward_ = pass.id;
+  residency_.release_all_but(pass.backward.next_read(prefetch_ + 1), out);
+}
+
+void Schedule::go_to_pass(ForwardPass& pass, Actions& out) {
+  if (pass.id != backward_) {
+    finish_program(out);
+    start_program(pass, out);
+  }
+}
+
+void Schedule::finish_program(Actions& out) {
+  if (ForwardPass* pass = passes_.find(backward_)) {
+    run_to(pass->backward, pass->backward.list().size(), out);
+  }
+}
+
+void Schedule::leave_program(Actions& out) {
+  for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
+    Residency::Uses& uses = residency_.uses(unit);
+    uses.kept = uses.kept || uses.in_backward;
+  }
+  finish_program(out);
 }
 
 } // namespace zerocore

@@ -23,6 +23,19 @@
 // it all the same: if any rank says so as it leaves the pass, all calls of this pass count as
 // reading.
 //
+// Note [Passes whose backward never comes]
+// A unit of several passes is reduced in the backward of the first of them: in one backward through
+// all of them that is once, at the end. The backward of a pass may never come (its output was
+// detached), so what is still due when the backward ends is reduced then. That follows from the
+// calls alone, never from which gradients this rank has: another rank may have others. After such
+// an end the next backwards reduce pass by pass.
+//
+// Note [Recomputed calls]
+// A checkpoint makes its calls again in the order of the forward, and then goes backward through
+// them. Only the last of them is what comes next in the order of the backward, and begins it. The
+// ones before are unsharded out of turn, and each one's backward begins when it comes, by its
+// output. So no instruction of a call is carried out before the backward is there.
+//
 // Units called outside of the sharded model's own call are served on demand, without prefetch; all
 // ranks must make these calls. So it is in a pass without gradients that finds all units there.
 #pragma once
@@ -31,28 +44,31 @@
 #include <vector>
 
 #include "common/types.h"
-#include "plan/backward_walk.h"
 #include "plan/call_order.h"
 #include "plan/forward_passes.h"
+#include "plan/program.h"
 #include "plan/residency.h"
 #include "plan/shard_options.h"
 #include "plan/unit_mesh.h"
 
 namespace zerocore {
 
+// How far a backward has come: it has left the calls of the pass that are numbered `end` and more.
+struct BackwardPlace {
+  int64_t pass = -1; // -1 if it is not known
+  int32_t end = 0;
+};
+
 class Schedule {
  public:
   // Meshes by unit; `order` is the expected sequence of enters and exits of a rooted pass.
-  Schedule(
-      const std::vector<UnitMesh>& meshes,
-      const ShardOptions& sharding,
-      std::vector<CallEvent> order)
+  Schedule(const std::vector<UnitMesh>& meshes, const ShardOptions& sharding, Instructions order)
       : prefetch_(sharding.prefetch),
         retain_last_(sharding.retain_last),
         order_(std::move(order)),
         passes_(static_cast<int>(meshes.size())),
         residency_(meshes),
-        walk_(static_cast<int>(meshes.size()), prefetch_, passes_, residency_) {
+        units_(meshes.size()) {
     order_.set_shared(residency_.gathers(), meshes.size());
   }
   Schedule(const Schedule&) = delete; // its parts refer to each other
@@ -95,7 +111,7 @@ class Schedule {
   }
   // The events of the order. Whether the backward of a call reads parameters is as it was in the
   // pass that was settled last.
-  std::vector<CallEvent> expected() const;
+  Instructions expected() const;
   // Whether the backward of a call reads parameters on this rank which the order has as a lookup.
   bool reads_more() const {
     return reads_more_;
@@ -108,17 +124,33 @@ class Schedule {
   // The pass ended with an exception: gives everything back, forgets the pass.
   void abort(Actions& out);
 
-  // Backward. It begins and ends here, and goes through the walk.
-  void begin_backward() {
-    close_loose_pass();
-    walk_.begin();
+  // Backward: carries out the program of the pass that runs backward.
+  void begin_backward();
+  // The call's backward is about to run. True when this is the first news of it.
+  bool pre_backward(const CallHandle& call, Actions& out);
+  // All gradients of the unit exist. One that is released is reduced when the backward has left it.
+  void ready(UnitId unit, Actions& out);
+  void end_backward(Actions& out);
+  // A call is made again in the backward (activation checkpointing). See Note [Recomputed calls].
+  // Comes to where the backward is: carries out what is due of calls that it has left.
+  void reach(const BackwardPlace& place, Actions& out);
+  // Whether the call's backward is what comes next in the order.
+  bool is_next(const CallHandle& call) const;
+  // True as pre_backward; a call that is not next in the order has none here (pass -1).
+  bool recompute(const CallHandle& call, Actions& out);
+  // Whether pre_backward is going to unshard the unit out of turn.
+  bool is_out_of_turn(const CallHandle& call) const;
+  // Carries out the rest of the backward's program; gradients still to come are reduced at its end.
+  void finish_program(Actions& out);
+  // As finish_program, in the midst of a backward: what it uses stays on this rank.
+  void leave_program(Actions& out);
+  // Whether the backward that begins reduces the unit's gradients; until the next one begins.
+  void set_reduced(UnitId unit, bool reduced) {
+    units_.at(unit).reduced = reduced;
   }
-  void end_backward(Actions& out) {
-    retained_ = -1;
-    walk_.end(out);
-  }
-  BackwardWalk& walk() {
-    return walk_;
+  // A number for the calls whose backward has begun, the same on all ranks; of the last backward.
+  uint64_t shape() const {
+    return shape_;
   }
   // As Residency::serve, on a rank that needs the unit: it keeps it to the end of the backward.
   void take_one(UnitId unit, Actions& out);
@@ -168,19 +200,26 @@ class Schedule {
 
   void close_loose_pass();
   void open_loose_pass();
-  void go_through(const CallEvent& event, Actions& out);
-  void go_to(int32_t call, Actions& out);
-  void leave_calls(Actions& out);
   int32_t enter_in_order(UnitId unit, Actions& out);
+  void leave_calls(Actions& out);
+
+  // The one rule by which a rank that skips calls issues what the others do.
+  void run_to(Program& program, size_t end, Actions& out);
+  void carry_out(const Instruction& due, Actions& out);
   void do_enter(UnitId unit, Actions& out);
-  void do_exit(const CallEvent& event, Actions& out);
+  void do_exit(const Instruction& due, Actions& out);
+  void do_release(const Instruction& due, Actions& out);
+
+  std::vector<bool> reduced_later(const ForwardPass& pass) const;
+  void start_program(ForwardPass& pass, Actions& out);
+  void go_to_pass(ForwardPass& pass, Actions& out);
+  void forget_backward();
 
   const int prefetch_;
   const bool retain_last_;
   CallOrder order_;
   ForwardPasses passes_;
   Residency residency_;
-  BackwardWalk walk_;
   std::vector<Frame> frames_; // units entered and not left
   int64_t open_ = -1; // id of the forward pass under way
   int64_t closed_ = -1; // id of the pass that was closed and is to be settled
@@ -188,6 +227,17 @@ class Schedule {
   bool follows_ = false; // the pass under way follows the order
   bool reads_more_ = false, reads_all_ = false; // the pass under way; the one settled last
   UnitId retained_ = -1; // left last; kept for the backward
+  // Of the backward under way.
+  struct UnitState {
+    int32_t call = -1; // whose backward began last
+    bool ready = false; // that call is
+    bool reduced = true; // in this backward
+    bool due = false; // to be reduced in this backward, at its end at the latest
+  };
+  std::vector<UnitState> units_;
+  int64_t backward_ = -1; // id of the pass whose program is carried out
+  uint64_t shape_ = 0; // of the passes whose programs were begun in this backward
+  bool waits_ = true; // one backward through several passes reduces each unit once
 };
 
 } // namespace zerocore

@@ -9,20 +9,42 @@ namespace {
 
 // The backward that mirrors a forward: outputs of each call, last first, and gradients when the
 // unit's first call is left.
-std::vector<BackwardEvent> mirrored(const std::vector<CallEvent>& order) {
+std::vector<BackwardEvent> backward_of(const Instructions& order) {
   std::vector<BackwardEvent> events;
-  std::unordered_map<UnitId, int> enters_left;
-  for (const CallEvent& event : order) {
-    enters_left[event.unit] += event.kind == EventKind::Enter ? 1 : 0;
-  }
   for (size_t i = order.size(); i-- > 0;) {
-    if (order[i].kind == EventKind::Exit && order[i].needs_backward) {
+    const auto begin = order.begin();
+    const auto is_same = [&](const Instruction& each) { return each.is_enter(order[i].unit); };
+    if (order[i].kind == InstructionKind::Exit && order[i].needs_backward) {
       events.push_back({false, static_cast<int32_t>(i)});
-    } else if (order[i].kind == EventKind::Enter && --enters_left[order[i].unit] == 0) {
+    } else if (
+        order[i].kind == InstructionKind::Enter &&
+        std::find_if(begin, begin + i, is_same) == begin + i) {
       events.push_back({true, order[i].unit});
     }
   }
   return events;
+}
+
+// The backward goes on through the moments that mirror those of the forward.
+std::vector<Told> micro_batch_of(
+    const Instructions& order,
+    const std::vector<BackwardEvent>& backward) {
+  const auto num_events = static_cast<int32_t>(order.size());
+  std::vector<Told> list = {{Told::BeginPass}};
+  for (int32_t i = 0; i < num_events; ++i) {
+    list.push_back({order[i].kind == InstructionKind::Enter ? Told::Enter : Told::Exit, i, i});
+  }
+  list.push_back({Told::EndPass, -1, num_events - 1});
+  list.push_back({Told::BeginBackward, -1, num_events - 1});
+  for (const BackwardEvent& event : backward) {
+    const auto first = std::ranges::find_if(
+        order, [&](const Instruction& each) { return each.is_enter(event.index); });
+    const auto mirrored = event.ready ? static_cast<int32_t>(first - order.begin()) : event.index;
+    const int32_t moment = std::max(list.back().moment, 2 * num_events - 1 - mirrored);
+    list.push_back({event.ready ? Told::Ready : Told::Pre, event.index, moment});
+  }
+  list.push_back({Told::EndBackward, -1, 2 * num_events});
+  return list;
 }
 
 std::vector<UnitMesh> meshes_of(const std::vector<UnitPlan>& units, const PlanOptions& options) {
@@ -48,12 +70,13 @@ std::vector<ReducedUnit> reduced_units(
 
 StepSimulation::StepSimulation(
     const std::vector<UnitPlan>& units,
-    const std::vector<CallEvent>& order,
+    const Instructions& order,
     const PlanOptions& options,
     PoolMap pool)
     : options_(options),
       order_(order),
-      backward_(options.backward.empty() ? mirrored(order) : options.backward),
+      micro_batch_(
+          micro_batch_of(order, options.backward.empty() ? backward_of(order) : options.backward)),
       meshes_(meshes_of(units, options)),
       schedule_(
           meshes_,
@@ -93,7 +116,7 @@ void StepSimulation::step() {
   run(actions);
   for (int index = 0; index < options_.micro_batches; ++index) {
     sync_ = index == options_.micro_batches - 1;
-    micro_batch();
+    std::ranges::for_each(micro_batch_, [this](const Told& told) { tell(told); });
   }
   // Gradients are dropped after the optimizer's step.
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
@@ -123,65 +146,52 @@ void StepSimulation::optimizer_step() {
   run(actions);
 }
 
-void StepSimulation::micro_batch() {
+void StepSimulation::tell(const Told& told) {
   Actions actions;
-  moment_ = 0;
-  calls_.clear();
-  schedule_.begin_pass(/*grad=*/true, actions);
+  moment_ = told.moment;
+  tell_schedule(told, actions);
   run(actions);
-  forward(actions);
-  schedule_.end_pass(actions);
-  run(actions);
-  for (Unsharding& unit : unsharding_) {
-    unit.wait(*this);
-  }
-  schedule_.begin_backward();
-  backward(actions);
-  schedule_.end_backward(actions);
-  moment_ = 2 * static_cast<int32_t>(calls_.size());
-  run(actions);
-  reduction_.finish(*this);
-}
-
-void StepSimulation::forward(Actions& actions) {
-  for (const CallEvent& event : order_) {
-    moment_ = static_cast<int32_t>(calls_.size());
-    CallHandle call;
-    if (event.kind == EventKind::Enter) {
-      schedule_.enter(event.unit, true, actions);
-    } else {
-      call = schedule_.exit(event.unit, event.needs_backward, event.reads, actions);
-    }
-    calls_.push_back(call);
-    run(actions);
-    if (event.kind == EventKind::Enter) {
-      unsharding_[event.unit].wait(*this);
-    }
+  if (told.kind == Told::Enter) {
+    unsharding_[order_[told.index].unit].wait(*this);
+  } else if (told.kind == Told::Pre) {
+    unsharding_[calls_.at(told.index).unit].wait(*this);
+  } else if (told.kind == Told::EndPass) {
+    std::ranges::for_each(unsharding_, [this](Unsharding& unit) { unit.wait(*this); });
+  } else if (told.kind == Told::EndBackward) {
+    reduction_.finish(*this);
   }
 }
 
-void StepSimulation::backward(Actions& actions) {
-  const auto num_events = static_cast<int32_t>(calls_.size());
-  for (const BackwardEvent& event : backward_) {
-    const int32_t mirrored = event.ready ? first_enter(event.index) : event.index;
-    moment_ = std::max(moment_, 2 * num_events - 1 - mirrored);
-    if (event.ready) {
-      schedule_.walk().ready(event.index, actions);
-    } else {
-      schedule_.walk().pre_backward(calls_.at(event.index), actions);
+void StepSimulation::tell_schedule(const Told& told, Actions& actions) {
+  switch (told.kind) {
+    case Told::BeginPass:
+      calls_.assign(order_.size(), {});
+      schedule_.begin_pass(/*grad=*/true, actions);
+      break;
+    case Told::Enter:
+      schedule_.enter(order_[told.index].unit, true, actions);
+      break;
+    case Told::Exit: {
+      const Instruction& exit = order_[told.index];
+      calls_[told.index] = schedule_.exit(exit.unit, exit.needs_backward, exit.reads, actions);
+      break;
     }
-    run(actions);
-    if (!event.ready) {
-      unsharding_[calls_.at(event.index).unit].wait(*this);
-    }
+    case Told::EndPass:
+      schedule_.end_pass(actions);
+      break;
+    case Told::BeginBackward:
+      schedule_.begin_backward();
+      break;
+    case Told::Pre:
+      schedule_.pre_backward(calls_.at(told.index), actions);
+      break;
+    case Told::Ready:
+      schedule_.ready(told.index, actions);
+      break;
+    case Told::EndBackward:
+      schedule_.end_backward(actions);
+      break;
   }
-}
-
-// Index of the first Enter of a unit in the order.
-int32_t StepSimulation::first_enter(UnitId unit) const {
-  const auto found =
-      std::ranges::find_if(order_, [&](const CallEvent& event) { return event.is_enter(unit); });
-  return static_cast<int32_t>(found - order_.begin());
 }
 
 void StepSimulation::run(Actions& actions) {

@@ -1,5 +1,5 @@
-// Plays one step on integers: the schedule's actions and the steps of reductions as the engine
-// carries them out, with sizes in place of memory.
+// Plays one step on integers: tells a schedule what the engine would, and carries out its actions
+// and the steps of gathers and reductions with sizes in place of memory.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,19 @@
 
 namespace zerocore {
 
+// The engine tells its schedule of this.
+struct Told {
+  enum Kind : uint8_t { BeginPass, Enter, Exit, EndPass, BeginBackward, Pre, Ready, EndBackward };
+  Kind kind = BeginPass;
+  int32_t index = -1; // in the order; of a Ready the unit
+  int32_t moment = 0; // see PlannedEvent
+};
+
 class StepSimulation final : private Steps {
  public:
   StepSimulation(
       const std::vector<UnitPlan>& units,
-      const std::vector<CallEvent>& order,
+      const Instructions& order,
       const PlanOptions& options,
       PoolMap pool);
   StepSimulation(const StepSimulation&) = delete; // the reduction points to the layouts
@@ -47,24 +55,22 @@ class StepSimulation final : private Steps {
 
  private:
   void step();
-  void micro_batch();
   void optimizer_step();
   bool gathers_behind_step(UnitId unit) const;
-  void forward(Actions& actions);
-  void backward(Actions& actions);
-  int32_t first_enter(UnitId unit) const;
+  void tell(const Told& told);
+  void tell_schedule(const Told& told, Actions& actions);
   void run(Actions& actions);
   void unshard(UnitId unit);
   void run(const Step& step) override;
 
   PlanOptions options_;
-  std::vector<CallEvent> order_;
-  std::vector<BackwardEvent> backward_;
+  Instructions order_;
+  std::vector<Told> micro_batch_; // a forward and its backward
   std::vector<UnitMesh> meshes_; // by unit
   Schedule schedule_;
   std::vector<Layout> layouts_;
   Reduction reduction_;
-  std::vector<CallHandle> calls_; // by event of the order; empty of an Enter
+  std::vector<CallHandle> calls_; // by instruction of the order; empty of an Enter
   std::vector<PlannedEvent> events_;
   PoolMap pool_;
   std::vector<Unsharding> unsharding_; // by unit

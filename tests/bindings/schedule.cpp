@@ -41,7 +41,7 @@ UnitMesh mesh_of(bool gathers, bool releases) {
 
 // A schedule whose methods return the actions.
 struct PySchedule {
-  PySchedule(int num_units, int prefetch, bool gathers, bool releases, std::vector<CallEvent> order)
+  PySchedule(int num_units, int prefetch, bool gathers, bool releases, Instructions order)
       : schedule(
             std::vector<UnitMesh>(num_units, mesh_of(gathers, releases)),
             {.prefetch = prefetch},
@@ -70,7 +70,7 @@ void register_schedule(py::module_& module) {
   using S = PySchedule;
   py::class_<S>(module, "Schedule")
       .def(
-          py::init<int, int, bool, bool, std::vector<CallEvent>>(),
+          py::init<int, int, bool, bool, Instructions>(),
           py::arg("num_units"),
           py::arg("prefetch"),
           py::arg("gathers"),
@@ -119,18 +119,16 @@ void register_schedule(py::module_& module) {
       .def("abort", [](S& s) { return s.run([&] { s.schedule.abort(s.actions); }); })
       .def("begin_backward", [](S& s) { s.schedule.begin_backward(); })
       .def(
-          "set_muted",
-          [](S& s, UnitId unit, bool muted) { s.schedule.walk().set_muted(unit, muted); })
+          "set_reduced",
+          [](S& s, UnitId unit, bool reduced) { s.schedule.set_reduced(unit, reduced); })
       .def(
           "pre_backward",
           [](S& s, const CallHandle& call) {
-            return s.run([&] { s.schedule.walk().pre_backward(call, s.actions); });
+            return s.run([&] { s.schedule.pre_backward(call, s.actions); });
           })
       .def(
           "ready",
-          [](S& s, UnitId unit) {
-            return s.run([&] { s.schedule.walk().ready(unit, s.actions); });
-          })
+          [](S& s, UnitId unit) { return s.run([&] { s.schedule.ready(unit, s.actions); }); })
       .def("end_backward", [](S& s) { return s.run([&] { s.schedule.end_backward(s.actions); }); })
       .def(
           "invalidate",

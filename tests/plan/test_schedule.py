@@ -231,9 +231,9 @@ def test_two_passes_in_one_backward_are_reduced_once() -> None:
         assert reduced(driver) == [2, 1, 0]
 
 
-def test_a_muted_unit_is_not_reduced() -> None:
+def test_a_backward_for_other_gradients_does_not_reduce() -> None:
     driver = make(chain(3), 3, 1)
-    driver.schedule.set_muted(1, True)
+    driver.schedule.set_reduced(1, False)
     driver.backward([driver.forward(chain(3))])
     assert reduced(driver) == [2, 0]
 
