@@ -229,6 +229,7 @@ void BackwardRun::end() {
   consensus_.serve_others();
   lifecycle_.run([&](Actions& out) { schedule_.end_backward(out); });
   reduce_rest();
+  reduce_held_back();
   for (const auto& unit : units_) {
     lifecycle_.keep_writes(unit->id()); // of one that stays unsharded
   }
@@ -292,6 +293,16 @@ void BackwardRun::reduce_rest() {
   }
   for (const auto& unit : units_) {
     if (has_rest && rest[unit->id()]) {
+      reducer_.reduce(unit->id());
+    }
+  }
+}
+
+// Backwards without sync have left sums of units that this one does not go through. Ranks have made
+// the same reductions of them, so they hold the same units' sums back.
+void BackwardRun::reduce_held_back() {
+  for (const auto& unit : units_) {
+    if (schedule_.is_reduced(unit->id()) && reducer_.has_late_sums(unit->id())) {
       reducer_.reduce(unit->id());
     }
   }

@@ -82,6 +82,7 @@ class BackwardRun {
   void throw_untracked_error();
   void choose_reduced();
   void reduce_rest();
+  void reduce_held_back();
   void run_user_hooks(const std::vector<bool>& reduced);
 
   const Units& units_;

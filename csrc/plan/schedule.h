@@ -148,6 +148,9 @@ class Schedule {
   void set_reduced(UnitId unit, bool reduced) {
     units_.at(unit).reduced = reduced;
   }
+  bool is_reduced(UnitId unit) const {
+    return units_.at(unit).reduced;
+  }
   // A number for the calls whose backward has begun, the same on all ranks; of the last backward.
   uint64_t shape() const {
     return shape_;

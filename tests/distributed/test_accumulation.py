@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
+import zerocore.fsdp
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, assert_gradients, case_named, micro_losses
 
@@ -91,3 +98,66 @@ def leave_no_sync_by_error(stage: int) -> None:
 
 def test_no_sync_ends_with_its_block(stage: int) -> None:
     run_ranks(leave_no_sync_by_error, 2, stage)
+
+
+class Sometimes(nn.Module):
+    """Calls its second layer where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, calls_second: bool) -> Tensor:
+        y = self.always(x)
+        return self.sometimes(y).sum() + y.sum() if calls_second else y.sum()
+
+
+def gradients_of(system: str, stage: int, mode: str) -> list[Tensor]:
+    """Of two steps of three micro-batches. In the second step one rank alone uses the second layer,
+    in the first of them."""
+    torch.manual_seed(0)
+    plain: Any = Sometimes()
+    model: nn.Module = plain
+    if system == "ddp":
+        model = DistributedDataParallel(plain, find_unused_parameters=True)
+    elif system == "zerocore":
+        how = zerocore.Communication(accumulate=mode)
+        zerocore.shard(plain, stage=stage, units=["Linear"], communication=how)
+    else:
+        for module in (plain.always, plain.sometimes, plain):
+            zerocore.fsdp.fully_shard(module)
+    gradients: list[Tensor] = []
+    for step in range(2):
+        for number in range(3):
+            holds = number < 2
+            if system == "ddp":
+                context = model.no_sync() if holds else nullcontext()
+            elif system == "zerocore":
+                context = zerocore.no_sync(model) if holds else nullcontext()
+            else:
+                plain.set_requires_gradient_sync(not holds)
+                context = nullcontext()
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + number))
+            rank = torch.distributed.get_rank()
+            with context:
+                model(x * (1 + rank), (step, number, rank) == (1, 0, 0)).backward()
+        for param in plain.parameters():
+            if param.grad is not None:
+                whole = getattr(param.grad, "full_tensor", lambda grad=param.grad: grad)()
+                gradients.append(whole.clone())
+        plain.zero_grad()
+    return gradients
+
+
+def compare_with_ddp(stage: int, mode: str) -> None:
+    expected = gradients_of("ddp", stage, mode)
+    faces = ("zerocore", "zerocore.fsdp") if stage == 3 and mode == "full" else ("zerocore",)
+    for system in faces:
+        torch.testing.assert_close(gradients_of(system, stage, mode), expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("mode", ["sharded", "full"])
+def test_a_unit_that_the_last_backward_leaves_out(stage: int, mode: str, world_size: int) -> None:
+    """Its gradients of backwards without sync are those of all ranks, as with DDP."""
+    run_ranks(compare_with_ddp, world_size, stage, mode)

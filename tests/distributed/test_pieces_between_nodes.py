@@ -37,6 +37,15 @@ def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]
     return losses
 
 
+def count_broadcasts(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Those that the profiler has seen: on a busy machine it may miss what other threads do."""
+    model(torch.zeros(1, 640)).sum().backward()
+    with profile() as profiled:
+        optimizer.step()
+        model(torch.zeros(1, 640)).sum()
+    return [event.name for event in profiled.events() or []].count("gloo:broadcast")
+
+
 def train(rank: int, stage: int, nodes: Nodes | None, store: Path, found: Any) -> None:
     """The losses, and how many broadcasts bring the weights of a step into the next forward."""
     torch.set_num_threads(1)
@@ -47,12 +56,7 @@ def train(rank: int, stage: int, nodes: Nodes | None, store: Path, found: Any) -
     model = zerocore.shard(make_model(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = losses_of(model, optimizer)
-    model(torch.zeros(1, 640)).sum().backward()
-    with profile() as profiled:
-        optimizer.step()
-        model(torch.zeros(1, 640)).sum()
-    names = [event.name for event in profiled.events() or []]
-    found.put((losses, names.count("gloo:broadcast")))
+    found.put((losses, max(count_broadcasts(model, optimizer) for _ in range(3))))
     dist.destroy_process_group()
 
 

@@ -162,6 +162,10 @@ bool Reducer::holds_back(UnitId id) const {
   return has_grads(id) || reduction_.has_local(id);
 }
 
+bool Reducer::has_late_sums(UnitId id) const {
+  return sync_ && units_[id]->settings().syncs && reduction_.has_local(id);
+}
+
 bool Reducer::holds_back_any() const {
   return std::ranges::any_of(units_, [this](const auto& unit) { return holds_back(unit->id()); });
 }

@@ -89,6 +89,8 @@ class Reducer final : private Steps {
   // Whether the unit has gradients that reduce() has not seen; or has not reduced.
   bool has_grads(UnitId unit) const;
   bool holds_back(UnitId unit) const;
+  // Whether the unit has sums that a backward before this one, which syncs, has left.
+  bool has_late_sums(UnitId unit) const;
   bool holds_back_any() const;
   // Ends a backward: waits for the reductions and shows the gradients on the shards. Returns the
   // units whose gradients were reduced in it, one flag each.
