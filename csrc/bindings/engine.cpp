@@ -112,7 +112,7 @@ void bind_param(
       THPVariable_Unpack(shard.ptr()),
       local.value_or(at::Tensor()));
   if (!grad.is_none()) {
-    self.engine->reducer().bind_grad(unit, index, THPVariable_Unpack(grad.ptr()));
+    self.engine->reducer().views().bind(unit, index, THPVariable_Unpack(grad.ptr()));
   }
   self.registrar->bind(unit, {is_seen ? shard : py::object(), full});
 }
@@ -167,11 +167,11 @@ void register_setup(py::class_<PyEngine>& engine) {
             return self.engine->unit(unit).holds_values(i);
           })
       .def("make_grad", method(&Reducer::make_grad))
-      .def("bind_grad", method(&Reducer::bind_grad))
+      .def("bind_grad", method(&GradViews::bind))
       .def("make_sums", method(&Reducer::make_sums))
-      .def("bind_sums", method(&Reducer::bind_sums))
+      .def("bind_sums", method(&GradViews::bind_sums))
       .def("has_sums", method(&Reducer::has_sums))
-      .def_property_readonly("shows_sums", method(&Reducer::shows_sums))
+      .def_property_readonly("shows_sums", method(&GradViews::shows_sums))
       .def(
           "materialize",
           [](PyEngine& self,
@@ -228,10 +228,10 @@ void register_steps(py::class_<PyEngine>& engine) {
             return self.engine->calls().in_call() && !self.engine->lifecycle().is_hiding();
           })
       .def("hold_unsharded", method(&Engine::hold_unsharded), no_gil)
-      .def("release_unsharded", method(&UnitLifecycle::release_unsharded), no_gil)
+      .def("release_unsharded", method(&Engine::release_unsharded), no_gil)
       .def("begin_hold", method(&Engine::begin_hold), no_gil)
       .def("set_hiding", method(&UnitLifecycle::set_hiding), no_gil)
-      .def("wait_held", method(&UnitLifecycle::wait_held), no_gil)
+      .def("wait_held", method(&Engine::wait_held), no_gil)
       .def("set_recycling", method(&BucketPool::set_recycling))
       .def("set_parked", method(&Engine::set_parked), no_gil)
       .def("device_memory", method(&Engine::device_memory))
@@ -239,19 +239,19 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def(
           "begin_update", method(&Engine::begin_update), py::arg("units"), py::arg("casts"), no_gil)
       .def("end_update", method(&Engine::end_update), py::arg("units"), py::arg("casts"), no_gil)
-      .def("finish_gathers", method(&UnitLifecycle::finish_gathers), no_gil)
-      .def("finalize_backward", method(&Engine::finalize_backward), no_gil)
+      .def("finish_gathers", method(&Engine::finish_gathers), no_gil)
+      .def("finalize_backward", method(&ModelCalls::finalize_backward), no_gil)
       .def("begin_deferred", method(&Engine::begin_deferred), no_gil)
       .def("end_deferred", method(&Engine::end_deferred), py::arg("drops"), no_gil)
       .def_property_readonly("defers_reductions", method(&Reducer::deferred))
       .def_property_readonly("holds_back", method(&Reducer::holds_back_any))
       .def_property_readonly(
           "takes_notes",
-          [](const PyEngine& self) { return self.engine->lifecycle().write_check().takes_notes(); })
+          [](const PyEngine& self) { return self.engine->lifecycle().writes().takes_notes(); })
       .def(
           "note_write",
           [](PyEngine& self, UnitId unit, size_t param, int64_t number) {
-            self.engine->lifecycle().write_check().note(unit, param, number);
+            self.engine->lifecycle().writes().note(unit, param, number);
           })
       .def("any_rank", method(&Engine::any_rank), no_gil)
       .def(
@@ -295,12 +295,13 @@ void register_unit_controls(py::module_& module, py::class_<PyEngine>& engine) {
           "settings",
           [](PyEngine& self, UnitId unit) { return &self.engine->unit(unit).settings(); },
           py::return_value_policy::reference_internal)
-      .def("set_kept", method(&Engine::set_kept), no_gil)
+      .def("unshard", method(&Engine::unshard), no_gil)
+      .def("reshard", method(&Engine::reshard), no_gil)
       .def("show", method(&UnitLifecycle::use), no_gil)
       .def(
           "set_staying",
           [](PyEngine& self, UnitId unit, bool after_forward, bool after_backward) {
-            self.engine->lifecycle().set_staying(unit, {after_forward, after_backward});
+            self.engine->set_staying(unit, {after_forward, after_backward});
           },
           py::arg("unit"),
           py::kw_only(),

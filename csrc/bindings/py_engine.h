@@ -26,6 +26,7 @@ Part& part_of(const PyEngine& self) {
       engine.offload(),
       engine.pool(),
       engine.reducer(),
+      engine.reducer().views(),
       engine.trace(),
       *self.registrar));
 }

@@ -1,12 +1,13 @@
-// The parts of an engine, and the work between steps.
+// The parts of an engine, and the work between passes but for optimizers' steps.
 #include "engine/engine.h"
 
 #include <ATen/core/functional.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 
 #include <utility>
 
 #include "common/error_text.h"
-#include "engine/graph/autograd.h"
 #include "watch/watchdog.h"
 
 namespace zerocore {
@@ -26,21 +27,11 @@ Engine::Engine(
           options.sharding,
           std::move(order)),
       reducer_(units_, context_, options.sharding, offload_),
-      thread_check_(/*backward_threads=*/device.type() != c10::DeviceType::CPU),
       lifecycle_(units_, context_, schedule_, offload_, reducer_, std::move(show_params)),
       consensus_(units_, context_, schedule_, lifecycle_),
-      backward_run_(units_, context_, schedule_, reducer_, thread_check_, lifecycle_, consensus_),
-      calls_(
-          units_,
-          context_,
-          schedule_,
-          reducer_,
-          thread_check_,
-          lifecycle_,
-          consensus_,
-          backward_run_) {
+      calls_(units_, context_, schedule_, reducer_, lifecycle_, consensus_) {
   for (const auto& unit : units_) {
-    lifecycle_.set_staying(unit->id(), {unit->settings().stays, false});
+    set_staying(unit->id(), {unit->settings().stays, false});
   }
 }
 
@@ -48,8 +39,8 @@ Engine::~Engine() {
   Alarm* alarm = context_.alarm;
   // Only then may work be in flight that still ends: a model that never started has none, a forked
   // process never sees its end, and the alarm has ended it.
-  if (started_ && !thread_check_.is_forked() && (alarm == nullptr || !alarm->is_raised())) {
-    consensus_.leave_unsettled();
+  if (started_ && !calls_.thread_check().is_forked() && (alarm == nullptr || !alarm->is_raised())) {
+    consensus_.abandon_pass();
     try {
       calls_.reset();
     } catch (const std::exception& error) {
@@ -63,44 +54,105 @@ Engine::~Engine() {
 
 void Engine::start(bool consistent) {
   started_ = true;
-  backward_run_.set_owner(weak_from_this());
+  calls_.set_owner(weak_from_this());
   lifecycle_.start(consistent, [weak = weak_from_this()](UnitId id, int param) {
     if (const auto engine = weak.lock()) {
-      engine->backward_run_.grad_ready(id, param);
+      engine->calls_.grad_ready(id, param);
     }
   });
 }
 
 void Engine::hold_unsharded(const std::vector<UnitId>& units) {
-  calls_.recover();
+  const auto use = calls_.use();
+  size_t num_held = 0;
   try {
-    lifecycle_.hold_unsharded(units);
+    for (const UnitId id : units) {
+      lifecycle_.refresh(id);
+      ++num_held;
+      gather_held(id);
+      wait_held(id);
+      lifecycle_.update_registration(id);
+    }
   } catch (...) {
+    Actions dropped; // the reset finds what to reshard
+    for (size_t i = 0; i < num_held; ++i) {
+      schedule_.residency().release_unsharded(units[i], dropped);
+    }
     calls_.reset();
     throw;
   }
-  calls_.leave_if_outside();
 }
 
-void Engine::begin_hold(UnitId unit) {
-  calls_.recover(/*may_be_parked=*/true);
+void Engine::begin_hold(UnitId id) {
+  const auto use = calls_.use(/*may_be_parked=*/true);
   offload_.wait_updates();
-  lifecycle_.begin_hold(unit);
-  calls_.leave_if_outside();
+  lifecycle_.refresh(id);
+  gather_held(id);
+}
+
+void Engine::gather_held(UnitId id) {
+  pool().set_apart(true); // what is held for long must not shape the arena
+  const auto back = c10::make_scope_exit([this] { pool().set_apart(false); });
+  lifecycle_.run([&](Actions& out) { schedule_.residency().hold_unsharded(id, out); });
+}
+
+void Engine::wait_held(UnitId id) {
+  pool().set_apart(true);
+  const auto back = c10::make_scope_exit([this] { pool().set_apart(false); });
+  lifecycle_.wait_for(id);
+}
+
+std::vector<std::string> Engine::release_unsharded(
+    const std::vector<UnitId>& units,
+    bool write_back) {
+  const at::NoGradGuard no_grad;
+  std::vector<std::string> lost;
+  for (const UnitId id : units) {
+    Unit& unit = *units_.at(id);
+    std::vector<int> changed = unit.take_back(write_back);
+    if (write_back) {
+      if (unit.take_writes()) {
+        lifecycle_.writes().add(id);
+      }
+      unit.write_back(/*all=*/true);
+      unit.versions().mark_written();
+    }
+    const auto written = unit.versions().take_writes(/*keeps=*/false);
+    if (!write_back) {
+      changed.insert(changed.end(), written.begin(), written.end());
+      for (const int param : changed) {
+        lost.push_back(unit.params()[param].spec.fqn);
+      }
+    }
+    lifecycle_.run([&](Actions& out) { schedule_.residency().release_unsharded(id, out); });
+    lifecycle_.update_registration(id);
+  }
+  return lost;
+}
+
+void Engine::unshard(UnitId id) {
+  const auto use = calls_.use();
+  lifecycle_.refresh(id);
+  lifecycle_.run([&](Actions& out) { schedule_.residency().unshard_ahead(id, out); });
+}
+
+void Engine::reshard(UnitId id) {
+  const auto use = calls_.use(/*may_be_parked=*/true);
+  lifecycle_.run([&](Actions& out) { schedule_.residency().end_stay(id, out); });
+  lifecycle_.update_registration(id);
 }
 
 void Engine::set_parked(bool parked) {
   if (parked) {
-    calls_.recover();
+    const auto use = calls_.use();
     offload_.synchronize(); // gradients may be on their way to the host
     for (const auto& unit : units_) {
       lifecycle_.refresh(unit->id());
       if (!unit->context().mesh.shards_parameters) { // all of it is parked
         hold_unsharded({unit->id()});
-        lifecycle_.release_unsharded({unit->id()}, /*write_back=*/false);
+        release_unsharded({unit->id()}, /*write_back=*/false);
       }
     }
-    calls_.leave_if_outside();
     pool().free_unused();
   }
   for (const auto& unit : units_) { // exports of a parked model gather from all ranks
@@ -123,15 +175,8 @@ std::vector<at::Tensor> Engine::device_memory(UnitId id) const {
   return memory;
 }
 
-void Engine::set_kept(UnitId unit, bool kept) {
-  calls_.recover(/*may_be_parked=*/!kept);
-  lifecycle_.set_kept(unit, kept);
-  calls_.leave_if_outside();
-}
-
 void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast) {
-  calls_.recover();
-  calls_.leave_if_outside();
+  const auto use = calls_.use();
   offload_.wait_updates();
   units_.at(unit)->materialize(full, broadcast);
   if (context_.disk != nullptr) {
@@ -140,82 +185,35 @@ void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool 
 }
 
 std::vector<at::Tensor> Engine::full_values(UnitId unit) {
-  calls_.recover();
-  calls_.leave_if_outside();
+  const auto use = calls_.use();
   offload_.wait_updates();
   return units_.at(unit)->full_values();
-}
-
-// Each pass of the model comes to an end before its weights change.
-void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
-  check_not_capturing(
-      context_.streams->device(), "an optimizer stepped parameters of a sharded model");
-  calls_.check_not_parked();
-  if (calls_.has_calls() || lifecycle_.holds_any()) {
-    lifecycle_.begin_inner_step();
-  }
-  lifecycle_.set_hiding(true);
-  lifecycle_.begin_update(units, casts);
-  calls_.begin_step();
-}
-
-bool Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
-  lifecycle_.end_update(units, casts);
-  calls_.end_step();
-  if (calls_.has_calls() || lifecycle_.holds_any()) {
-    lifecycle_.end_inner_step();
-  } else if (lifecycle_.in_backward_pass()) {
-    lifecycle_.set_hiding(false);
-  } else {
-    lifecycle_.stop_hiding();
-    return gather_behind_step();
-  }
-  return false;
-}
-
-bool Engine::gather_behind_step() {
-  const std::vector<UnitId> updated = lifecycle_.updated_units();
-  if (updated.empty()) {
-    return false;
-  }
-  calls_.recover();
-  lifecycle_.gather_updated(updated);
-  consensus_.note_gathers(updated);
-  calls_.leave_if_outside();
-  return true;
-}
-
-void Engine::finalize_backward() {
-  calls_.recover();
-  backward_run_.finalize();
-  calls_.leave_if_outside();
 }
 
 void Engine::begin_deferred() {
   reducer_.set_deferred(true);
   for (const auto& unit : units_) {
-    lifecycle_.set_staying(unit->id(), {true, true});
+    set_staying(unit->id(), {true, true});
   }
 }
 
 void Engine::end_deferred(bool drops) {
   reducer_.set_deferred(false);
   for (const auto& unit : units_) {
-    lifecycle_.set_staying(unit->id(), {unit->settings().stays, false});
+    set_staying(unit->id(), {unit->settings().stays, false});
   }
   if (drops) {
     calls_.reset();
     return;
   }
-  finalize_backward();
+  calls_.finalize_backward();
   for (const auto& unit : units_) {
-    set_kept(unit->id(), false);
+    reshard(unit->id());
   }
 }
 
 std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
-  calls_.recover();
-  calls_.leave_if_outside();
+  const auto use = calls_.use();
   return context_.any_rank(flags, MessageKind::OptimizerFlags);
 }
 
@@ -228,7 +226,7 @@ Exchange Engine::exchange(size_t mesh, bool across, const at::Tensor& sent, Mess
 void Engine::mark_forked() {
   offload_.mark_forked();
   if (context_.mesh.communicates()) {
-    thread_check_.mark_forked();
+    calls_.thread_check().mark_forked();
   }
 }
 

@@ -1,21 +1,34 @@
-// The one object that Python holds: owns the parts, and does the work between steps.
+// The one object that Python holds: owns the parts, and does the work between passes.
+//
+// Note [Gathers behind a step]
+// Where full parameters stay, an optimizer's step has changed this rank's part of them. The gathers
+// of the other parts begin when the step ends, on all ranks, so that later reads and forwards ask
+// no rank; they wait for the units that they use. A unit is gathered when optimizers have updated
+// all of its trained parameters: several that share a unit cost one gather. Other changes are
+// gathered by the forward, and so are updates on the host, which go on behind the step, and those
+// of a step inside of a call, where ranks may be at different units.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
-#include "engine/backward_run.h"
 #include "engine/exchange.h"
 #include "engine/model_calls.h"
 #include "engine/order_consensus.h"
 #include "engine/resources.h"
-#include "engine/thread_check.h"
 #include "engine/unit_lifecycle.h"
 
 namespace zerocore {
+
+// A unit that an optimizer updates, and which parameters in it; none for all that are trained.
+struct UpdatedUnit {
+  UnitId unit = -1;
+  std::optional<std::vector<int>> params;
+};
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
@@ -65,14 +78,23 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
   void start(bool consistent);
 
-  // Unshards the units and shows their full parameters until UnitLifecycle::release_unsharded.
+  // Unshards the units and shows their full parameters until release_unsharded: all, or none where
+  // it throws.
   void hold_unsharded(const std::vector<UnitId>& units);
-  // The same of one unit, which modules do not show: begins its gather, behind which
-  // UnitLifecycle::wait_held orders the compute stream. Also of a unit whose memory is back while
-  // the model is parked.
+  // Returns the names of parameters that were changed, if they are not written back.
+  std::vector<std::string> release_unsharded(const std::vector<UnitId>& units, bool write_back);
+  // As hold_unsharded of one unit, which modules do not show: begins its gather, behind which
+  // wait_held orders the compute stream. Also of a unit whose memory is back while the model is
+  // parked.
   void begin_hold(UnitId unit);
-  // Unshards the unit ahead of its next forward, or reshards it if nothing uses it. On all ranks.
-  void set_kept(UnitId unit, bool kept);
+  void wait_held(UnitId unit);
+  // Unshards the unit ahead of its next forward; modules show it once UnitLifecycle::use has waited
+  // for it. Reshards it if nothing uses it. On all ranks.
+  void unshard(UnitId unit);
+  void reshard(UnitId unit);
+  void set_staying(UnitId unit, Staying staying) {
+    schedule_.residency().set_staying(unit, staying);
+  }
   // Waits for the host, brings what gathers read up to date and frees the pool's arena: from here
   // on the memory that units keep on the device may go, and what would read it throws, until
   // `parked` is false. On all ranks.
@@ -88,19 +110,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return lifecycle_;
   }
   Agreed agreed() const {
-    return consensus_.agreed(backward_run_.num_shapes());
+    return consensus_.agreed(calls_.num_backward_shapes());
   }
   // Sets and reads a unit's parameters; collective. Waits for updates. See Unit.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);
   // Around an optimizer's update of main weights, which `casts` if it writes the model weights too.
-  // The first throws if a shard has left its place in memory. Inside of a call, see
-  // UnitLifecycle::end_inner_step. The second is true if gathers have begun, which read the shards
-  // until UnitLifecycle::finish_gathers or the next use of their units.
+  // The first throws if a shard has left its place in memory. The second is true if gathers have
+  // begun, which read the shards until finish_gathers or the next use of their units.
   void begin_update(const std::vector<UnitId>& units, bool casts);
   bool end_update(const std::vector<UpdatedUnit>& units, bool casts);
-  // Reduces gradients that backwards without sync have held back. On all ranks.
-  void finalize_backward();
+  // Waits for gathers under way, which read shards that are about to change. A unit whose gather
+  // fails is gathered again at its next use.
+  void finish_gathers();
   // From here on nothing is reduced, and units that are gathered stay.
   void begin_deferred();
   // Units come and go again. Unless all is dropped, finalizes the backward.
@@ -110,13 +132,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The same, on all ranks of a mesh: an all-to-all `across` those that hold the same shards, else
   // over those that share them. The engine outlives it.
   Exchange exchange(size_t mesh, bool across, const at::Tensor& sent, MessageSizes sizes);
-  void check_process() const {
-    thread_check_.check_process();
+  void check_process() {
+    calls_.thread_check().check_process();
   }
   // In the child of a fork: from now on each use of units throws if there are other ranks.
   void mark_forked();
 
  private:
+  void gather_held(UnitId unit);
+  bool is_in_use() const;
+  void begin_inner_step();
+  void end_inner_step();
+  std::vector<UnitId> in_forward_order(const std::vector<UnitId>& units) const;
   bool gather_behind_step();
 
   Resources resources_;
@@ -126,10 +153,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Offload offload_;
   Schedule schedule_;
   Reducer reducer_;
-  ThreadCheck thread_check_;
   UnitLifecycle lifecycle_;
   OrderConsensus consensus_;
-  BackwardRun backward_run_;
   ModelCalls calls_;
 };
 

@@ -1,4 +1,4 @@
-// The calls of the model and of its units.
+// Follows the forward: the calls of the model and of its units, and the stack of those under way.
 #include "engine/model_calls.h"
 
 #include <ATen/record_function.h>
@@ -24,192 +24,66 @@ bool any_recorded(const std::vector<at::Tensor>& tensors) {
 
 } // namespace
 
-void ModelCalls::check_not_parked() const {
-  TORCH_CHECK(
-      !parked_,
-      "this model is parked: its memory is not on the device. Leave `with zerocore.parked(...)` "
-      "first; zerocore.export takes weights from a parked model.");
+ModelCalls::ModelCalls(
+    const Units& units,
+    const UnitContext& context,
+    Schedule& schedule,
+    Reducer& reducer,
+    UnitLifecycle& lifecycle,
+    OrderConsensus& consensus)
+    : units_(units),
+      context_(context),
+      schedule_(schedule),
+      reducer_(reducer),
+      lifecycle_(lifecycle),
+      consensus_(consensus),
+      thread_check_(/*backward_threads=*/!context.streams->device().is_cpu()),
+      untracked_(
+          context.streams->device(),
+          [this](const RecordedCall& recorded) { enter_untracked(recorded); },
+          [this](const CallHandle& call) {
+            return schedule_.is_resident(call.unit) || !schedule_.passes().reads(call);
+          }) {
+  for (const auto& unit : units) {
+    progress_.push_back({0, -1, std::vector<uint8_t>(unit->params().size(), 0)});
+  }
 }
 
-// Before a use of units. A backward that ended with an exception never reached end_backward().
-void ModelCalls::recover(bool may_be_parked, const char* what) {
-  check_not_capturing(context_.streams->device(), what);
-  if (!may_be_parked) {
-    check_not_parked();
-  }
-  TORCH_CHECK_TYPE(
-      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
-      "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
-      "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
-      "model that has loaded zerocore.full_state_dict(model).");
-  if (context_.alarm != nullptr) {
-    context_.alarm->check();
-  }
-  if (in_backward()) {
-    return;
-  }
-  thread_check_.check_process(); // a fork cannot exchange messages
-  if (lifecycle_.in_backward_pass()) {
-    thread_check_.check_no_backward();
-    reset();
-  }
-  consensus_.settle_pass();
-  if (consensus_.failed()) {
-    reset(); // as the rank that raised has done
-  }
-  thread_check_.enter_forward();
-}
-
-void ModelCalls::reset() {
-  drop_calls();
-  consensus_.settle_pass(); // the others count on it
-  consensus_.forget_failed();
-  backward_run_.reset();
-  lifecycle_.settle();
-  reducer_.reset();
-  if (context_.streams->has_streams()) { // where nothing is resharded: the memory may be freed next
-    std::ranges::for_each(units_, [](const auto& unit) { unit->wait_for_unshard(); });
-  }
-  backward_run_.forget_progress();
-}
-
-void ModelCalls::begin_pass() {
-  recover(/*may_be_parked=*/false, "a sharded model was called");
-  if (schedule_.in_rooted_pass() || in_backward()) {
-    push_call({true}); // nested: the outer pass goes on
-    return;
-  }
-  const size_t own = calls_.size();
-  const size_t depth = schedule_.num_entered();
-  push_call({false, next_node()});
+// Ends the call, and those inside of it, where `run` has failed half-way.
+template <typename Run>
+void ModelCalls::run_in(size_t call, const Run& run) {
+  const size_t depth = calls_[call].depth;
   try {
-    start_pass();
+    run();
   } catch (...) {
-    abandon(own, depth);
+    abandon(call, depth);
     throw;
   }
 }
 
-void ModelCalls::start_pass() {
-  backward_run_.untracked().forget(schedule_.passes().oldest());
-  backward_run_.recomputed_calls().forget(schedule_.passes().oldest());
-  bool changed = false;
-  std::vector<UnitId> again;
-  for (const auto& unit : units_) {
-    const UnitId id = unit->id();
-    const bool was_resident = schedule_.is_resident(id);
-    changed = lifecycle_.refresh(id) || changed;
-    lifecycle_.trainable().note(id);
-    if (was_resident && !schedule_.is_resident(id)) {
-      again.push_back(id);
-    }
-  }
-  consensus_.note_gathers(again);
-  if (changed) {
-    lifecycle_.order_gathers();
-  }
-  lifecycle_.run([&](Actions& out) { schedule_.begin_pass(c10::GradMode::is_enabled(), out); });
-}
-
-void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
-  const auto own = innermost();
-  if (!own) {
-    return;
-  }
-  const size_t depth = calls_[*own].depth;
-  try {
-    leave_adopted(outputs);
-  } catch (...) {
-    abandon(*own, depth);
-    throw;
-  }
-  if (const auto refused = refused_) {
-    fail_pass();
-    std::rethrow_exception(refused);
-  }
-  const Call call = pop_call();
-  if (call.recomputing || call.dropped) {
-    return; // nested, or there is no pass any more
-  }
-  consensus_.leave_pass();
-  for (const auto& unit : units_) {
-    unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
-  }
-  if (any_recorded(outputs)) {
-    backward_run_.expect(outputs, call.first_node);
-  } else {
-    lifecycle_.hide_unused();
-  }
-  backward_run_.untracked().expect_backward();
-}
-
-// Ranks may raise in other places than this one, or not at all; see OrderConsensus::fail_pass.
-void ModelCalls::fail_pass() {
-  const auto own = innermost();
-  if (!own) {
-    return;
-  }
-  const Call call = calls_[*own];
-  const size_t depth = call.depth;
-  try {
-    leave_adopted({});
-  } catch (const std::exception&) {
-    // The user must see the error of the call itself.
-  }
-  abandon(*own, depth);
-  if (!call.recomputing && !call.dropped) { // else nested, or there is no pass any more
-    consensus_.fail_pass();
-    reset();
-  }
-}
+// -- a unit's call --------------------------------------------------------------------------
 
 void ModelCalls::enter(UnitId id) {
-  recover(/*may_be_parked=*/false, "a unit of a sharded model was called");
+  recover("a unit of a sharded model was called");
   const bool recomputing = in_backward();
   if (recomputing) {
-    backward_run_.begin_recompute(id);
+    begin_recompute(id); // before this thread touches the calls of another one
   }
-  const size_t own = calls_.size();
-  const size_t depth = schedule_.num_entered();
-  push_call({recomputing, next_node(), c10::GradMode::is_enabled()});
-  try {
-    recomputing ? recompute(id) : enter_forward(id);
-    lifecycle_.catch_up(id);
-    lifecycle_.use(id);
-  } catch (...) {
-    abandon(own, depth);
-    throw;
-  }
+  run_in(push_call({recomputing, next_node(), c10::GradMode::is_enabled()}), [&] {
+    recomputing ? recompute(id) : enter_forward(id); // gathers it, and others ahead
+    lifecycle_.regather_changed(id);
+    lifecycle_.use(id); // waits
+  });
 }
 
+// Gathers the unit and those of the next calls.
 void ModelCalls::enter_forward(UnitId id) {
-  if (!schedule_.in_rooted_pass() && lifecycle_.refresh(id)) {
-    lifecycle_.order_gathers();
+  if (!schedule_.in_root_forward()) {
+    lifecycle_.refresh(id);
   }
-  if (context_.control != nullptr && schedule_.in_rooted_pass() && schedule_.follows_order() &&
-      !schedule_.order().find(id).has_value()) {
-    lifecycle_.run([&](Actions& out) { schedule_.finish_order(out); });
-    if (schedule_.residency().gathers()) {
-      consensus_.ask_for(id);
-    }
-  }
+  consensus_.ask_in_forward(id);
   const bool grad = c10::GradMode::is_enabled();
   lifecycle_.run([&](Actions& out) { schedule_.enter(id, grad, out); });
-}
-
-// See Note [Recomputed calls]. A lookup that is made again needs the unit, out of turn.
-void ModelCalls::recompute(UnitId id) {
-  const auto [place, made] = backward_run_.recomputed_calls().find(id);
-  lifecycle_.run([&](Actions& out) { schedule_.reach(place, out); });
-  const bool in_turn = schedule_.is_next(made) && schedule_.passes().reads(made);
-  const CallHandle call = in_turn ? made : CallHandle{-1, -1, id};
-  consensus_.ask_in_backward(call);
-  calls_.back().again = made;
-  lifecycle_.run([&](Actions& out) {
-    if (schedule_.recompute(call, out)) {
-      backward_run_.forget_fired(id);
-    }
-  });
 }
 
 void ModelCalls::adopt(UnitId id) {
@@ -226,16 +100,12 @@ void ModelCalls::exit(UnitId id, const std::vector<at::Tensor>& outputs, bool ke
   if (!own) {
     return;
   }
-  const size_t depth = calls_[*own].depth;
-  try {
+  run_in(*own, [&] {
     leave_adopted(outputs);
     leave(id, outputs, keep, reads);
-  } catch (...) {
-    abandon(*own, depth);
-    throw;
-  }
+  });
   if (calls_.empty()) {
-    backward_run_.untracked().expect_backward();
+    untracked_.expect_backward();
   }
   if (const auto refused = std::exchange(refused_, nullptr)) {
     std::rethrow_exception(refused);
@@ -262,7 +132,9 @@ void ModelCalls::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool k
   }
   const int64_t number = note_call(recorded, entered);
   if (has_output) {
-    backward_run_.expect(computed_since(recorded.first, outputs), recorded, number);
+    on_backward(computed_since(recorded.first, outputs), recorded.first, [this, recorded, number] {
+      pre_backward(recorded, number);
+    });
   }
 }
 
@@ -274,7 +146,7 @@ void ModelCalls::leave_forward(RecordedCall& recorded, bool has_output, bool rea
   const bool wanted = c10::GradMode::is_enabled() ? recorded.last > recorded.first
                                                   : lifecycle_.trainable().count(id) > 0;
   try {
-    lifecycle_.keep_writes(id);
+    lifecycle_.writes().keep(id);
   } catch (...) {
     refused_ = std::current_exception(); // the call ends anyway
   }
@@ -288,17 +160,151 @@ void ModelCalls::leave_forward(RecordedCall& recorded, bool has_output, bool rea
 // Returns the call's number among untracked calls, -1 if it is none.
 int64_t ModelCalls::note_call(const RecordedCall& recorded, const Call& entered) {
   if (recorded.call.pass >= 0 && schedule_.passes().records(recorded.call.pass)) {
-    backward_run_.recomputed_calls().add(recorded, entered.has_graph, entered.recomputing);
+    recomputed_calls_.add(recorded, entered.has_graph, entered.recomputing);
   }
   const bool is_tracked = recorded.last > recorded.first && recorded.call.pass >= 0;
-  return entered.recomputing || is_tracked
-      ? backward_run_.untracked().add(recorded, entered.recomputing)
-      : -1;
+  return entered.recomputing || is_tracked ? untracked_.add(recorded, entered.recomputing) : -1;
 }
 
-void ModelCalls::push_call(Call call) {
+// -- the model's call -----------------------------------------------------------------------
+
+void ModelCalls::begin_pass() {
+  recover("a sharded model was called");
+  if (schedule_.in_root_forward() || in_backward()) {
+    push_call({true}); // nested: the outer pass goes on
+    return;
+  }
+  run_in(push_call({false, next_node()}), [this] { start_pass(); });
+}
+
+void ModelCalls::start_pass() {
+  untracked_.forget(schedule_.passes().oldest());
+  recomputed_calls_.forget(schedule_.passes().oldest());
+  consensus_.note_gathers(lifecycle_.refresh_all());
+  lifecycle_.run([&](Actions& out) { schedule_.begin_pass(c10::GradMode::is_enabled(), out); });
+}
+
+void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
+  const auto own = innermost();
+  if (!own) {
+    return;
+  }
+  run_in(*own, [&] { leave_adopted(outputs); });
+  if (const auto refused = refused_) {
+    fail_pass();
+    std::rethrow_exception(refused);
+  }
+  const Call call = pop_call();
+  if (call.recomputing || call.dropped) {
+    return; // nested, or there is no pass any more
+  }
+  consensus_.leave_pass();
+  for (const auto& unit : units_) {
+    unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
+  }
+  if (any_recorded(outputs)) {
+    on_backward(outputs, call.first_node, [this] { begin_backward(); });
+  } else {
+    lifecycle_.hide_unused();
+  }
+  untracked_.expect_backward();
+}
+
+// Ranks may raise in other places than this one, or not at all; see OrderConsensus::fail_pass.
+void ModelCalls::fail_pass() {
+  const auto own = innermost();
+  if (!own) {
+    return;
+  }
+  const Call call = calls_[*own];
+  try {
+    leave_adopted({});
+  } catch (const std::exception&) {
+    // The user must see the error of the call itself.
+  }
+  abandon(*own, call.depth);
+  if (!call.recomputing && !call.dropped) { // else nested, or there is no pass any more
+    consensus_.fail_pass();
+    reset();
+  }
+}
+
+// -- around calls ---------------------------------------------------------------------------
+
+void ModelCalls::check_not_parked() const {
+  TORCH_CHECK(
+      !parked_,
+      "this model is parked: its memory is not on the device. Leave `with zerocore.parked(...)` "
+      "first; zerocore.export takes weights from a parked model.");
+}
+
+// Before a use of units: ends what an exception has left, and what other ranks wait for. A backward
+// that ended with an exception never reached end_backward(). Throws in the capture of a graph, with
+// `what` was called.
+void ModelCalls::recover(const char* what, bool may_be_parked) {
+  check_not_capturing(context_.streams->device(), what);
+  if (!may_be_parked) {
+    check_not_parked();
+  }
+  TORCH_CHECK_TYPE(
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
+      "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
+      "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
+      "model that has loaded zerocore.full_state_dict(model).");
+  if (context_.alarm != nullptr) {
+    context_.alarm->check();
+  }
+  if (in_backward()) {
+    return;
+  }
+  thread_check_.check_process(); // a fork cannot exchange messages
+  if (lifecycle_.in_backward_pass()) {
+    thread_check_.check_no_backward();
+    reset();
+  }
+  consensus_.finish_pass();
+  if (consensus_.failed()) {
+    reset(); // as the rank that raised has done
+  }
+  thread_check_.enter_forward();
+}
+
+void ModelCalls::reset() {
+  drop_calls();
+  consensus_.reset(); // the others count on its message
+  lifecycle_.set_in_backward_pass(false);
+  untracked_error_ = nullptr;
+  rest_by_shape_.clear();
+  untracked_.reset();
+  recomputed_calls_.reset();
+  lifecycle_.reset();
+  reducer_.reset();
+  if (context_.streams->has_streams()) { // where nothing is resharded: the memory may be freed next
+    std::ranges::for_each(units_, [](const auto& unit) { unit->wait_for_unshard(); });
+  }
+  forget_progress();
+}
+
+void ModelCalls::fail_backward() {
+  if (lifecycle_.in_backward_pass() && !in_backward()) { // one within another one fails with it
+    thread_check_.check_no_backward();
+    reset();
+  }
+}
+
+void ModelCalls::leave_if_outside() {
+  if (calls_.empty()) {
+    thread_check_.leave_forward();
+  }
+}
+
+// -- the stack of calls ---------------------------------------------------------------------
+
+// Returns the call's place in the stack.
+size_t ModelCalls::push_call(Call call) {
   call.depth = schedule_.num_entered();
   calls_.push_back(call);
+  return calls_.size() - 1;
 }
 
 // The innermost call that this thread has to end, without adopted units; none after a reset of
@@ -312,7 +318,6 @@ std::optional<size_t> ModelCalls::innermost() const {
   return std::nullopt;
 }
 
-// Ends the call and those inside of it where that may have failed half-way.
 void ModelCalls::abandon(size_t call, size_t depth) {
   schedule_.cancel_calls(depth);
   end_calls(std::min(call, calls_.size()));
@@ -343,19 +348,6 @@ ModelCalls::Call ModelCalls::pop_call() {
   const Call call = calls_.back();
   end_calls(calls_.size() - 1);
   return call;
-}
-
-void ModelCalls::fail_backward() {
-  if (lifecycle_.in_backward_pass() && !in_backward()) { // one within another one fails with it
-    thread_check_.check_no_backward();
-    reset();
-  }
-}
-
-void ModelCalls::leave_if_outside() {
-  if (calls_.empty()) {
-    thread_check_.leave_forward();
-  }
 }
 
 } // namespace zerocore

@@ -46,9 +46,19 @@ bool OrderConsensus::is_alone() const {
   return context_.control == nullptr || !schedule_.follows_order();
 }
 
+void OrderConsensus::ask_in_forward(UnitId id) {
+  if (is_alone() || !schedule_.in_root_forward() || schedule_.order().find(id)) {
+    return;
+  }
+  lifecycle_.run([&](Actions& out) { schedule_.finish_order(out); });
+  if (schedule_.residency().gathers()) {
+    ask_for(id);
+  }
+}
+
 void OrderConsensus::ask_for(UnitId id) {
   // A backward inside of a call adds none, as on ranks that serve it.
-  const bool adds_calls = schedule_.in_rooted_pass() && !lifecycle_.in_backward_pass();
+  const bool adds_calls = schedule_.in_root_forward() && !lifecycle_.in_backward_pass();
   for (;;) {
     say({.wanted = id});
     const ControlChannel::Answer answer = wait();
@@ -77,7 +87,7 @@ void OrderConsensus::ask_in_backward(const CallHandle& call) {
     lifecycle_.run([&](Actions& out) { schedule_.leave_program(out); });
     if (!schedule_.is_resident(call.unit)) {
       ask_for(call.unit);
-      lifecycle_.run([&](Actions& out) { schedule_.take_one(call.unit, out); });
+      lifecycle_.run([&](Actions& out) { schedule_.serve_and_keep(call.unit, out); });
     }
   }
 }
@@ -97,17 +107,17 @@ void OrderConsensus::serve_others() {
 }
 
 void OrderConsensus::leave_pass() {
-  lifecycle_.write_check().add_rest();
+  lifecycle_.writes().add_rest();
   if (is_alone()) {
     lifecycle_.run([&](Actions& out) { schedule_.end_pass(out); });
     return;
   }
-  lifecycle_.run([&](Actions& out) { schedule_.close_pass(out); });
-  written_ = lifecycle_.write_check().sum();
+  lifecycle_.run([&](Actions& out) { schedule_.leave_pass(out); });
+  written_ = lifecycle_.writes().sum();
   const CallOrder& order = schedule_.order();
   if (context_.control->is_static() && written_ == 0 && !order.changed()) {
     // A call that this rank skips is skipped by all.
-    finish_pass(/*agreed=*/true, {}, schedule_.reads_more());
+    conclude_pass(/*agreed=*/true, {}, schedule_.reads_more());
     return;
   }
   say({.calls = order.hash(), .failed = failed_});
@@ -116,8 +126,8 @@ void OrderConsensus::leave_pass() {
   // its own, such as a sum of losses. Where no unit is gathered nobody asks.
   const bool may_ask = order.changed() || order.skipped() || calls_differ_;
   const bool differs = schedule_.residency().gathers() && may_ask;
-  if (differs || lifecycle_.write_check().is_urgent() || !c10::GradMode::is_enabled()) {
-    settle_pass();
+  if (differs || lifecycle_.writes().is_urgent() || !c10::GradMode::is_enabled()) {
+    finish_pass();
   }
 }
 
@@ -126,14 +136,14 @@ void OrderConsensus::fail_pass() {
     failed_ = context_.control->rank();
     try {
       leave_pass();
-      settle_pass();
+      finish_pass();
     } catch (const std::exception&) {
       // The user must see the error of the call itself; the next use raises the alarm.
     }
   }
 }
 
-void OrderConsensus::settle_pass() {
+void OrderConsensus::finish_pass() {
   if (!std::exchange(leaving_, false)) {
     return;
   }
@@ -151,28 +161,27 @@ void OrderConsensus::settle_pass() {
     calls_differ_ = answer.calls_differ;
     ranks_differ_ = ranks_differ_ || calls_differ_;
   }
-  finish_pass(!answer.calls_differ, answer.needs, answer.reads);
+  conclude_pass(!answer.calls_differ, answer.needs, answer.reads);
 }
 
 // Those of a pass that has failed differ as the ranks' ways through it do.
 void OrderConsensus::compare_writes(bool differ) {
   written_ = 0;
-  const auto forget = c10::make_scope_exit([this] { lifecycle_.write_check().forget(); });
-  const std::string* first =
-      differ && !failed_ ? lifecycle_.write_check().find_differing() : nullptr;
+  const auto forget = c10::make_scope_exit([this] { lifecycle_.writes().forget(); });
+  const std::string* first = differ && !failed_ ? lifecycle_.writes().find_differing() : nullptr;
   if (first != nullptr) {
     failed_ = 0; // the pass is dropped, on all ranks
-    lifecycle_.drop_writes();
-    finish_pass(/*agreed=*/false, {}, /*reads_all=*/false); // failed
-    WriteCheck::fail(*first);
+    lifecycle_.writes().drop();
+    conclude_pass(/*agreed=*/false, {}, /*reads_all=*/false); // failed
+    InPlaceWrites::fail(*first);
   }
 }
 
-void OrderConsensus::finish_pass(bool agreed, const std::vector<bool>& needs, bool reads_all) {
+void OrderConsensus::conclude_pass(bool agreed, const std::vector<bool>& needs, bool reads_all) {
   gathered_ = 0;
   first_gathered_ = -1;
-  lifecycle_.finish_writes();
-  failed_ ? schedule_.drop_pass() : schedule_.settle_pass(agreed, needs, reads_all);
+  lifecycle_.writes().finish();
+  failed_ ? schedule_.drop_pass() : schedule_.finish_pass(agreed, needs, reads_all);
 }
 
 Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {

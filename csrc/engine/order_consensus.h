@@ -33,11 +33,9 @@ class OrderConsensus {
   // This rank gathers units again, behind a step or for the pass that begins, as their weights have
   // changed since. Where ranks differ in this, their next collectives do not match.
   void note_gathers(const std::vector<UnitId>& again);
-  // Whether no other rank asks what this one does in the pass.
-  bool is_alone() const;
-  // Serves the others until all of them gather the unit.
-  void ask_for(UnitId unit);
-  // As ask_for, if the call's unit has to be gathered once more, out of turn.
+  // A call of the unit begins, or the backward of a call. If the order has it not, this rank serves
+  // the others until all of them gather the unit.
+  void ask_in_forward(UnitId unit);
   void ask_in_backward(const CallHandle& call);
   // At the end of a backward in which other ranks may have asked.
   void serve_others();
@@ -47,9 +45,9 @@ class OrderConsensus {
   // of it, so that all ranks drop the pass.
   void fail_pass();
   // Before the next collective of this rank: the others may need units that it did not call.
-  void settle_pass();
+  void finish_pass();
   // Does without the others' answer to the pass that was left: they free their model, too.
-  void leave_unsettled() {
+  void abandon_pass() {
     leaving_ = false;
   }
 
@@ -64,18 +62,23 @@ class OrderConsensus {
   std::optional<int> failed() const {
     return failed_;
   }
-  void forget_failed() {
+  // As finish_pass, and forgets that a rank has failed.
+  void reset() {
+    finish_pass();
     failed_.reset();
   }
 
-  // `num_backward_shapes`: see BackwardRun.
+  // `num_backward_shapes`: see ModelCalls.
   Agreed agreed(size_t num_backward_shapes) const;
 
  private:
+  // Whether no other rank asks what this one does in the pass.
+  bool is_alone() const;
+  void ask_for(UnitId unit);
   void say(ControlChannel::Answer own) const;
   ControlChannel::Answer wait();
-  // See Schedule::settle_pass.
-  void finish_pass(bool agreed, const std::vector<bool>& needs, bool reads_all);
+  // See Schedule::finish_pass.
+  void conclude_pass(bool agreed, const std::vector<bool>& needs, bool reads_all);
   // Throws what the ranks have written in place if it differs.
   void compare_writes(bool differ);
   // Gathers a unit that other ranks need.
@@ -87,7 +90,7 @@ class OrderConsensus {
   UnitLifecycle& lifecycle_;
   bool leaving_ = false; // a pass that other ranks may still be in
   bool ranks_differ_ = false;
-  bool calls_differ_ = false; // those of the ranks in the pass that was settled last
+  bool calls_differ_ = false; // those of the ranks in the pass that was finished last
   int64_t written_ = 0; // in place, up to the end of the pass; see Note [Writes that differ]
   uint64_t gathered_ = 0; // again, since the ranks last compared it; see note_gathers()
   UnitId first_gathered_ = -1;

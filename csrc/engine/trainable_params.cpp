@@ -41,7 +41,7 @@ void TrainableParams::sync(UnitId id) {
     }
   }
   schedule_.passes().set_reducible(id, use.count > 0);
-  if (!schedule_.in_rooted_pass()) { // there it is noted at the beginning, as ranks skip units
+  if (!schedule_.in_root_forward()) { // there it is noted at the beginning, as ranks skip units
     note(id);
   }
 }

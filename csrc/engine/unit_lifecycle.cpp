@@ -1,4 +1,4 @@
-// Units as the calls, the backward and the optimizer use them.
+// Units as calls, backwards and optimizers use them.
 #include "engine/unit_lifecycle.h"
 
 #include <c10/core/GradMode.h>
@@ -26,50 +26,44 @@ void UnitLifecycle::carry_out() {
   // After an exception the rest is not done later: reset() sets right what is missing.
   const auto forget = c10::make_scope_exit([&] { actions_.clear(); });
   gather_late();
-  for (const Action& action : actions_) {
-    Unit& unit = *units_[action.unit];
-    if (action.kind != ActionKind::Unshard) {
-      gather_late();
-    } else if (gathers_later()) {
-      late_.push_back(action.unit);
+  for (const auto [kind, id] : actions_) {
+    if (kind == ActionKind::Unshard) {
+      gathers_later() ? late_.push_back(id) : gather(id);
       continue;
     }
-    switch (action.kind) {
-      case ActionKind::Unshard:
-        offload_.wait_weights(action.unit);
-        unit.unshard();
-        break;
-      case ActionKind::Reshard:
-        keep_writes(action.unit);
-        unit.reshard();
-        break;
-      case ActionKind::Reduce:
-        reducer_.reduce(action.unit);
-        break;
+    gather_late();
+    if (kind == ActionKind::Reshard) {
+      writes_.keep(id);
+      units_[id]->reshard();
+    } else {
+      reducer_.reduce(id);
     }
-    if (action.kind != ActionKind::Unshard) {
-      update_registration(action.unit);
-    }
+    update_registration(id);
   }
+}
+
+void UnitLifecycle::gather(UnitId id) {
+  offload_.wait_weights(id);
+  units_[id]->unshard();
 }
 
 bool UnitLifecycle::gathers_later() const {
   return context_.tiers.has_host_states() && context_.streams->has_streams() &&
-      schedule_.in_rooted_pass() && !in_backward_pass_;
+      schedule_.in_root_forward() && !in_backward_pass_;
 }
 
-// In order; up to a unit, if it is among them.
+// In order.
 void UnitLifecycle::gather_late(std::optional<UnitId> last) {
-  auto end = late_.end();
-  if (last) {
-    const auto found = std::find(late_.begin(), late_.end(), *last);
-    end = found == late_.end() ? late_.begin() : found + 1;
+  if (last && std::ranges::find(late_, *last) == late_.end()) {
+    return;
   }
-  const std::vector<UnitId> units(late_.begin(), end);
-  late_.erase(late_.begin(), end);
-  for (const UnitId id : units) {
-    offload_.wait_weights(id);
-    units_[id]->unshard();
+  while (!late_.empty()) {
+    const UnitId id = late_.front();
+    late_.pop_front();
+    gather(id);
+    if (id == last) {
+      return;
+    }
   }
 }
 
@@ -110,7 +104,7 @@ void UnitLifecycle::update_registration(UnitId id) {
 void UnitLifecycle::show(UnitId id, bool full) {
   if (full_shown_[id] != full) {
     if (!full) {
-      keep_writes(id);
+      writes_.keep(id);
       trainable_.take_from_full(id);
     }
     if (full && !in_backward_pass_) {
@@ -121,7 +115,32 @@ void UnitLifecycle::show(UnitId id, bool full) {
   }
 }
 
-bool UnitLifecycle::refresh(UnitId id) {
+void UnitLifecycle::refresh(UnitId id) {
+  if (refresh_one(id)) {
+    order_gathers();
+  }
+}
+
+std::vector<UnitId> UnitLifecycle::refresh_all() {
+  bool any = false;
+  std::vector<UnitId> again;
+  for (const auto& unit : units_) {
+    const UnitId id = unit->id();
+    const bool was_resident = schedule_.is_resident(id);
+    any = refresh_one(id) || any;
+    trainable_.note(id);
+    if (was_resident && !schedule_.is_resident(id)) {
+      again.push_back(id);
+    }
+  }
+  if (any) {
+    order_gathers();
+  }
+  return again;
+}
+
+// True if shards have changed.
+bool UnitLifecycle::refresh_one(UnitId id) {
   check_homes(id);
   Unit& unit = *units_[id];
   if (schedule_.is_active(id)) {
@@ -142,146 +161,25 @@ void UnitLifecycle::take_change(UnitId id) {
   const bool trained = unit.mark_fresh();
   schedule_.invalidate(id, actions_, trained);
   carry_out();
-  unit.note_change();
-  unit.cast_main();
+  unit.take_changes();
 }
 
-void UnitLifecycle::take_changes() {
+void UnitLifecycle::invalidate_changed() {
   for (const auto& unit : units_) {
-    if (!schedule_.is_active(unit->id()) && take_behind(*unit)) {
+    if (!schedule_.is_active(unit->id()) && unit->take_shard_changes()) {
+      order_gathers();
       schedule_.invalidate(unit->id(), actions_, /*trained=*/false); // autograd refuses or not
       carry_out();
     }
   }
 }
 
-void UnitLifecycle::catch_up(UnitId id) {
-  if (take_behind(*units_[id])) {
+void UnitLifecycle::regather_changed(UnitId id) {
+  if (units_[id]->take_shard_changes()) {
+    order_gathers();
     schedule_.residency().regather(id, actions_);
     carry_out();
   }
-}
-
-bool UnitLifecycle::take_behind(Unit& unit) {
-  if (!unit.is_behind()) {
-    return false;
-  }
-  unit.mark_caught_up();
-  unit.note_change();
-  unit.cast_main();
-  order_gathers();
-  return true;
-}
-
-void UnitLifecycle::begin_inner_step() {
-  gather_late();
-  for (const auto& unit : units_) {
-    unit->wait_for_unshard(); // gathers ahead must not meet the update
-    if (schedule_.is_entered(unit->id())) {
-      keep_writes(unit->id());
-    }
-  }
-  write_check_.add_rest();
-  finish_writes();
-}
-
-void UnitLifecycle::end_inner_step() {
-  const at::NoGradGuard no_grad;
-  std::vector<UnitId> in_use;
-  for (const auto& unit : units_) {
-    check_homes(unit->id());
-    if (unit->is_fresh()) {
-      continue;
-    }
-    take_change(unit->id());
-    // The order of calls may be in a call that this rank skips; it does not release the unit.
-    const bool stays = unit->context().mesh.shards_parameters && schedule_.is_resident(unit->id());
-    if (stays || schedule_.is_active(unit->id())) {
-      in_use.push_back(unit->id());
-    }
-  }
-  order_gathers();
-  for (const UnitId id : in_use) {
-    schedule_.residency().regather(id, actions_);
-    carry_out();
-    use(id);
-  }
-  set_hiding(false);
-}
-
-void UnitLifecycle::begin_hold(UnitId id) {
-  context_.pool->set_apart(true); // what is held for long must not shape the arena
-  const auto back = c10::make_scope_exit([this] { context_.pool->set_apart(false); });
-  if (refresh(id)) {
-    order_gathers();
-  }
-  schedule_.residency().hold_unsharded(id, actions_);
-  carry_out();
-}
-
-void UnitLifecycle::wait_held(UnitId id) {
-  context_.pool->set_apart(true);
-  const auto back = c10::make_scope_exit([this] { context_.pool->set_apart(false); });
-  wait_for(id);
-}
-
-void UnitLifecycle::hold_unsharded(const std::vector<UnitId>& units) {
-  size_t num_held = 0;
-  try {
-    for (const UnitId id : units) {
-      ++num_held;
-      begin_hold(id);
-      wait_held(id);
-      update_registration(id);
-    }
-  } catch (...) {
-    for (size_t i = 0; i < num_held; ++i) {
-      schedule_.residency().release_unsharded(units[i], actions_);
-    }
-    throw;
-  }
-}
-
-std::vector<std::string> UnitLifecycle::release_unsharded(
-    const std::vector<UnitId>& units,
-    bool write_back) {
-  const at::NoGradGuard no_grad;
-  std::vector<std::string> lost;
-  for (const UnitId id : units) {
-    std::vector<int> changed = units_[id]->take_back(write_back);
-    if (write_back) {
-      if (units_[id]->take_writes()) {
-        write_check_.add(id);
-      }
-      units_[id]->write_back(/*all=*/true);
-      units_[id]->versions().mark_written();
-    }
-    const auto written = units_[id]->versions().take_writes(/*keeps=*/false);
-    if (!write_back) {
-      changed.insert(changed.end(), written.begin(), written.end());
-      for (const int param : changed) {
-        lost.push_back(units_[id]->params()[param].spec.fqn);
-      }
-    }
-    schedule_.residency().release_unsharded(id, actions_);
-    carry_out();
-    update_registration(id);
-  }
-  return lost;
-}
-
-void UnitLifecycle::set_kept(UnitId id, bool kept) {
-  if (!kept) {
-    schedule_.residency().drop(id, actions_);
-    carry_out();
-    update_registration(id);
-    return;
-  }
-  if (refresh(id)) {
-    order_gathers();
-  }
-  schedule_.residency().keep(id, actions_);
-  carry_out();
 }
 
 // Gathers begin behind the compute stream, on which the shards were written.
@@ -293,18 +191,18 @@ void UnitLifecycle::order_gathers() {
 
 // Resharded or not, each unit gets into the state that the schedule has it in when nothing runs.
 // Actions may have failed, so the two may differ.
-void UnitLifecycle::settle() {
+void UnitLifecycle::reset() {
   schedule_.abort(actions_);
   hides_ = false;
   actions_.clear();
   late_.clear();
-  finish_writes();
-  write_check_.forget();
+  writes_.finish();
+  writes_.forget();
   for (const auto& unit : units_) {
     unit->take_back(/*keeps=*/false);
     if (unit->context().mesh.shards_parameters) {
       unit->versions().take_writes(/*keeps=*/false);
-      if (!schedule_.is_resident(unit->id()) && unit->state() != UnitState::Sharded) {
+      if (!schedule_.is_resident(unit->id()) && unit->state() != ShardedState::Sharded) {
         unit->reshard();
       }
     } else if (!unit->is_gathered()) {
@@ -312,60 +210,6 @@ void UnitLifecycle::settle() {
       schedule_.invalidate(unit->id(), actions_);
     }
   }
-}
-
-// Code that changed parameters (`with torch.no_grad(): self.weight.clamp_()`) changed what is
-// gathered; this rank's part of it is kept where that is not the shard itself. It counts as a
-// change at every stage: a rank that shows the shards changes those.
-void UnitLifecycle::keep_writes(UnitId id) {
-  Unit& unit = *units_[id];
-  const at::NoGradGuard no_grad;
-  if (!unit.take_writes()) {
-    return;
-  }
-  const UnitMesh& mesh = unit.context().mesh;
-  TORCH_CHECK_VALUE(
-      !mesh.gathers_near(),
-      "unit '",
-      unit.name(),
-      "': its parameters were changed in place while they were gathered, which goes neither with "
-      "regather= nor, at stage "
-      "3, with replicas_share='optimizer': near ranks keep parts of what they gathered. Shard the "
-      "model without.");
-  unit.mark_written();
-  const bool are_others_there = context_.control != nullptr && schedule_.in_rooted_pass();
-  if (mesh.shards_parameters && are_others_there && schedule_.follows_order()) {
-    unit.keep_write();
-  }
-  are_others_there ? write_check_.add_later(id) : write_check_.add(id);
-  if (!unit.keeps_write() && (mesh.shards_parameters || !unit.main().empty())) {
-    unit.write_back(/*all=*/false);
-  }
-}
-
-void UnitLifecycle::finish_writes() {
-  for (const auto& unit : units_) {
-    if (unit->keeps_write()) {
-      unit->finish_write();
-    }
-  }
-}
-
-void UnitLifecycle::drop_writes() {
-  for (const auto& unit : units_) {
-    unit->drop_writes();
-  }
-}
-
-std::vector<UnitId> UnitLifecycle::in_forward_order(const std::vector<UnitId>& units) const {
-  std::vector<UnitId> order;
-  for (const Instruction& event : schedule_.order().events()) {
-    const bool is_new = std::find(order.begin(), order.end(), event.unit) == order.end();
-    if (is_new && std::find(units.begin(), units.end(), event.unit) != units.end()) {
-      order.push_back(event.unit);
-    }
-  }
-  return order;
 }
 
 void UnitLifecycle::check_homes(UnitId id) const {
@@ -377,77 +221,6 @@ void UnitLifecycle::check_homes(UnitId id) const {
         "': its shard was moved out of the memory that zerocore gathers from (by a move of the "
         "model, or `param.data = other`), so training would have no effect. Change values in place "
         "(`param.data.copy_(other)`), and move the model before zerocore.shard.");
-  }
-}
-
-void UnitLifecycle::begin_update(const std::vector<UnitId>& units, bool casts) {
-  const at::NoGradGuard no_grad;
-  write_check_.set_updating(true);
-  offload_.begin_step();
-  for (const UnitId id : units) {
-    units_[id]->wait_for_unshard();
-    check_homes(id);
-    if (casts) { // what the update leaves alone must be right already
-      units_[id]->cast_main();
-    }
-  }
-  if (casts && context_.disk != nullptr) {
-    offload_.order_updates(in_forward_order(units));
-  }
-}
-
-void UnitLifecycle::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
-  for (const UpdatedUnit& updated : units) {
-    Unit& unit = *units_.at(updated.unit);
-    unit.versions().mark_updated(updated.params);
-    if (casts && !offload_.take_sent(updated.unit)) {
-      unit.main().return_weights(); // the optimizer has updated the host's weights itself
-    }
-    if (casts) {
-      unit.mark_cast();
-    }
-  }
-  write_check_.set_updating(false);
-  offload_.end_step();
-}
-
-std::vector<UnitId> UnitLifecycle::updated_units() const {
-  std::vector<UnitId> updated;
-  for (const auto& unit : units_) {
-    const UnitContext& context = unit->context();
-    if (unit->versions().are_all_updated() &&
-        context.mesh.gathers_behind_step(unit->layout(), context.tiers)) {
-      updated.push_back(unit->id());
-    }
-  }
-  return updated;
-}
-
-// Autograd hears of the changes as of others: by the next forward or backward.
-void UnitLifecycle::gather_updated(const std::vector<UnitId>& units) {
-  const at::NoGradGuard no_grad;
-  for (const UnitId id : units) {
-    check_homes(id);
-    units_[id]->note_change();
-    units_[id]->cast_main();
-  }
-  order_gathers();
-  for (const UnitId id : units) {
-    units_[id]->mark_taken();
-    schedule_.invalidate(id, actions_, /*trained=*/false);
-    schedule_.residency().unshard(id, actions_);
-    carry_out();
-  }
-}
-
-void UnitLifecycle::finish_gathers() {
-  for (const auto& unit : units_) {
-    try {
-      unit->wait_for_unshard();
-    } catch (...) {
-      unit->versions().mark_changed();
-      throw;
-    }
   }
 }
 

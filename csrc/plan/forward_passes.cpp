@@ -75,11 +75,11 @@ std::vector<bool> ForwardPasses::awaited_before(int64_t id) const {
 }
 
 // Whether no backward can come through the pass: everything it would train has changed. A pass has
-// no events until it is settled.
+// no events until it is finished.
 bool ForwardPasses::is_outdated(const ForwardPass& pass) const {
   return !pass.events.empty() &&
       std::all_of(pass.events.begin(), pass.events.end(), [&](const Instruction& event) {
-        const UnitState& unit = units_[event.unit];
+        const TrainedUnit& unit = units_[event.unit];
         return event.kind == InstructionKind::Enter || !event.needs_backward || !unit.reducible ||
             unit.changed_at > pass.id;
       });

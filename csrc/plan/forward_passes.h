@@ -65,14 +65,14 @@ class ForwardPasses {
   std::vector<bool> awaited_before(int64_t id) const;
 
  private:
-  struct UnitState {
+  struct TrainedUnit {
     bool reducible = true;
     int64_t changed_at = 0; // passes before this one have older parameters
   };
 
   bool is_outdated(const ForwardPass& pass) const;
 
-  std::vector<UnitState> units_;
+  std::vector<TrainedUnit> units_;
   std::deque<ForwardPass> passes_; // also those that one came for: it may come once more
   int64_t next_ = 0;
   bool outdated_ = false; // parameters have changed since passes were last forgotten

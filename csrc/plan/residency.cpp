@@ -8,7 +8,7 @@ namespace zerocore {
 
 Residency::Residency(const std::vector<UnitMesh>& meshes) {
   for (const UnitMesh& mesh : meshes) {
-    UnitState& unit = units_.emplace_back();
+    UnitEntry& unit = units_.emplace_back();
     unit.gathers = mesh.shards_optimizer || mesh.shards_parameters;
     unit.releases = mesh.shards_parameters;
     unit.resident = !unit.releases;
@@ -18,14 +18,14 @@ Residency::Residency(const std::vector<UnitMesh>& meshes) {
 }
 
 bool Residency::all_stay() const {
-  return std::ranges::all_of(units_, [](const UnitState& unit) {
+  return std::ranges::all_of(units_, [](const UnitEntry& unit) {
     const bool is_kept = unit.uses.holds > 0 || unit.staying.after_forward;
     return unit.resident && (!unit.releases || is_kept);
   });
 }
 
 void Residency::unshard(UnitId unit, Actions& out) {
-  UnitState& state = units_[unit];
+  UnitEntry& state = units_[unit];
   if (!state.resident) {
     state.resident = true;
     state.late = false;
@@ -48,11 +48,11 @@ void Residency::end_late(UnitId unit, Actions& out) {
 }
 
 void Residency::release(UnitId unit, Actions& out) {
-  UnitState& state = units_[unit];
+  UnitEntry& state = units_[unit];
   const Uses& uses = state.uses;
   const bool in_use = uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays;
   if (state.releases && state.resident && !in_use) {
-    leave(unit, /*late=*/uses.held > 0 || uses.kept, out);
+    leave(unit, /*late=*/uses.entered > 0 || uses.kept_for_backward, out);
   }
 }
 
@@ -65,38 +65,41 @@ void Residency::release_all_but(const std::vector<UnitId>& keep, Actions& out) {
 }
 
 void Residency::release_late(UnitId unit, Actions& out) {
-  if (units_[unit].uses.held == 0) {
+  if (units_[unit].uses.entered == 0) {
     end_late(unit, out);
   }
 }
 
 void Residency::serve(UnitId unit, Actions& out) {
-  UnitState& state = units_[unit];
+  UnitEntry& state = units_[unit];
   unshard(unit, out);
   if (state.releases && state.uses.active == 0 && state.uses.holds == 0 && !state.uses.stays) {
-    leave(unit, /*late=*/state.uses.held > 0 || state.uses.in_backward || state.uses.kept, out);
+    leave(
+        unit,
+        /*late=*/state.uses.entered > 0 || state.uses.in_backward || state.uses.kept_for_backward,
+        out);
   }
 }
 
 void Residency::leave_backward(UnitId unit, Actions& out) {
   units_[unit].uses.in_backward = false;
-  units_[unit].uses.kept = false;
+  units_[unit].uses.kept_for_backward = false;
   end_backward(unit);
-  if (units_[unit].uses.held == 0) { // else the backward runs inside of a call of the unit
+  if (units_[unit].uses.entered == 0) { // else the backward runs inside of a call of the unit
     end_late(unit, out);
   }
 }
 
 void Residency::invalidate(UnitId unit, Actions& out) {
-  UnitState& state = units_[unit];
-  drop(unit, out);
+  UnitEntry& state = units_[unit];
+  end_stay(unit, out);
   if (!state.releases && state.gathers) {
     state.resident = false;
   }
 }
 
 void Residency::regather(UnitId unit, Actions& out) {
-  UnitState& state = units_[unit];
+  UnitEntry& state = units_[unit];
   if (state.gathers) {
     state.resident = state.resident || !state.releases;
     out.push_back({ActionKind::Unshard, unit});
@@ -117,12 +120,12 @@ void Residency::hold_unsharded(UnitId unit, Actions& out) {
   unshard(unit, out);
 }
 
-void Residency::keep(UnitId unit, Actions& out) {
+void Residency::unshard_ahead(UnitId unit, Actions& out) {
   units_[unit].uses.stays = true;
   unshard(unit, out);
 }
 
-void Residency::drop(UnitId unit, Actions& out) {
+void Residency::end_stay(UnitId unit, Actions& out) {
   units_[unit].uses.stays = false;
   release(unit, out);
 }

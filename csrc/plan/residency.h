@@ -1,9 +1,8 @@
 // Which units are unsharded, and the uses that keep them so; integers only.
 //
-// Which ones are resident follows from the order of calls alone. A call that a rank leaves later
-// than the order has it keeps the memory (`held`) of a unit that counts as resharded, until it is
-// left. So does a rank that asks for a unit in its backward, and what it then uses, until that
-// ends.
+// Which ones are resident follows from the order of calls alone. If a rank leaves a call later than
+// the order has it, the unit counts as resharded and keeps its memory until then (`late`). So does
+// a unit that a rank asks for in its backward, and what it then uses, until that ends.
 #pragma once
 
 #include <cstdint>
@@ -35,10 +34,10 @@ class Residency {
   // A unit in use is not resharded.
   struct Uses {
     int active = 0; // calls entered and not left, by the order
-    int held = 0; // calls that this rank has entered and not left
+    int entered = 0; // calls that this rank has entered and not left
     int holds = 0; // hold_unsharded() without its release_unsharded()
     bool in_backward = false; // by the order
-    bool kept = false; // by this rank, to the end of its backward
+    bool kept_for_backward = false; // by this rank, to the end of its backward
     bool stays = false; // as its Staying says, or because it was asked for ahead of its use
   };
 
@@ -103,11 +102,11 @@ class Residency {
   void hold_unsharded(UnitId unit, Actions& out);
   void release_unsharded(UnitId unit, Actions& out);
   // Unshards a unit ahead of its use, and reshards one that stays; neither while it is in use.
-  void keep(UnitId unit, Actions& out);
-  void drop(UnitId unit, Actions& out);
+  void unshard_ahead(UnitId unit, Actions& out);
+  void end_stay(UnitId unit, Actions& out);
 
  private:
-  struct UnitState {
+  struct UnitEntry {
     Uses uses;
     Staying staying;
     bool gathers = true; // full parameters have to be gathered at all
@@ -120,7 +119,7 @@ class Residency {
   void leave(UnitId unit, bool late, Actions& out);
   void end_late(UnitId unit, Actions& out);
 
-  std::vector<UnitState> units_;
+  std::vector<UnitEntry> units_;
   bool gathers_ = false;
   bool releases_ = false;
 };

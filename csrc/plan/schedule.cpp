@@ -22,7 +22,7 @@ std::optional<size_t> find_pre(const Program& program, int32_t call) {
 // -- passes ---------------------------------------------------------------------------------
 
 void Schedule::close_loose_pass() {
-  if (!rooted_) {
+  if (!in_root_forward_) {
     open_ = -1;
   }
 }
@@ -30,7 +30,7 @@ void Schedule::close_loose_pass() {
 // A backward, or a change of parameters, inside of calls has closed the pass they began in. They go
 // on in this one, or a backward through their outputs would go back and forth between the two.
 void Schedule::open_loose_pass() {
-  if (rooted_ || open_ >= 0) {
+  if (in_root_forward_ || open_ >= 0) {
     return;
   }
   ForwardPass& pass = passes_.open(/*grad=*/true);
@@ -49,7 +49,7 @@ void Schedule::open_loose_pass() {
 void Schedule::begin_pass(bool grad, Actions& out) {
   close_loose_pass();
   open_ = passes_.open(grad).id;
-  rooted_ = true;
+  in_root_forward_ = true;
   retained_ = -1;
   reads_more_ = false;
   follows_ = grad || !residency_.all_stay();
@@ -60,8 +60,8 @@ void Schedule::begin_pass(bool grad, Actions& out) {
 }
 
 void Schedule::end_pass(Actions& out) {
-  close_pass(out);
-  settle_pass(/*agreed=*/true, {}, reads_more_);
+  leave_pass(out);
+  finish_pass(/*agreed=*/true, {}, reads_more_);
 }
 
 Instructions Schedule::expected() const {
@@ -72,16 +72,16 @@ Instructions Schedule::expected() const {
   return events;
 }
 
-void Schedule::close_pass(Actions& out) {
+void Schedule::leave_pass(Actions& out) {
   if (follows_) {
     finish_order(out);
   }
-  rooted_ = false;
-  closed_ = std::exchange(open_, -1);
+  in_root_forward_ = false;
+  left_ = std::exchange(open_, -1);
 }
 
-void Schedule::settle_pass(bool agreed, const std::vector<bool>& needs, bool reads_all) {
-  ForwardPass& pass = *passes_.find(std::exchange(closed_, -1));
+void Schedule::finish_pass(bool agreed, const std::vector<bool>& needs, bool reads_all) {
+  ForwardPass& pass = *passes_.find(std::exchange(left_, -1));
   if (std::exchange(follows_, false)) {
     pass.events = agreed ? order_.take_own() : order_.unite(needs);
     for (Instruction& event : pass.events) {
@@ -98,7 +98,7 @@ void Schedule::settle_pass(bool agreed, const std::vector<bool>& needs, bool rea
 }
 
 void Schedule::drop_pass() {
-  passes_.drop(std::exchange(closed_, -1));
+  passes_.drop(std::exchange(left_, -1));
   follows_ = false;
 }
 
@@ -106,10 +106,10 @@ void Schedule::abort(Actions& out) {
   frames_.clear();
   passes_.clear();
   forget_backward();
-  rooted_ = false;
+  in_root_forward_ = false;
   follows_ = false;
   open_ = -1;
-  closed_ = -1;
+  left_ = -1;
   retained_ = -1;
   residency_.abort(out);
 }
@@ -118,7 +118,7 @@ void Schedule::abort(Actions& out) {
 
 void Schedule::enter(UnitId unit, bool grad, Actions& out) {
   Frame frame{unit};
-  frame.follows = rooted_ && follows_;
+  frame.follows = in_root_forward_ && follows_;
   if (grad) {
     open_loose_pass();
   }
@@ -133,7 +133,7 @@ void Schedule::enter(UnitId unit, bool grad, Actions& out) {
     }
     do_enter(unit, out);
   }
-  ++residency_.uses(unit).held;
+  ++residency_.uses(unit).entered;
   frames_.push_back(frame);
 }
 
@@ -147,9 +147,9 @@ int32_t Schedule::enter_in_order(UnitId unit, Actions& out) {
   } else {
     finish_order(out);
     call = order_.add(unit);
-    ++residency_.uses(unit).held; // by the call that is made
+    ++residency_.uses(unit).entered; // by the call that is made
     residency_.serve(unit, out);
-    --residency_.uses(unit).held;
+    --residency_.uses(unit).entered;
   }
   order_.enter(call);
   return call;
@@ -162,7 +162,7 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions&
   }
   const Frame frame = frames_.back();
   frames_.pop_back();
-  --residency_.uses(unit).held;
+  --residency_.uses(unit).entered;
   if (frame.follows) {
     order_.leave(frame.call, needs_backward);
     const bool is_lookup = !order_.reads(frame.call);
@@ -173,11 +173,12 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions&
     ForwardPass* pass = frame.pass >= 0 ? passes_.find(frame.pass) : nullptr;
     if (pass != nullptr) {
       const bool alone = keep && !residency_.is_released(unit);
-      pass->events.push_back({InstructionKind::Exit, unit, needs_backward, frame.call, true, alone});
+      pass->events.push_back(
+          {InstructionKind::Exit, unit, needs_backward, frame.call, true, alone});
     }
     --residency_.uses(unit).active;
     residency_.leave_forward(unit);
-    if (!keep || rooted_) {
+    if (!keep || in_root_forward_) {
       residency_.release(unit, out);
     }
   }
@@ -189,7 +190,7 @@ void Schedule::cancel_calls(size_t num) {
     const Frame frame = frames_.back();
     frames_.pop_back();
     Residency::Uses& uses = residency_.uses(frame.unit);
-    --uses.held;
+    --uses.entered;
     uses.active -= frame.follows ? 0 : 1; // the order has its own exits
   }
 }
@@ -209,7 +210,7 @@ void Schedule::serve(UnitId unit, Actions& out) {
   residency_.serve(unit, out);
 }
 
-void Schedule::take_one(UnitId unit, Actions& out) {
+void Schedule::serve_and_keep(UnitId unit, Actions& out) {
   residency_.uses(unit).in_backward = true;
   residency_.serve(unit, out);
 }
@@ -277,7 +278,7 @@ void Schedule::do_enter(UnitId unit, Actions& out) {
   if (!residency_.gathers()) {
     return;
   }
-  const bool in_order = rooted_ && follows_;
+  const bool in_order = in_root_forward_ && follows_;
   const auto next = in_order ? order_.program().next_entered(prefetch_) : std::vector<UnitId>{};
   residency_.release_all_but(next, out);
   residency_.unshard(unit, out);
@@ -397,7 +398,7 @@ void Schedule::ready(UnitId unit, Actions& out) {
   units_[unit].ready = true;
   ForwardPass* pass = passes_.find(backward_);
   while (const Instruction* due = pass == nullptr ? nullptr : pass->backward.next()) {
-    const UnitState& next = units_[due->unit];
+    const BackwardUnit& next = units_[due->unit];
     // Gradients of a call inside of the one that is to be left say nothing of it.
     if (due->kind != InstructionKind::Reduce || !next.ready || next.call != due->call) {
       return;
@@ -411,7 +412,7 @@ void Schedule::end_backward(Actions& out) {
   finish_program(out);
   backward_ = -1;
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
-    UnitState& unit = units_[id];
+    BackwardUnit& unit = units_[id];
     residency_.leave_backward(id, out);
     unit.ready = false;
     if (std::exchange(unit.due, false)) {
@@ -425,7 +426,7 @@ void Schedule::end_backward(Actions& out) {
 
 void Schedule::forget_backward() {
   backward_ = -1;
-  for (UnitState& unit : units_) {
+  for (BackwardUnit& unit : units_) {
     unit.ready = false;
     unit.due = false;
   }
@@ -446,7 +447,7 @@ std::vector<bool> Schedule::reduced_later(const ForwardPass& pass) const {
 void Schedule::start_program(ForwardPass& pass, Actions& out) {
   const std::vector<bool> later = reduced_later(pass);
   for (const Instruction& event : pass.events) {
-    UnitState& unit = units_[event.unit];
+    BackwardUnit& unit = units_[event.unit];
     unit.due = passes_.is_reducible(event.unit) && unit.reduced;
   }
   pass.backward = backward_program(
@@ -475,7 +476,7 @@ void Schedule::finish_program(Actions& out) {
 void Schedule::leave_program(Actions& out) {
   for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
     Residency::Uses& uses = residency_.uses(unit);
-    uses.kept = uses.kept || uses.in_backward;
+    uses.kept_for_backward = uses.kept_for_backward || uses.in_backward;
   }
   finish_program(out);
 }

@@ -6,15 +6,15 @@
 //
 // Note [One order on every rank]
 // Collectives must be issued in one order on all ranks, also when they take different ways. A
-// rooted pass (one call of the sharded model) therefore follows an order of calls that is the same
-// on all ranks: a call is looked up in what is left of it, and what lies before is unsharded and
-// resharded in its turn. A call that is not found comes behind all others: this rank goes through
-// the rest of the order and then asks the others, who, when they have come to the end, serve it
-// (unshard and reshard the unit without using it). So all ranks know all calls of the pass. As they
-// leave it they compare a hash of the calls that each has made. If all ranks have made the same,
-// these are the order of the next pass; else the order stays. The first order is that of
-// registration. The pass's backward follows from the calls of the order, then those that were added
-// to it, and from which of them need a backward on any rank.
+// forward of the root (one call of the sharded model) therefore follows an order of calls that is
+// the same on all ranks: a call is looked up in what is left of it, and what lies before is
+// unsharded and resharded in its turn. A call that is not found comes behind all others: this rank
+// goes through the rest of the order and then asks the others, who, when they have come to the end,
+// serve it (unshard and reshard the unit without using it). So all ranks know all calls of the
+// pass. As they leave it they compare a hash of the calls that each has made. If all ranks have
+// made the same, these are the order of the next pass; else the order stays. The first order is
+// that of registration. The pass's backward follows from the calls of the order, then those that
+// were added to it, and from which of them need a backward on any rank.
 //
 // Note [Gathers that nobody reads]
 // The backward of an embedding's lookup reads indices and no weight, so gathering the weight for it
@@ -61,7 +61,7 @@ struct BackwardPlace {
 
 class Schedule {
  public:
-  // Meshes by unit; `order` is the expected sequence of enters and exits of a rooted pass.
+  // Meshes by unit; `order` is the expected sequence of enters and exits in a forward of the root.
   Schedule(const std::vector<UnitMesh>& meshes, const ShardOptions& sharding, Instructions order)
       : prefetch_(sharding.prefetch),
         retain_last_(sharding.retain_last),
@@ -74,7 +74,7 @@ class Schedule {
   Schedule(const Schedule&) = delete; // its parts refer to each other
   Schedule& operator=(const Schedule&) = delete;
 
-  // Forward. A pass is rooted from begin_pass to end_pass; grad says whether it records a graph.
+  // A forward of the root, from begin_pass to end_pass; grad says whether it records a graph.
   void begin_pass(bool grad, Actions& out);
   void enter(UnitId unit, bool grad, Actions& out);
   // `reads`: the call's backward may read the unit's parameters, which outside of a pass is taken
@@ -86,18 +86,18 @@ class Schedule {
   }
   // Forgets all but the first `num` of them: they have failed, and have no exit.
   void cancel_calls(size_t num);
-  // close_pass and settle_pass, where there are no other ranks.
+  // leave_pass and finish_pass, where there are no other ranks.
   void end_pass(Actions& out);
 
   // Between ranks, see Note [One order on every rank].
-  // Whether the pass under way (or closed last) has the same calls on all ranks.
+  // Whether the pass under way (or left last) has the same calls on all ranks.
   bool follows_order() const {
     return follows_;
   }
   // Goes through what is left of the order.
   void finish_order(Actions& out);
   // Calls that this rank is in, or has left late, as CallOrder::needs; and those of any rank,
-  // before a call is added or the pass settled.
+  // before a call is added or the pass finished.
   std::vector<bool> open_calls() const;
   void hear_open_calls(const std::vector<bool>& open) {
     order_.extend(open);
@@ -105,21 +105,21 @@ class Schedule {
   // A call that other ranks make and the order does not have.
   void serve(UnitId unit, Actions& out);
   // This rank has left the pass; ranks that have not may have to be served.
-  void close_pass(Actions& out);
+  void leave_pass(Actions& out);
   const CallOrder& order() const {
     return order_;
   }
   // The events of the order. Whether the backward of a call reads parameters is as it was in the
-  // pass that was settled last.
+  // pass that was finished last.
   Instructions expected() const;
   // Whether the backward of a call reads parameters on this rank which the order has as a lookup.
   bool reads_more() const {
     return reads_more_;
   }
-  // Settles the pass that was closed. `agreed`: all ranks have made the same calls; else `needs`
+  // Finishes the pass that was left. `agreed`: all ranks have made the same calls; else `needs`
   // has CallOrder::needs of all ranks. `reads_all`: any rank reads_more().
-  void settle_pass(bool agreed, const std::vector<bool>& needs, bool reads_all);
-  // In place of settle_pass: no rank runs a backward through the pass.
+  void finish_pass(bool agreed, const std::vector<bool>& needs, bool reads_all);
+  // In place of finish_pass: no rank runs a backward through the pass.
   void drop_pass();
   // The pass ended with an exception: gives everything back, forgets the pass.
   void abort(Actions& out);
@@ -156,7 +156,7 @@ class Schedule {
     return shape_;
   }
   // As Residency::serve, on a rank that needs the unit: it keeps it to the end of the backward.
-  void take_one(UnitId unit, Actions& out);
+  void serve_and_keep(UnitId unit, Actions& out);
 
   // The unit's parameters changed: what was gathered is stale, and, if `trained` ones did, no
   // backward comes through it for a forward before.
@@ -176,7 +176,7 @@ class Schedule {
   // In use by forward or backward.
   bool is_active(UnitId unit) const {
     const Residency::Uses& uses = residency_.uses(unit);
-    return uses.held > 0 || uses.in_backward || uses.kept || uses.holds > 0;
+    return uses.entered > 0 || uses.in_backward || uses.kept_for_backward || uses.holds > 0;
   }
   // The modules show the unsharded parameters.
   bool is_shown(UnitId unit) const {
@@ -184,13 +184,13 @@ class Schedule {
   }
   // A call of the unit that this rank makes has not been left.
   bool is_entered(UnitId unit) const {
-    return residency_.uses(unit).held > 0;
+    return residency_.uses(unit).entered > 0;
   }
   bool is_held_unsharded(UnitId unit) const {
     return residency_.uses(unit).holds > 0;
   }
-  bool in_rooted_pass() const {
-    return rooted_;
+  bool in_root_forward() const {
+    return in_root_forward_;
   }
 
  private:
@@ -225,19 +225,19 @@ class Schedule {
   Residency residency_;
   std::vector<Frame> frames_; // units entered and not left
   int64_t open_ = -1; // id of the forward pass under way
-  int64_t closed_ = -1; // id of the pass that was closed and is to be settled
-  bool rooted_ = false;
+  int64_t left_ = -1; // id of the pass that this rank has left and others may not
+  bool in_root_forward_ = false;
   bool follows_ = false; // the pass under way follows the order
-  bool reads_more_ = false, reads_all_ = false; // the pass under way; the one settled last
+  bool reads_more_ = false, reads_all_ = false; // the pass under way; the one finished last
   UnitId retained_ = -1; // left last; kept for the backward
   // Of the backward under way.
-  struct UnitState {
+  struct BackwardUnit {
     int32_t call = -1; // whose backward began last
     bool ready = false; // that call is
     bool reduced = true; // in this backward
     bool due = false; // to be reduced in this backward, at its end at the latest
   };
-  std::vector<UnitState> units_;
+  std::vector<BackwardUnit> units_;
   int64_t backward_ = -1; // id of the pass whose program is carried out
   uint64_t shape_ = 0; // of the passes whose programs were begun in this backward
   bool waits_ = true; // one backward through several passes reduces each unit once

@@ -19,10 +19,10 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, Steps& steps
   } else if (!has_full_) {
     take(Memory::Full, StreamRole::AllGather, steps);
   }
-  if (state_ == UnitState::Sharded) {
+  if (state_ == ShardedState::Sharded) {
     steps.run({.unit = unit_, .op = TraceOp::Unshard, .nbytes = layout_.nbytes()});
   }
-  state_ = UnitState::Unsharding;
+  state_ = ShardedState::Unsharding;
   if (tiers_.parameters == Tier::Disk && !is_near_) {
     steps.run({.kind = StepKind::Ready, .unit = unit_, .to = Memory::Shard});
   }
@@ -92,7 +92,7 @@ void Unsharding::start_near(int region, Steps& steps) const {
 }
 
 void Unsharding::wait(Steps& steps) {
-  if (state_ != UnitState::Unsharding) {
+  if (state_ != ShardedState::Unsharding) {
     return;
   }
   steps.run({.kind = StepKind::Wait, .unit = unit_});
@@ -108,7 +108,7 @@ void Unsharding::wait(Steps& steps) {
     free(Memory::Received, received_.nbytes(), steps);
   }
   steps.run({.kind = StepKind::Ready, .unit = unit_});
-  state_ = UnitState::Unsharded;
+  state_ = ShardedState::Unsharded;
 }
 
 void Unsharding::reshard(Steps& steps) {
@@ -124,7 +124,7 @@ void Unsharding::reshard(Steps& steps) {
          .how = How::Keep});
     has_near_ = true;
   }
-  state_ = UnitState::Sharded;
+  state_ = ShardedState::Sharded;
   has_full_ = false;
   free(Memory::Full, layout_.nbytes(), steps);
   steps.run({.unit = unit_, .op = TraceOp::Reshard, .nbytes = layout_.nbytes()});

@@ -22,7 +22,7 @@
 namespace zerocore {
 
 // SHARDED > UNSHARDING > UNSHARDED > SHARDED; where Full stays: UNSHARDED > UNSHARDING > UNSHARDED
-enum class UnitState : uint8_t { Sharded, Unsharding, Unsharded };
+enum class ShardedState : uint8_t { Sharded, Unsharding, Unsharded };
 
 class Unsharding {
  public:
@@ -40,10 +40,10 @@ class Unsharding {
         layout_(layout),
         received_(layout.encoded()),
         copies_out_(layout.copies_out()),
-        state_(mesh.shards_parameters ? UnitState::Sharded : UnitState::Unsharded),
+        state_(mesh.shards_parameters ? ShardedState::Sharded : ShardedState::Unsharded),
         has_full_(!mesh.shards_parameters) {}
 
-  UnitState state() const {
+  ShardedState state() const {
     return state_;
   }
   // Gathers `regions`: all where parameters are sharded, else those that have changed. A unit that
@@ -73,7 +73,7 @@ class Unsharding {
   const Layout& layout_;
   Layout received_; // as gathers move it
   bool copies_out_;
-  UnitState state_;
+  ShardedState state_;
   bool has_full_; // a block, or memory that stays
   bool keeps_near_ = true;
   bool has_near_ = false; // Near holds this rank's part

@@ -103,7 +103,7 @@ void register_schedule(py::module_& module) {
       .def(
           "serve",
           [](S& s, UnitId unit) { return s.run([&] { s.schedule.serve(unit, s.actions); }); })
-      .def("close_pass", [](S& s) { return s.run([&] { s.schedule.close_pass(s.actions); }); })
+      .def("leave_pass", [](S& s) { return s.run([&] { s.schedule.leave_pass(s.actions); }); })
       .def("changed", [](const S& s) { return s.schedule.order().changed(); })
       .def("hash", [](const S& s) { return s.schedule.order().hash(); })
       .def("open_calls", [](const S& s) { return s.schedule.open_calls(); })
@@ -112,9 +112,9 @@ void register_schedule(py::module_& module) {
           [](S& s, const std::vector<bool>& open) { s.schedule.hear_open_calls(open); })
       .def("needs", [](const S& s) { return s.schedule.order().needs(); })
       .def(
-          "settle_pass",
+          "finish_pass",
           [](S& s, bool agreed, const std::vector<bool>& needs) {
-            s.schedule.settle_pass(agreed, needs, s.schedule.reads_more());
+            s.schedule.finish_pass(agreed, needs, s.schedule.reads_more());
           })
       .def("abort", [](S& s) { return s.run([&] { s.schedule.abort(s.actions); }); })
       .def("begin_backward", [](S& s) { s.schedule.begin_backward(); })

@@ -58,7 +58,7 @@ class Driver:
     def forward(
         self, calls: list[Call], skipped: frozenset[int] = frozenset(), grad: bool = True
     ) -> list[tuple[str, int, _C_testing.CallHandle]]:
-        """One rooted pass; returns the calls' events for the backward."""
+        """One root forward; returns the calls' events for the backward."""
         self.apply(self.schedule.begin_pass(grad))
         tape: list[tuple[str, int, _C_testing.CallHandle]] = []
         self._run(calls, skipped, tape)

@@ -38,7 +38,7 @@ class Rank:
         self.apply(self.schedule.begin_pass(grad))
         tape: Tape = []
         yield from self._run(calls, tape)
-        self.apply(self.schedule.close_pass())
+        self.apply(self.schedule.leave_pass())
         served = yield None
         while served is not None:
             self.apply(self.schedule.serve(served))
@@ -97,7 +97,7 @@ def play(ranks: list[Rank], calls: list[list[Call]], grad: bool = True) -> bool:
     agreed = len({rank.schedule.hash() for rank in ranks}) == 1
     needs = [any(bits) for bits in zip(*(rank.schedule.needs() for rank in ranks), strict=True)]
     for rank in ranks:
-        rank.schedule.settle_pass(agreed, needs)
+        rank.schedule.finish_pass(agreed, needs)
     if grad:
         for rank, tape in zip(ranks, tapes, strict=True):
             rank.backward(tape)
@@ -202,12 +202,12 @@ def test_a_backward_that_any_rank_needs_is_one_of_all(needed: bool) -> None:
             left = rank.schedule.exit(unit, needs_backward=unit > 0 or (needed and index == 0))
             rank.apply(left.actions)
             handles.append(left.call)
-        rank.apply(rank.schedule.close_pass())
+        rank.apply(rank.schedule.leave_pass())
         passes.append(rank.schedule.needs())
     needs = [any(bits) for bits in zip(*passes, strict=True)]
     assert needs == [needed, True, True]
     for rank in ranks:
-        rank.schedule.settle_pass(False, needs)
+        rank.schedule.finish_pass(False, needs)
         rank.collectives.clear()
         rank.schedule.begin_backward()
         rank.apply(rank.schedule.pre_backward(handles[3 * ranks.index(rank) + 1]))

@@ -102,7 +102,7 @@ class FSDPModule(TorchFSDPModule):
             engine = ready_state(group).engine
             for extension in () if group.is_unsharded else extensions_of(group):
                 extension.encode()
-            engine.set_kept(group.unit, True)
+            engine.unshard(group.unit)
         if async_op:
             return handle
         handle.wait()
@@ -112,7 +112,7 @@ class FSDPModule(TorchFSDPModule):
         """Gives this module's own full parameters back, unless a call of it is under way."""
         for group in self._groups(False):
             if group.params and (engine := group.engine) is not None:
-                engine.set_kept(group.unit, False)
+                engine.reshard(group.unit)
 
     def reset_iter_state(self) -> None:
         """Drops what a failed forward or backward left; the next forward does so by itself.

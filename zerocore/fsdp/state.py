@@ -32,7 +32,7 @@ class FSDPState(_TorchState):
         engine.finalize_backward()
         for _, group in root.groups:
             if group.params and group.reshard_after_backward:
-                engine.set_kept(group.unit, False)
+                engine.reshard(group.unit)
 
     @property
     def _root(self) -> Tree | None:

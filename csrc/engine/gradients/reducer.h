@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <utility>
 #include <vector>
 
 #include "engine/gradients/grad_views.h"
@@ -48,20 +47,12 @@ class Reducer final : private Steps {
   // A tensor over the memory of a parameter's gradient shard, 1-D; memory comes with the first
   // gradient. Undefined where there is no gradient.
   at::Tensor make_grad(UnitId unit, int param) const;
-  // The tensor that becomes `shard.grad`; same memory as make_grad.
-  void bind_grad(UnitId unit, int param, at::Tensor grad) {
-    shown_.bind(unit, param, std::move(grad));
-  }
-
   // A tensor for the parameter's `grad` after a backward without sync: at stages 0 and 1 over this
   // rank's sums of all elements, 1-D; else the same as make_grad.
   at::Tensor make_sums(UnitId unit, int param) const;
-  void bind_sums(UnitId unit, int param, at::Tensor sums) {
-    shown_.bind_sums(unit, param, std::move(sums));
-  }
-  // Whether some gradients are those of a backward without sync, of units that have such tensors.
-  bool shows_sums() const {
-    return shown_.shows_sums();
+  // The tensors of both, as `shard.grad` shows them.
+  GradViews& views() {
+    return shown_;
   }
   // Whether the tensor of make_sums() has this rank's sums.
   bool has_sums(UnitId unit, int param) const {

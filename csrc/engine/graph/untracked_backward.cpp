@@ -76,7 +76,7 @@ constexpr size_t kMaxShapes = 4096; // a model whose shape never repeats stays w
 
 int64_t UntrackedBackward::add(const RecordedCall& call, bool recomputed) {
   if (!recomputed) {
-    const uint64_t before = std::exchange(settled_, false) ? 0 : calls_;
+    const uint64_t before = std::exchange(restarts_, false) ? 0 : calls_;
     calls_ = mix(mix(before, static_cast<uint64_t>(call.call.unit)), call.last - call.first);
   }
   const std::lock_guard lock(mutex_);
@@ -169,7 +169,7 @@ void UntrackedBackward::end_backward() {
   }
   announced_.clear();
   in_backward_ = false;
-  settled_ = true;
+  restarts_ = true;
   expect_backward(); // through a graph that was retained
 }
 
@@ -189,7 +189,7 @@ void UntrackedBackward::reset() {
   }
   announced_.clear();
   in_backward_ = false;
-  settled_ = true;
+  restarts_ = true;
   watch_.set_on(false);
 }
 

@@ -129,7 +129,7 @@ class UntrackedBackward {
   std::vector<int64_t> announced_; // numbers
   uint64_t calls_ = 0; // shape of the calls since the last backward
   uint64_t shape_ = 0; // of the backward under way
-  bool settled_ = true; // no call since the last backward
+  bool restarts_ = true; // the next call is the first one since the last backward
   bool in_backward_ = false;
   bool is_known_ = false; // `shape_` is
   bool found_ = false; // a side door, in this backward

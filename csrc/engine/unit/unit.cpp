@@ -93,13 +93,13 @@ void Unit::unshard() {
     std::erase_if(regions, [&](int region) { return is_gathered(region); });
   }
   // This rank may be in a call that the others have left: they gather the unit anew, it goes on.
-  const bool in_use = shards_ && state() != UnitState::Sharded;
+  const bool in_use = shards_ && state() != ShardedState::Sharded;
   wait_for_unshard();
   std::vector<int> written = in_use ? versions_.written() : std::vector<int>();
   const at::Tensor own = written.empty() ? written_full_ : bucket_.bytes().clone();
   written.insert(written.end(), written_params_.begin(), written_params_.end());
   gathered_version_ = version();
-  mark_caught_up();
+  shards_version_ = versions_.of_shards();
   begin_gathers(regions);
   mark_gathered();
   if (in_use || own.defined()) {
@@ -152,7 +152,16 @@ void Unit::mark_taken() {
     written_params_.clear(); // the shards are part of what was written
   }
   gathered_version_ = version();
-  mark_caught_up();
+  shards_version_ = versions_.of_shards();
+}
+
+bool Unit::take_shard_changes() {
+  const int64_t version = versions_.of_shards();
+  if (std::exchange(shards_version_, version) == version) {
+    return false;
+  }
+  take_changes();
+  return true;
 }
 
 bool Unit::mark_fresh() {
@@ -174,7 +183,7 @@ bool Unit::is_gathered() const {
 bool Unit::holds_values(int param) const {
   const int region = layout_.places().at(param).region;
   const bool stays = !shards_ && bucket_.attached() && !layout_.regions()[region].has_main();
-  return stays && !written_ && state() != UnitState::Unsharding && is_gathered(region);
+  return stays && !written_ && state() != ShardedState::Unsharding && is_gathered(region);
 }
 
 int64_t Unit::persistent_nbytes() const {

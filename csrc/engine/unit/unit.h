@@ -49,7 +49,7 @@ class Unit {
   CollectiveTag tag(TraceOp op, int64_t nbytes) const {
     return {&name_, context_.note(op, id_, nbytes), id_};
   }
-  UnitState state() const {
+  ShardedState state() const {
     return unsharding_.state();
   }
 
@@ -109,14 +109,16 @@ class Unit {
   }
   // For the checker: the compute stream reads the unsharded parameters now.
   void note_use() const;
-  // For the checker: the compute stream has changed the shards.
-  void note_change() const;
   // > Sharded: forgets the gathered parameters and gives the slot back.
   void reshard();
   // Copies this rank's part of the unsharded parameters that are to be written back, or of all of
   // them, to its shard. A main weight changes only where its model weight was changed.
   void write_back(bool all);
-  // Casts changed main weights to model weights, and sends them to the device.
+  // The shards have changed: casts main weights to model weights, and sends them to the device.
+  void take_changes() {
+    note_change();
+    cast_main();
+  }
   void cast_main();
   // The model weights are those of the main weights: whoever updated these has cast them.
   void mark_cast() {
@@ -153,13 +155,9 @@ class Unit {
   bool is_fresh() const {
     return !written_ && gathered_version_ == version();
   }
-  // The shards were changed by themselves since they were gathered last, or marked as fresh.
-  bool is_behind() const {
-    return shards_version_ != versions_.of_shards();
-  }
-  void mark_caught_up() {
-    shards_version_ = versions_.of_shards();
-  }
+  // False unless the shards were changed by themselves since they were gathered last, or marked as
+  // fresh. Then the next gather is one of what they are now.
+  bool take_shard_changes();
   // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
   bool is_gathered() const;
   // The unsharded parameter stays and is that of all ranks' shards now, bit for bit; asks no rank.
@@ -184,6 +182,8 @@ class Unit {
   }
 
  private:
+  // For the checker: the compute stream has changed the shards.
+  void note_change() const;
   void begin_gathers(const std::vector<int>& regions);
   at::Tensor model_part(int param) const;
   // Persistent memory, 1-D, this rank's part of a region: what gathers send, what is updated.

@@ -1,4 +1,5 @@
-// Compares what the ranks have written to unsharded parameters in place.
+// Keeps and compares what programs write to unsharded parameters in place. See Note [Writes in a
+// forward] in engine/unit/unit.h.
 //
 // Note [Writes that differ]
 // Each rank keeps its own part of what it has written, so a write must be the same on all ranks
@@ -15,17 +16,24 @@
 #include <vector>
 
 #include "engine/unit/unit.h"
+#include "plan/schedule.h"
 
 namespace zerocore {
 
-class WriteCheck {
+class InPlaceWrites {
  public:
-  // Both outlive it.
-  WriteCheck(const Units& units, const UnitContext& context);
+  // All outlive it.
+  InPlaceWrites(const Units& units, const UnitContext& context, const Schedule& schedule);
 
-  // The unit holds a write, which is summed now, or with the others of the pass.
+  // The unit's parameters may have been changed in place: a call of it ends, or it is given back.
+  void keep(UnitId unit);
+  // All ranks have left the pass: the shards take the writes; or its writes are dropped.
+  void finish();
+  void drop();
+
+  // -- what ranks compare
+  // The unit holds a write, which is summed now; and those that were kept in the pass.
   void add(UnitId unit);
-  void add_later(UnitId unit);
   void add_rest();
   // A function has written to a shard; `number` is a checksum of its arguments. Ignored in an
   // optimizer's step, whose gradients are the same on all ranks.
@@ -54,9 +62,10 @@ class WriteCheck {
 
   const Units& units_;
   const UnitContext& context_;
+  const Schedule& schedule_;
   std::vector<size_t> first_; // by unit: number of its first parameter
   std::vector<int64_t> sums_; // by parameter; 0 of one that was not written to
-  std::vector<UnitId> later_;
+  std::vector<UnitId> later_; // of the pass, to be summed at its end
   bool urgent_ = false, updating_ = false;
 };
 

@@ -1,5 +1,4 @@
-// Follows a backward through the model's units.
-#include "engine/backward_run.h"
+// Follows a backward through the model's units: what the hooks on autograd's graph call.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/functional.h>
@@ -9,6 +8,7 @@
 #include <algorithm>
 
 #include "engine/graph/autograd.h"
+#include "engine/model_calls.h"
 
 namespace zerocore {
 
@@ -23,47 +23,15 @@ bool uses_autocast_cache(c10::Device device) {
 
 } // namespace
 
-BackwardRun::BackwardRun(
-    const Units& units,
-    const UnitContext& context,
-    Schedule& schedule,
-    Reducer& reducer,
-    ThreadCheck& thread_check,
-    UnitLifecycle& lifecycle,
-    OrderConsensus& consensus)
-    : units_(units),
-      context_(context),
-      schedule_(schedule),
-      reducer_(reducer),
-      thread_check_(thread_check),
-      lifecycle_(lifecycle),
-      consensus_(consensus),
-      untracked_(
-          context.streams->device(),
-          [this](const RecordedCall& recorded) { enter_untracked(recorded); },
-          [this](const CallHandle& call) {
-            return schedule_.is_resident(call.unit) || !schedule_.passes().reads(call);
-          }) {
-  for (const auto& unit : units) {
-    progress_.push_back({0, -1, std::vector<uint8_t>(unit->params().size(), 0)});
-  }
-}
-
-void BackwardRun::expect(const std::vector<at::Tensor>& outputs, uint64_t first) {
-  on_backward_of(outputs, context_.streams->device(), first, while_owned([this] { begin(); }));
-}
-
-void BackwardRun::expect(
+// `first_node`: the first one that the model recorded of the outputs' graph.
+void ModelCalls::on_backward(
     const std::vector<at::Tensor>& outputs,
-    const RecordedCall& recorded,
-    int64_t number) {
-  on_backward_of(
-      outputs, context_.streams->device(), recorded.first, while_owned([this, recorded, number] {
-        pre_backward(recorded, number);
-      }));
+    uint64_t first_node,
+    std::function<void()> run) {
+  on_backward_of(outputs, context_.streams->device(), first_node, while_owned(std::move(run)));
 }
 
-std::function<void()> BackwardRun::while_owned(std::function<void()> run) const {
+std::function<void()> ModelCalls::while_owned(std::function<void()> run) const {
   return [owner = owner_, run = std::move(run)] {
     if (const auto alive = owner.lock()) {
       run();
@@ -71,7 +39,7 @@ std::function<void()> BackwardRun::while_owned(std::function<void()> run) const 
   };
 }
 
-void BackwardRun::begin() {
+void ModelCalls::begin_backward() {
   thread_check_.check_hook();
   throw_untracked_error();
   if (lifecycle_.in_backward_pass()) {
@@ -83,8 +51,8 @@ void BackwardRun::begin() {
     context_.control->begin_backward(running);
   }
   lifecycle_.set_in_backward_pass(true);
-  consensus_.settle_pass();
-  lifecycle_.take_changes();
+  consensus_.finish_pass();
+  lifecycle_.invalidate_changed();
   TORCH_CHECK(
       !consensus_.failed(),
       "the forward raised on rank ",
@@ -101,14 +69,14 @@ void BackwardRun::begin() {
   }
   choose_reduced();
   on_backward_end(while_owned([this, running = std::move(running)]() mutable {
-    end();
+    end_backward();
     running.reset(); // autograd may keep what it has called
   }));
 }
 
 // A backward for other gradients than the unit's (of inputs, or of chosen parameters) must not be
 // taken for one in which its gradients are zero.
-void BackwardRun::choose_reduced() {
+void ModelCalls::choose_reduced() {
   const bool selective = backward_is_selective();
   if (!selective && !selective_) {
     return;
@@ -123,7 +91,7 @@ void BackwardRun::choose_reduced() {
   }
 }
 
-void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
+void ModelCalls::pre_backward(const RecordedCall& recorded, int64_t number) {
   const UnitId id = recorded.call.unit;
   RECORD_USER_SCOPE("zerocore::pre_backward (" + units_[id]->name() + ")");
   untracked_.announce(number);
@@ -135,7 +103,7 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
       units_[id]->name(),
       "': a second backward would need parameters that stage 3 has given back by then. Use stage 2 "
       "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
-  begin();
+  begin_backward();
   go_through(id);
   consensus_.ask_in_backward(recorded.call);
   lifecycle_.run([&](Actions& out) {
@@ -144,13 +112,13 @@ void BackwardRun::pre_backward(const RecordedCall& recorded, int64_t number) {
     }
   });
   if (schedule_.is_resident(id)) {
-    lifecycle_.catch_up(id);
+    lifecycle_.regather_changed(id);
     lifecycle_.use(id);
   }
 }
 
 // Of a backward within another one all gradients of the unit come, so none that came before count.
-void BackwardRun::go_through(UnitId id) {
+void ModelCalls::go_through(UnitId id) {
   const int64_t backward = current_backward();
   if (std::exchange(progress_[id].backward, backward) != backward) {
     forget_fired(id);
@@ -158,7 +126,7 @@ void BackwardRun::go_through(UnitId id) {
 }
 
 // Observers of nodes must not throw; the hook that comes next does, or the end of the backward.
-void BackwardRun::enter_untracked(const RecordedCall& recorded) noexcept {
+void ModelCalls::enter_untracked(const RecordedCall& recorded) noexcept {
   try {
     pre_backward(recorded, -1);
   } catch (...) {
@@ -166,21 +134,22 @@ void BackwardRun::enter_untracked(const RecordedCall& recorded) noexcept {
   }
 }
 
-void BackwardRun::throw_untracked_error() {
+void ModelCalls::throw_untracked_error() {
   if (untracked_error_ != nullptr) {
     std::rethrow_exception(std::exchange(untracked_error_, nullptr));
   }
 }
 
 // See Note [Changes between a forward and its backward].
-void BackwardRun::note_changes(UnitId id) {
+void ModelCalls::note_changes(UnitId id) {
   if (units_[id]->versions().tell_autograd()) {
     progress_[id].changed = true;
   }
 }
 
-// Autograd asks nothing of what a checkpoint reads again, and nobody has gathered it since.
-void BackwardRun::begin_recompute(UnitId id) {
+// A checkpoint is about to make a call of the unit again, in a backward that begins here at the
+// latest. Autograd asks nothing of what the checkpoint reads.
+void ModelCalls::begin_recompute(UnitId id) {
   TORCH_CHECK(
       runs_node_of(context_.streams->device()),
       "unit '",
@@ -189,7 +158,7 @@ void BackwardRun::begin_recompute(UnitId id) {
       context_.streams->device(),
       ". Return outputs of checkpointed modules on that device, and move them outside of the "
       "checkpoint; hooks that call the model belong on tensors there.");
-  begin();
+  begin_backward();
   note_changes(id);
   TORCH_CHECK(
       !progress_[id].changed,
@@ -199,8 +168,23 @@ void BackwardRun::begin_recompute(UnitId id) {
       "step or a load). Run backward before the step, or run the forward again.");
 }
 
-void BackwardRun::grad_ready(UnitId id, int param) {
-  begin();
+// See Note [Recomputed calls]. A lookup that is made again needs the unit, out of turn.
+void ModelCalls::recompute(UnitId id) {
+  const auto [place, made] = recomputed_calls_.find(id);
+  lifecycle_.run([&](Actions& out) { schedule_.reach(place, out); });
+  const bool in_turn = schedule_.is_next(made) && schedule_.passes().reads(made);
+  const CallHandle call = in_turn ? made : CallHandle{-1, -1, id};
+  consensus_.ask_in_backward(call);
+  calls_.back().again = made;
+  lifecycle_.run([&](Actions& out) {
+    if (schedule_.recompute(call, out)) {
+      forget_fired(id);
+    }
+  });
+}
+
+void ModelCalls::grad_ready(UnitId id, int param) {
+  begin_backward();
   UnitProgress& progress = progress_[id];
   // In a backward within the one that goes through the unit (reentrant checkpoints inside of it)
   // gradients may come again: the unit is reduced when the outer backward leaves it.
@@ -218,12 +202,12 @@ void BackwardRun::grad_ready(UnitId id, int param) {
   }
 }
 
-void BackwardRun::forget_fired(UnitId id) {
+void ModelCalls::forget_fired(UnitId id) {
   std::fill(progress_[id].fired.begin(), progress_[id].fired.end(), 0);
   progress_[id].num_fired = 0;
 }
 
-void BackwardRun::end() {
+void ModelCalls::end_backward() {
   throw_untracked_error();
   lifecycle_.run([&](Actions& out) { schedule_.finish_program(out); });
   consensus_.serve_others();
@@ -231,7 +215,7 @@ void BackwardRun::end() {
   reduce_rest();
   reduce_held_back();
   for (const auto& unit : units_) {
-    lifecycle_.keep_writes(unit->id()); // of one that stays unsharded
+    lifecycle_.writes().keep(unit->id()); // of one that stays unsharded
   }
   forget_progress();
   const std::vector<bool> reduced = reducer_.finish();
@@ -242,9 +226,10 @@ void BackwardRun::end() {
   run_user_hooks(reduced);
 }
 
-// All ranks have made the same backwards, or others hear here of units that this one did not use.
-void BackwardRun::finalize() {
-  consensus_.settle_pass();
+// Other ranks may have made a backward of units that this one did not use.
+void ModelCalls::finalize_backward() {
+  const auto use = this->use();
+  consensus_.finish_pass(); // also in the backward of another model
   const std::vector<bool> held = context_.any_rank(
       c10::fmap(units_, [this](const auto& unit) { return reducer_.holds_back(unit->id()); }));
   for (const auto& unit : units_) {
@@ -259,7 +244,7 @@ void BackwardRun::finalize() {
 // when the order of all ranks had left it, or that is used outside of calls. The reductions
 // must not depend on one rank's gradients, so ranks ask each other after the first backward of each
 // sequence of calls, which is the same on all ranks, and from then on if there were such gradients.
-void BackwardRun::reduce_rest() {
+void ModelCalls::reduce_rest() {
   std::vector<bool> rest = c10::fmap(units_, [this](const auto& unit) {
     return unit->settings().syncs && !reducer_.deferred() && reducer_.has_grads(unit->id());
   });
@@ -270,7 +255,7 @@ void BackwardRun::reduce_rest() {
     }
     const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.shape(), false);
     // The order knows a call when it has ended. In a backward inside of it ranks always ask.
-    const bool is_inside = schedule_.in_rooted_pass() || schedule_.num_entered() > 0;
+    const bool is_inside = schedule_.in_root_forward() || schedule_.num_entered() > 0;
     if (is_new || known->second || is_inside || consensus_.ranks_differ()) {
       rest = context_.any_rank(rest);
       known->second = known->second || std::find(rest.begin(), rest.end(), true) != rest.end();
@@ -300,7 +285,7 @@ void BackwardRun::reduce_rest() {
 
 // Backwards without sync have left sums of units that this one does not go through. Ranks have made
 // the same reductions of them, so they hold the same units' sums back.
-void BackwardRun::reduce_held_back() {
+void ModelCalls::reduce_held_back() {
   for (const auto& unit : units_) {
     if (schedule_.is_reduced(unit->id()) && reducer_.has_late_sums(unit->id())) {
       reducer_.reduce(unit->id());
@@ -310,7 +295,7 @@ void BackwardRun::reduce_held_back() {
 
 // Users register hooks on the shards, which is where optimizers look; gradients come to be there
 // without autograd.
-void BackwardRun::run_user_hooks(const std::vector<bool>& reduced) {
+void ModelCalls::run_user_hooks(const std::vector<bool>& reduced) {
   for (const auto& unit : units_) {
     for (const UnitParam& param : unit->params()) {
       if (reduced[unit->id()] && gradient_of(param.shard).defined()) {
@@ -320,21 +305,13 @@ void BackwardRun::run_user_hooks(const std::vector<bool>& reduced) {
   }
 }
 
-void BackwardRun::forget_progress() {
+void ModelCalls::forget_progress() {
   for (const auto& unit : units_) {
     forget_fired(unit->id());
     progress_[unit->id()].backward = -1;
     progress_[unit->id()].changed = false;
     lifecycle_.update_registration(unit->id());
   }
-}
-
-void BackwardRun::reset() {
-  lifecycle_.set_in_backward_pass(false);
-  untracked_error_ = nullptr;
-  rest_by_shape_.clear();
-  untracked_.reset();
-  recomputed_calls_.reset();
 }
 
 } // namespace zerocore

@@ -1,7 +1,8 @@
-// Compares what the ranks have written to unsharded parameters in place.
-#include "engine/write_check.h"
+// Keeps and compares what programs write to unsharded parameters in place.
+#include "engine/in_place_writes.h"
 
 #include <ATen/ops/arange.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <string>
@@ -37,28 +38,80 @@ void mix_in(int64_t& sum, int64_t number) {
 
 } // namespace
 
-WriteCheck::WriteCheck(const Units& units, const UnitContext& context)
-    : units_(units), context_(context) {
+InPlaceWrites::InPlaceWrites(
+    const Units& units,
+    const UnitContext& context,
+    const Schedule& schedule)
+    : units_(units), context_(context), schedule_(schedule) {
   for (const auto& unit : units) {
     first_.push_back(sums_.size());
     sums_.resize(sums_.size() + unit->params().size());
   }
 }
 
+// Code that changed parameters (`with torch.no_grad(): self.weight.clamp_()`) changed what is
+// gathered; this rank's part of it is kept where that is not the shard itself. It counts as a
+// change at every stage: a rank that shows the shards changes those.
+void InPlaceWrites::keep(UnitId id) {
+  Unit& unit = *units_[id];
+  const at::NoGradGuard no_grad;
+  if (!unit.take_writes()) {
+    return;
+  }
+  const UnitMesh& mesh = unit.context().mesh;
+  TORCH_CHECK_VALUE(
+      !mesh.gathers_near(),
+      "unit '",
+      unit.name(),
+      "': its parameters were changed in place while they were gathered, which goes neither with "
+      "zerocore.Communication(regather=...) nor, at stage 3, with "
+      "zerocore.Communication(replicas_share='optimizer'): near ranks keep parts of what they "
+      "gathered. Shard the model without.");
+  unit.mark_written();
+  const bool are_others_there = context_.control != nullptr && schedule_.in_root_forward();
+  if (mesh.shards_parameters && are_others_there && schedule_.follows_order()) {
+    unit.keep_write();
+  }
+  if (!are_others_there) {
+    add(id);
+  } else if (std::ranges::find(later_, id) == later_.end()) {
+    later_.push_back(id);
+  }
+  if (!unit.keeps_write() && (mesh.shards_parameters || !unit.main().empty())) {
+    unit.write_back(/*all=*/false);
+  }
+}
+
+void InPlaceWrites::finish() {
+  for (const auto& unit : units_) {
+    if (unit->keeps_write()) {
+      unit->finish_write();
+    }
+  }
+}
+
+void InPlaceWrites::drop() {
+  for (const auto& unit : units_) {
+    unit->drop_writes();
+  }
+}
+
+// -- what ranks compare ----------------------------------------------------------------------
+
 // Where nothing is sharded each rank keeps all that it has written.
-bool WriteCheck::is_shared(const Unit& unit) const {
+bool InPlaceWrites::is_shared(const Unit& unit) const {
   const UnitMesh& mesh = unit.context().mesh;
   return context_.control != nullptr && mesh.communicates() &&
       (mesh.shards_optimizer || mesh.shards_parameters);
 }
 
 // 0 for all ranks of the model; else a number of those that share the unit.
-int64_t WriteCheck::sharers_of(const Unit& unit) const {
+int64_t InPlaceWrites::sharers_of(const Unit& unit) const {
   const UnitContext& context = unit.context();
   return context.mesh.world_size() == context_.control->size() ? 0 : 1 + context.first_rank;
 }
 
-void WriteCheck::add(UnitId id) {
+void InPlaceWrites::add(UnitId id) {
   const Unit& unit = *units_[id];
   if (!is_shared(unit)) {
     return;
@@ -72,33 +125,27 @@ void WriteCheck::add(UnitId id) {
   }
 }
 
-void WriteCheck::add_later(UnitId unit) {
-  if (std::ranges::find(later_, unit) == later_.end()) {
-    later_.push_back(unit);
-  }
-}
-
-void WriteCheck::add_rest() {
+void InPlaceWrites::add_rest() {
   for (const UnitId unit : std::exchange(later_, {})) {
     add(unit);
   }
 }
 
 // With a static graph the ranks have promised to do the same in each pass, so nothing is compared.
-bool WriteCheck::takes_notes() const {
+bool InPlaceWrites::takes_notes() const {
   const UnitMesh& mesh = context_.mesh;
   return !updating_ && context_.control != nullptr && !context_.control->is_static() &&
       (mesh.shards_optimizer || mesh.shards_parameters);
 }
 
-void WriteCheck::note(UnitId id, size_t param, int64_t number) {
+void InPlaceWrites::note(UnitId id, size_t param, int64_t number) {
   const Unit& unit = *units_.at(id);
   if (takes_notes() && is_shared(unit) && param < unit.params().size()) {
     mix_in(sums_[first_[id] + param], number);
   }
 }
 
-int64_t WriteCheck::sum() const {
+int64_t InPlaceWrites::sum() const {
   uint64_t sum = 0;
   bool is_apart = false;
   for (const auto& unit : units_) {
@@ -112,13 +159,13 @@ int64_t WriteCheck::sum() const {
   return static_cast<int64_t>(sum >> 2);
 }
 
-void WriteCheck::forget() {
+void InPlaceWrites::forget() {
   std::ranges::fill(sums_, 0);
   later_.clear();
   urgent_ = updating_ = false; // an update may have ended with an exception
 }
 
-const std::string* WriteCheck::find_differing() const {
+const std::string* InPlaceWrites::find_differing() const {
   std::vector<int64_t> sharers;
   for (const auto& unit : units_) {
     sharers.insert(sharers.end(), unit->params().size(), sharers_of(*unit));
@@ -136,7 +183,7 @@ const std::string* WriteCheck::find_differing() const {
   return first;
 }
 
-void WriteCheck::fail(const std::string& fqn) {
+void InPlaceWrites::fail(const std::string& fqn) {
   TORCH_CHECK_VALUE(
       false,
       "parameter '",

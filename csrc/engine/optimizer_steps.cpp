@@ -1,0 +1,161 @@
+// An engine's part in steps of optimizers, which change shards between passes or inside of them.
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "engine/engine.h"
+
+namespace zerocore {
+
+// Each pass of the model comes to an end before its weights change.
+void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
+  check_not_capturing(
+      context_.streams->device(), "an optimizer stepped parameters of a sharded model");
+  calls_.check_not_parked();
+  if (is_in_use()) {
+    begin_inner_step();
+  }
+  lifecycle_.set_hiding(true);
+  const at::NoGradGuard no_grad;
+  lifecycle_.writes().set_updating(true);
+  offload_.begin_step();
+  for (const UnitId id : units) {
+    units_[id]->wait_for_unshard();
+    lifecycle_.check_homes(id);
+    if (casts) { // what the update leaves alone must be right already
+      units_[id]->cast_main();
+    }
+  }
+  if (casts && context_.disk != nullptr) {
+    offload_.order_updates(in_forward_order(units));
+  }
+  calls_.begin_step();
+}
+
+bool Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
+  for (const UpdatedUnit& updated : units) {
+    Unit& unit = *units_.at(updated.unit);
+    unit.versions().mark_updated(updated.params);
+    if (casts && !offload_.take_sent(updated.unit)) {
+      unit.main().return_weights(); // the optimizer has updated the host's weights itself
+    }
+    if (casts) {
+      unit.mark_cast();
+    }
+  }
+  lifecycle_.writes().set_updating(false);
+  offload_.end_step();
+  calls_.end_step();
+  if (is_in_use()) {
+    end_inner_step();
+  } else if (lifecycle_.in_backward_pass()) {
+    lifecycle_.set_hiding(false);
+  } else {
+    lifecycle_.stop_hiding();
+    return gather_behind_step();
+  }
+  return false;
+}
+
+// A step inside of a call, or of a hold, on all ranks.
+bool Engine::is_in_use() const {
+  return calls_.has_calls() || std::ranges::any_of(units_, [this](const auto& unit) {
+           return schedule_.is_held_unsharded(unit->id());
+         });
+}
+
+// What calls under way have gathered arrives, and what they have changed in place gets to the
+// shards.
+void Engine::begin_inner_step() {
+  lifecycle_.gather_late();
+  finish_gathers(); // those ahead must not meet the update
+  for (const auto& unit : units_) {
+    if (schedule_.is_entered(unit->id())) {
+      lifecycle_.writes().keep(unit->id());
+    }
+  }
+  lifecycle_.writes().add_rest();
+  lifecycle_.writes().finish();
+}
+
+// Units that changed are stale: those in use are gathered again at once, others when they are
+// entered.
+void Engine::end_inner_step() {
+  const at::NoGradGuard no_grad;
+  std::vector<UnitId> in_use;
+  for (const auto& unit : units_) {
+    const UnitId id = unit->id();
+    lifecycle_.check_homes(id);
+    if (unit->is_fresh()) {
+      continue;
+    }
+    lifecycle_.take_change(id);
+    // The order of calls may be in a call that this rank skips; it does not release the unit.
+    const bool stays = unit->context().mesh.shards_parameters && schedule_.is_resident(id);
+    if (stays || schedule_.is_active(id)) {
+      in_use.push_back(id);
+    }
+  }
+  lifecycle_.order_gathers();
+  for (const UnitId id : in_use) {
+    lifecycle_.run([&](Actions& out) { schedule_.residency().regather(id, out); });
+    lifecycle_.use(id);
+  }
+  lifecycle_.set_hiding(false);
+}
+
+std::vector<UnitId> Engine::in_forward_order(const std::vector<UnitId>& units) const {
+  std::vector<UnitId> order;
+  for (const Instruction& event : schedule_.order().events()) {
+    const bool is_new = std::ranges::find(order, event.unit) == order.end();
+    if (is_new && std::ranges::find(units, event.unit) != units.end()) {
+      order.push_back(event.unit);
+    }
+  }
+  return order;
+}
+
+// See Note [Gathers behind a step]. Autograd hears of the changes as of others: by the next forward
+// or backward.
+bool Engine::gather_behind_step() {
+  std::vector<UnitId> updated;
+  for (const auto& unit : units_) {
+    const UnitContext& context = unit->context();
+    if (unit->versions().are_all_updated() &&
+        context.mesh.gathers_behind_step(unit->layout(), context.tiers)) {
+      updated.push_back(unit->id());
+    }
+  }
+  if (updated.empty()) {
+    return false;
+  }
+  const auto use = calls_.use();
+  const at::NoGradGuard no_grad;
+  for (const UnitId id : updated) {
+    lifecycle_.check_homes(id);
+    units_[id]->take_changes();
+  }
+  lifecycle_.order_gathers();
+  for (const UnitId id : updated) {
+    units_[id]->mark_taken();
+    lifecycle_.run([&](Actions& out) {
+      schedule_.invalidate(id, out, /*trained=*/false);
+      schedule_.residency().unshard(id, out);
+    });
+  }
+  consensus_.note_gathers(updated);
+  return true;
+}
+
+void Engine::finish_gathers() {
+  for (const auto& unit : units_) {
+    try {
+      unit->wait_for_unshard();
+    } catch (...) {
+      unit->versions().mark_changed();
+      throw;
+    }
+  }
+}
+
+} // namespace zerocore
