@@ -49,6 +49,23 @@ def test_an_extension_that_is_missing_or_broken(
         import_extension(tmp_path / "sources")
 
 
+def test_a_wrong_keyword_is_named() -> None:
+    """Of a struct that Python makes by keyword."""
+    cases: list[tuple[type, tuple[object, ...], dict[str, object], str]] = [
+        (_C.ShardOptions, (), {"prefetch": 2}, "needs 'stage'"),
+        (_C.ShardOptions, (), {"stage": 3, "stages": 2}, "has no argument 'stages'"),
+        (_C.ShardOptions, (), {"stage": "3"}, "has a value of another type for 'stage'"),
+        (_C.ShardOptions, (), {"stage": 3, "states": "gpu"}, "of another type for 'states'"),
+        (_C.ParamSpec, ("a", [2], 6, 4), {"fqn": "b"}, "has two values for 'fqn'"),
+        (_C.ParamSpec, ("a", [2], 6, 4, *range(6)), {}, "takes nothing behind 'gather'"),
+    ]
+    for struct, given, named, text in cases:
+        with pytest.raises(TypeError, match=rf"{struct.__name__}\(\) .*{text}"):
+            struct(*given, **named)
+    assert _C.ParamSpec("a", [2, 3], 6, 4, requires_grad=False).requires_grad is False
+    assert _C.ParamSpec("a", [2, 3], dtype=6, itemsize=4).requires_grad
+
+
 def test_the_version_in_this_extension() -> None:
     minor = ".".join(torch.__version__.split(".")[:2])
     build = _C.build.encode()

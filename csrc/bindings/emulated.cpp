@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/keyword_type.h"
 #include "emulation/device_timer.h"
 #include "emulation/emulated_group.h"
 #include "emulation/emulated_work.h"
@@ -54,12 +55,6 @@ void shut_down_all() {
   }
 }
 
-LinkModel make_link(double bandwidth, double latency, int sms) {
-  const LinkModel link{bandwidth, latency, sms};
-  link.validate();
-  return link;
-}
-
 void register_link(py::module_& module) {
   py::enum_<Traffic>(module, "Traffic")
       .value("ALL_GATHER", Traffic::AllGather)
@@ -71,11 +66,14 @@ void register_link(py::module_& module) {
       .value("BROADCAST", Traffic::Broadcast)
       .value("REDUCE", Traffic::Reduce)
       .value("BARRIER", Traffic::Barrier);
-  py::class_<LinkModel>(module, "LinkModel")
-      .def(py::init(&make_link), py::arg("bandwidth"), py::arg("latency"), py::arg("sms"))
-      .def_readonly("bandwidth", &LinkModel::bandwidth)
-      .def_readonly("latency", &LinkModel::latency)
-      .def_readonly("sms", &LinkModel::sms)
+  const auto validated = [](const LinkModel& link) {
+    link.validate();
+    return link;
+  };
+  KeywordType<LinkModel>(module, "LinkModel", validated)
+      .needs("bandwidth", &LinkModel::bandwidth)
+      .needs("latency", &LinkModel::latency)
+      .needs("sms", &LinkModel::sms)
       .def(
           "duration_ns",
           [](const LinkModel& self, Traffic traffic, int64_t nbytes, int64_t world_size) {

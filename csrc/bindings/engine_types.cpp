@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/keyword_type.h"
 #include "bindings/registrar.h"
 #include "engine/engine.h"
 
@@ -20,25 +21,21 @@ ElementType element_of(at::ScalarType dtype) {
   return {static_cast<int>(dtype), static_cast<int64_t>(c10::elementSize(dtype))};
 }
 
-UnitParam make_param(
-    std::string fqn,
-    const at::Tensor& like,
-    at::ScalarType main,
-    at::ScalarType reduce,
-    at::ScalarType grad,
-    bool lacks_main,
-    bool is_gathered,
-    bool is_kept,
-    std::optional<at::ScalarType> gather) {
+// A parameter as Python gives it.
+struct LikeParam {
+  at::Tensor like;
+  at::ScalarType main = at::kFloat, reduce = at::kFloat, grad = at::kFloat;
+  std::optional<at::ScalarType> gather;
   UnitParam param;
-  param.spec.is_gathered = is_gathered;
-  param.spec.is_kept = is_kept;
-  param.lacks_main = lacks_main;
-  param.spec.main = element_of(main);
-  param.spec.reduce = element_of(reduce);
-  param.spec.grad = element_of(grad);
-  param.spec.gather = gather ? element_of(*gather) : ElementType();
-  param.spec.fqn = std::move(fqn);
+};
+
+UnitParam param_of(const LikeParam& given) {
+  const at::Tensor& like = given.like;
+  UnitParam param = given.param;
+  param.spec.main = element_of(given.main);
+  param.spec.reduce = element_of(given.reduce);
+  param.spec.grad = element_of(given.grad);
+  param.spec.gather = given.gather ? element_of(*given.gather) : ElementType();
   param.spec.shape = like.sizes().vec();
   param.spec.dtype = static_cast<int>(like.scalar_type());
   param.spec.itemsize = static_cast<int64_t>(like.itemsize());
@@ -51,121 +48,67 @@ UnitParam make_param(
 }
 
 void register_engine_options(py::module_& module) {
-  using Name = std::optional<std::string>;
-  py::class_<GroupNames>(module, "GroupNames")
-      .def(
-          py::init<Name, Name, Name, Name, int64_t>(),
-          py::kw_only(),
-          py::arg("shard"),
-          py::arg("replicas"),
-          py::arg("near"),
-          py::arg("reductions") = py::none(),
-          py::arg("first_rank") = 0);
-  py::class_<EngineOptions>(module, "EngineOptions")
-      .def(
-          py::init<
-              ShardOptions,
-              std::vector<GroupNames>,
-              Name,
-              bool,
-              bool,
-              bool,
-              std::string,
-              std::optional<double>,
-              int>(),
-          py::kw_only(),
-          py::arg("sharding"),
-          py::arg("meshes"),
-          py::arg("control"),
-          py::arg("log_hand_overs") = false,
-          py::arg("static_graph") = false,
-          py::arg("registered") = false,
-          py::arg("alarm_name") = "",
-          py::arg("stall_seconds") = 0.0,
-          py::arg("host_threads") = 1);
+  KeywordType<GroupNames>(module, "GroupNames")
+      .needs("shard", &GroupNames::shard)
+      .needs("replicas", &GroupNames::replicas)
+      .needs("near", &GroupNames::near)
+      .takes("reductions", &GroupNames::reductions)
+      .takes("first_rank", &GroupNames::first_rank);
+  KeywordType<EngineOptions>(module, "EngineOptions")
+      .needs("sharding", &EngineOptions::sharding)
+      .needs("meshes", &EngineOptions::meshes)
+      .needs("control", &EngineOptions::control)
+      .takes("log_hand_overs", &EngineOptions::log_hand_overs)
+      .takes("static_graph", &EngineOptions::static_graph)
+      .takes("registered", &EngineOptions::registered)
+      .takes("alarm_name", &EngineOptions::alarm_name)
+      .takes("stall_seconds", &EngineOptions::stall_seconds)
+      .takes("host_threads", &EngineOptions::host_threads);
 }
 
 void register_units(py::module_& module) {
-  py::class_<UnitParam>(module, "UnitParam")
-      .def(
-          py::init(&make_param),
-          py::arg("fqn"),
-          py::arg("like"),
-          py::kw_only(),
-          py::arg("main"),
-          py::arg("reduce"),
-          py::arg("grad"),
-          py::arg("lacks_main"),
-          py::arg("is_gathered") = true,
-          py::arg("is_kept") = true,
-          py::arg("gather") = py::none());
-  py::class_<UnitSpec>(module, "UnitSpec")
-      .def(
-          py::init<std::string, std::vector<UnitParam>, bool, bool, int>(),
-          py::arg("name"),
-          py::arg("params"),
-          py::arg("stays") = false,
-          py::arg("near") = true,
-          py::arg("mesh") = 0);
-  py::class_<UpdatedUnit>(module, "UpdatedUnit")
-      .def(
-          py::init<UnitId, std::optional<std::vector<int>>>(),
-          py::arg("unit"),
-          py::arg("params") = py::none());
+  KeywordType<UnitParam, LikeParam>(module, "UnitParam", &param_of)
+      .needs("fqn", &LikeParam::param, &UnitParam::spec, &ParamSpec::fqn)
+      .needs("like", &LikeParam::like)
+      .needs("main", &LikeParam::main)
+      .needs("reduce", &LikeParam::reduce)
+      .needs("grad", &LikeParam::grad)
+      .needs("lacks_main", &LikeParam::param, &UnitParam::lacks_main)
+      .takes("is_gathered", &LikeParam::param, &UnitParam::spec, &ParamSpec::is_gathered)
+      .takes("is_kept", &LikeParam::param, &UnitParam::spec, &ParamSpec::is_kept)
+      .takes("gather", &LikeParam::gather);
+  KeywordType<UnitSpec>(module, "UnitSpec")
+      .needs("name", &UnitSpec::name)
+      .needs("params", &UnitSpec::params)
+      .takes("stays", &UnitSpec::stays)
+      .takes("near", &UnitSpec::near)
+      .takes("mesh", &UnitSpec::mesh);
+  KeywordType<UpdatedUnit>(module, "UpdatedUnit")
+      .needs("unit", &UpdatedUnit::unit)
+      .takes("params", &UpdatedUnit::params);
 }
 
 void register_host_update(py::module_& module) {
-  using Tensors = std::vector<at::Tensor>;
-  py::class_<HostUpdate>(module, "HostUpdate")
-      .def(
-          py::init([](UnitId unit,
-                      std::vector<int> params,
-                      Tensors weights,
-                      Tensors grads,
-                      Tensors exp_avgs,
-                      Tensors exp_avg_sqs,
-                      Tensors steps,
-                      Tensors model_weights,
-                      std::vector<std::pair<at::Tensor, at::Tensor>> casts,
-                      double lr,
-                      double beta1,
-                      double beta2,
-                      double eps,
-                      double weight_decay,
-                      bool maximize,
-                      std::optional<at::Tensor> grad_scale,
-                      std::optional<at::Tensor> found_inf) {
-            return HostUpdate{
-                unit,
-                std::move(params),
-                std::move(weights),
-                std::move(grads),
-                std::move(exp_avgs),
-                std::move(exp_avg_sqs),
-                std::move(steps),
-                std::move(model_weights),
-                {lr, beta1, beta2, eps, weight_decay, maximize},
-                {std::nullopt, std::move(grad_scale), std::move(found_inf)},
-                std::move(casts)};
-          }),
-          py::arg("unit"),
-          py::arg("params"),
-          py::arg("weights"),
-          py::arg("grads"),
-          py::arg("exp_avgs"),
-          py::arg("exp_avg_sqs"),
-          py::arg("steps"),
-          py::arg("model_weights"),
-          py::arg("casts"),
-          py::kw_only(),
-          py::arg("lr"),
-          py::arg("beta1"),
-          py::arg("beta2"),
-          py::arg("eps"),
-          py::arg("weight_decay"),
-          py::arg("maximize"),
-          py::arg("grad_scale"),
-          py::arg("found_inf"));
+  using Options = kernels::AdamWOptions;
+  using Scalars = kernels::AdamWScalarTensors;
+  KeywordType<HostUpdate>(module, "HostUpdate")
+      .needs("unit", &HostUpdate::unit)
+      .needs("params", &HostUpdate::params)
+      .needs("weights", &HostUpdate::weights)
+      .needs("grads", &HostUpdate::grads)
+      .needs("exp_avgs", &HostUpdate::exp_avgs)
+      .needs("exp_avg_sqs", &HostUpdate::exp_avg_sqs)
+      .needs("steps", &HostUpdate::steps)
+      .needs("model_weights", &HostUpdate::model_weights)
+      .needs("casts", &HostUpdate::casts)
+      .needs("lr", &HostUpdate::options, &Options::lr)
+      .needs("beta1", &HostUpdate::options, &Options::beta1)
+      .needs("beta2", &HostUpdate::options, &Options::beta2)
+      .needs("eps", &HostUpdate::options, &Options::eps)
+      .needs("weight_decay", &HostUpdate::options, &Options::weight_decay)
+      .needs("maximize", &HostUpdate::options, &Options::maximize)
+      .needs("grad_scale", &HostUpdate::scalars, &Scalars::grad_scale)
+      .needs("found_inf", &HostUpdate::scalars, &Scalars::found_inf);
 }
 
 void register_figures_of_engine(py::module_& module) {

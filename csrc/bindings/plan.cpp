@@ -3,53 +3,50 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <string>
 #include <tuple>
-#include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/keyword_type.h"
 #include "plan/memory_plan.h"
 
 namespace py = pybind11;
+
+template <>
+struct py::detail::type_caster<zerocore::Tier> {
+  PYBIND11_TYPE_CASTER(zerocore::Tier, const_name("str"));
+
+  bool load(handle source, bool /*convert*/) {
+    const auto name = str(source).cast<std::string>();
+    value = name == "device" ? zerocore::Tier::Device
+        : name == "cpu"      ? zerocore::Tier::Host
+                             : zerocore::Tier::Disk;
+    return value != zerocore::Tier::Disk || name == "disk";
+  }
+};
 
 namespace zerocore {
 
 namespace {
 
-// Ranks that share the state, replicas, and which shard this rank has.
-using PlannedMesh = std::tuple<int64_t, int64_t, int64_t>;
-
 void register_layout(py::module_& module) {
-  py::class_<Range>(module, "Range")
-      .def(py::init<int64_t, int64_t>(), py::arg("begin"), py::arg("end"))
-      .def(py::self == py::self)
-      .def_readonly("begin", &Range::begin)
-      .def_readonly("end", &Range::end);
+  KeywordType<Range>(module, "Range")
+      .needs("begin", &Range::begin)
+      .needs("end", &Range::end)
+      .def(py::self == py::self);
   py::class_<ElementType>(module, "ElementType")
       .def(py::init<int, int64_t>(), py::arg("dtype"), py::arg("itemsize"));
-  py::class_<ParamSpec>(module, "ParamSpec")
-      .def(
-          py::init<
-              std::string,
-              std::vector<int64_t>,
-              int,
-              int64_t,
-              bool,
-              ElementType,
-              ElementType,
-              ElementType,
-              ElementType>(),
-          py::arg("fqn"),
-          py::arg("shape"),
-          py::arg("dtype"),
-          py::arg("itemsize"),
-          py::arg("requires_grad") = true,
-          py::arg("main") = ElementType(),
-          py::arg("reduce") = ElementType(),
-          py::arg("grad") = ElementType(),
-          py::arg("gather") = ElementType())
-      .def_readonly("fqn", &ParamSpec::fqn)
-      .def_readonly("shape", &ParamSpec::shape)
-      .def_readonly("requires_grad", &ParamSpec::requires_grad)
+  KeywordType<ParamSpec>(module, "ParamSpec")
+      .needs("fqn", &ParamSpec::fqn)
+      .needs("shape", &ParamSpec::shape)
+      .needs("dtype", &ParamSpec::dtype)
+      .needs("itemsize", &ParamSpec::itemsize)
+      .takes("requires_grad", &ParamSpec::requires_grad)
+      .takes("main", &ParamSpec::main)
+      .takes("reduce", &ParamSpec::reduce)
+      .takes("grad", &ParamSpec::grad)
+      .takes("gather", &ParamSpec::gather)
       .def_property_readonly("numel", &ParamSpec::numel);
   py::class_<Region>(module, "Region")
       .def_readonly("dtype", &Region::dtype)
@@ -97,7 +94,8 @@ void register_call_events(py::module_& module) {
       .def(
           py::init([](bool enter, UnitId unit, bool needs_backward, bool reads) {
             const InstructionKind kind = enter ? InstructionKind::Enter : InstructionKind::Exit;
-            return Instruction{kind, unit, needs_backward, -1, reads};
+            return Instruction{
+                .kind = kind, .unit = unit, .needs_backward = needs_backward, .reads = reads};
           }),
           py::arg("enter"),
           py::arg("unit"),
@@ -110,8 +108,35 @@ void register_call_events(py::module_& module) {
       .def_readonly("reads", &Instruction::reads);
 }
 
-Tier tier_of(const std::string& place) {
-  return place == "device" ? Tier::Device : place == "cpu" ? Tier::Host : Tier::Disk;
+// A plan's options as Python gives them: numbers of ranks in the place of meshes.
+struct PlannedRanks {
+  PlanOptions options;
+  int64_t world_size = 1; // ranks that share the state
+  std::string backend = "nccl";
+  int64_t num_replicas = 1;
+  int64_t num_near = 1;
+  int64_t rank = 0;
+  // Of further meshes: ranks that share the state, replicas, and which shard this rank has.
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> parts;
+};
+
+PlanOptions options_of(const PlannedRanks& ranks) {
+  PlanOptions options = ranks.options;
+  const ShardOptions& sharding = options.sharding;
+  const auto axis = [&](int64_t size, int64_t rank) {
+    return Axis{size, rank, WireMethods::of_backend(ranks.backend, size, sharding.sums_in_order)};
+  };
+  const auto add_mesh = [&](const Axis& state, const Axis& replicas, const Axis& near) {
+    options.meshes.push_back(UnitMesh::of(sharding, state, replicas, options.sums_on_host, near));
+  };
+  add_mesh(
+      axis(ranks.world_size, ranks.rank % ranks.world_size),
+      axis(ranks.num_replicas, ranks.rank / ranks.world_size),
+      axis(ranks.num_near, 0));
+  for (const auto& [num_shards, num_replicas, shard] : ranks.parts) {
+    add_mesh(axis(num_shards, shard), axis(num_replicas, 0), {});
+  }
+  return options;
 }
 
 void register_options(py::module_& module) {
@@ -131,100 +156,40 @@ void register_options(py::module_& module) {
       .def_readonly("pool_reserved", &MemoryPlan::pool_reserved)
       .def_readonly("host", &MemoryPlan::host)
       .def_property_readonly("total", &MemoryPlan::total);
-  py::class_<ShardOptions>(module, "ShardOptions")
-      .def(
-          py::init([](int64_t stage,
-                      int prefetch,
-                      int reductions,
-                      bool hold_full,
-                      bool by_rows,
-                      bool shard_across,
-                      bool retain_last,
-                      bool sums_in_order,
-                      const std::string& states,
-                      const std::string& gradients,
-                      const std::string& parameters) {
-            const Tiers tiers{tier_of(states), tier_of(gradients), tier_of(parameters)};
-            return ShardOptions{
-                stage,
-                prefetch,
-                reductions,
-                hold_full,
-                by_rows,
-                shard_across,
-                sums_in_order,
-                retain_last,
-                tiers};
-          }),
-          py::kw_only(),
-          py::arg("stage"),
-          py::arg("prefetch") = 1,
-          py::arg("reductions") = 1,
-          py::arg("hold_full") = false,
-          py::arg("by_rows") = false,
-          py::arg("shard_across") = false,
-          py::arg("retain_last") = true,
-          py::arg("sums_in_order") = false,
-          py::arg("states") = "device",
-          py::arg("gradients") = "device",
-          py::arg("parameters") = "device");
-  py::class_<PlanOptions>(module, "PlanOptions")
-      .def(
-          py::init([](const ShardOptions& sharding,
-                      int64_t world_size,
-                      const std::string& backend,
-                      int micro_batches,
-                      int64_t num_replicas,
-                      int64_t num_near,
-                      int64_t rank,
-                      const std::vector<PlannedMesh>& parts,
-                      bool sums_on_host,
-                      Instructions first_order,
-                      std::vector<BackwardEvent> backward) {
-            const auto axis = [&](int64_t size, int64_t rank_in_it) {
-              return Axis{
-                  size, rank_in_it, WireMethods::of_backend(backend, size, sharding.sums_in_order)};
-            };
-            const Axis state = axis(world_size, rank % world_size);
-            const Axis replicas = axis(num_replicas, rank / world_size);
-            const Axis near = axis(num_near, 0);
-            std::vector<UnitMesh> meshes = {
-                UnitMesh::of(sharding, state, replicas, sums_on_host, near)};
-            for (const auto& [num_shards, replicas, shard] : parts) {
-              meshes.push_back(
-                  UnitMesh::of(sharding, axis(num_shards, shard), axis(replicas, 0), sums_on_host));
-            }
-            return PlanOptions{
-                sharding,
-                std::move(meshes),
-                micro_batches,
-                sums_on_host,
-                std::move(first_order),
-                std::move(backward)};
-          }),
-          py::arg("sharding"),
-          py::kw_only(),
-          py::arg("world_size"),
-          py::arg("backend") = "nccl",
-          py::arg("micro_batches") = 1,
-          py::arg("num_replicas") = 1,
-          py::arg("num_near") = 1,
-          py::arg("rank") = 0,
-          py::arg("parts") = std::vector<PlannedMesh>{},
-          py::arg("sums_on_host") = false,
-          py::arg("first_order") = Instructions{},
-          py::arg("backward") = std::vector<BackwardEvent>{});
+  KeywordType<ShardOptions>(module, "ShardOptions")
+      .needs("stage", &ShardOptions::stage)
+      .takes("prefetch", &ShardOptions::prefetch)
+      .takes("reductions", &ShardOptions::reductions)
+      .takes("hold_full", &ShardOptions::hold_full)
+      .takes("by_rows", &ShardOptions::by_rows)
+      .takes("shard_across", &ShardOptions::shard_across)
+      .takes("retain_last", &ShardOptions::retain_last)
+      .takes("sums_in_order", &ShardOptions::sums_in_order)
+      .takes("states", &ShardOptions::tiers, &Tiers::states)
+      .takes("gradients", &ShardOptions::tiers, &Tiers::gradients)
+      .takes("parameters", &ShardOptions::tiers, &Tiers::parameters);
+  using Ranks = PlannedRanks;
+  KeywordType<PlanOptions, Ranks>(module, "PlanOptions", &options_of)
+      .needs("sharding", &Ranks::options, &PlanOptions::sharding)
+      .needs("world_size", &Ranks::world_size)
+      .takes("backend", &Ranks::backend)
+      .takes("micro_batches", &Ranks::options, &PlanOptions::micro_batches)
+      .takes("num_replicas", &Ranks::num_replicas)
+      .takes("num_near", &Ranks::num_near)
+      .takes("rank", &Ranks::rank)
+      .takes("parts", &Ranks::parts)
+      .takes("sums_on_host", &Ranks::options, &PlanOptions::sums_on_host)
+      .takes("first_order", &Ranks::options, &PlanOptions::first_order)
+      .takes("backward", &Ranks::options, &PlanOptions::backward);
 }
 
 void register_units(py::module_& module) {
-  py::class_<UnitPlan>(module, "UnitPlan")
-      .def(
-          py::init<std::vector<ParamSpec>, std::vector<int>, bool, bool, int>(),
-          py::arg("params"),
-          py::arg("unused") = std::vector<int>{},
-          py::arg("stays") = false,
-          py::arg("near") = true,
-          py::arg("mesh") = 0);
+  KeywordType<UnitPlan>(module, "UnitPlan")
+      .needs("params", &UnitPlan::params)
+      .takes("unused", &UnitPlan::unused)
+      .takes("stays", &UnitPlan::stays)
+      .takes("near", &UnitPlan::near)
+      .takes("mesh", &UnitPlan::mesh);
   py::class_<BackwardEvent>(module, "BackwardEvent")
       .def(py::init<bool, int32_t>(), py::arg("ready"), py::arg("index"))
       .def(py::self == py::self);

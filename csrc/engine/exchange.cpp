@@ -32,7 +32,7 @@ Exchange::Exchange(
   streams_.order(group.reducing(), StreamRole::Compute);
   // As bytes: backends know few dtypes.
   pending_ = group.all_to_all(
-      received_.view(at::kByte), sent.view(at::kByte), std::move(sizes), std::move(tag));
+      {received_.view(at::kByte), sent.view(at::kByte), std::move(tag)}, std::move(sizes));
 }
 
 at::Tensor Exchange::wait() {

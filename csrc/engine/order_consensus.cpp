@@ -189,10 +189,10 @@ Agreed OrderConsensus::agreed(size_t num_backward_shapes) const {
   result.num_calls = schedule_.order().num_calls();
   result.num_shapes = num_backward_shapes;
   result.num_messages = context_.control == nullptr ? 0 : context_.control->num_messages();
-  for (const Collectives* each : collectives_of(units_)) {
-    if (each->guard() != nullptr) {
-      result.num_points += each->guard()->num_points();
-      result.num_compared += each->guard()->num_compared();
+  for (Collectives* each : collectives_of(units_)) {
+    if (each->watch().guard() != nullptr) {
+      result.num_points += each->watch().guard()->num_points();
+      result.num_compared += each->watch().guard()->num_compared();
     }
   }
   return result;

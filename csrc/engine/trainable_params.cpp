@@ -59,7 +59,7 @@ void TrainableParams::note(UnitId id) {
   sum_ += hash - use.hash;
   use.hash = hash;
   for (Collectives* each : collectives_of(units_)) {
-    each->set_facts(sum_);
+    each->watch().set_facts(sum_);
   }
   if (alarm_ == nullptr) {
     return;

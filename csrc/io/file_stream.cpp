@@ -1,4 +1,4 @@
-// The threads of a stream: each reads the next block, or sums one that has come.
+// A thread reads the next block, or sums one that has come.
 #include "io/file_stream.h"
 
 #include <sys/stat.h>
@@ -20,10 +20,6 @@ namespace {
 
 constexpr size_t kDirectThreads = 6; // most of them wait for the disk
 constexpr int64_t kNumSamples = 64;
-
-int64_t num_blocks_of(int64_t nbytes) {
-  return (nbytes + kBlockNbytes - 1) / kBlockNbytes;
-}
 
 int open_to_read(const std::string& path) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -69,14 +65,11 @@ FileStream::FileStream(
     int64_t end_block)
     : path_(std::move(path)),
       num_threads_(num_threads),
-      ring_(
-          std::max(kDirectThreads, num_threads) +
-          static_cast<size_t>(num_blocks_of(std::max<int64_t>(ahead_nbytes, 0)))),
       file_(open_to_read(path_)),
       first_(first_block),
       end_(end_block),
       next_(first_block),
-      free_(ring_.blocks()) {
+      queue_([this](BlockQueue::Lock& lock) { return work(lock); }) {
   struct stat facts{};
   ::fstat(file_, &facts);
   file_nbytes_ = facts.st_size;
@@ -86,32 +79,12 @@ FileStream::FileStream(
   if (way == StreamWay::Direct && !is_direct_) {
     fail_with(EINVAL, "no reads past the page cache of '" + path_ + "'");
   }
-  if (is_direct_) {
-    num_threads_ = kDirectThreads;
-    start();
-  }
-}
-
-FileStream::~FileStream() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
-  join();
-}
-
-void FileStream::start() {
-  for (size_t i = 0; i < num_threads_; ++i) {
-    threads_.emplace_back([this] { work(); });
-  }
-}
-
-void FileStream::join() {
-  for (std::thread& thread : threads_) {
-    thread.join();
-  }
-  threads_.clear();
+  num_threads_ = is_direct_ ? kDirectThreads : num_threads_;
+  const auto lock = queue_.lock();
+  queue_.add_memory(
+      std::max(kDirectThreads, num_threads) +
+      static_cast<size_t>(num_blocks_of(std::max<int64_t>(ahead_nbytes, 0))));
+  queue_.start(is_direct_ ? num_threads_ : 0);
 }
 
 std::vector<uint32_t> FileStream::read(std::vector<Run> runs) {
@@ -125,46 +98,27 @@ std::vector<uint32_t> FileStream::read(std::vector<Run> runs) {
   if (!runs.empty() && runs.back().offset + runs.back().nbytes > end) {
     fail_with(EIO, "'" + path_ + "' ends at byte " + std::to_string(end));
   }
-  {
-    const std::lock_guard lock(mutex_);
-    if (asked_) {
-      throw std::invalid_argument("'" + path_ + "' was read already");
-    }
-    runs_ = std::move(runs);
-    asked_ = true;
+  auto lock = queue_.lock();
+  if (asked_) {
+    throw std::invalid_argument("'" + path_ + "' was read already");
   }
-  changed_.notify_all();
-  if (threads_.empty()) {
-    start();
-  }
-  join();
-  if (error_ != nullptr) {
-    std::rethrow_exception(error_);
-  }
+  runs_ = std::move(runs);
+  asked_ = true;
+  queue_.wake();
+  queue_.start(is_direct_ ? 0 : std::max<size_t>(num_threads_, 1) - 1); // with this one
+  queue_.finish(lock, [this] { return num_summed_ == sums_.size(); });
   return std::move(sums_);
 }
 
-void FileStream::work() {
-  std::unique_lock lock(mutex_);
-  while (!stopping_ && error_ == nullptr) {
-    try {
-      if (may_read()) {
-        read_next(lock);
-      } else if (asked_ && !waiting_.empty()) {
-        sum_next(lock);
-      } else if (asked_ && next_ >= end_) {
-        return; // others sum what they read
-      } else {
-        changed_.wait(lock);
-      }
-    } catch (...) {
-      if (!lock.owns_lock()) {
-        lock.lock();
-      }
-      error_ = std::current_exception();
-      changed_.notify_all();
-    }
+bool FileStream::work(BlockQueue::Lock& lock) {
+  if (may_read()) {
+    read_next(lock);
+  } else if (asked_ && !queue_.waiting.empty()) {
+    sum_next(lock);
+  } else {
+    return false;
   }
+  return true;
 }
 
 // The disk has always something to do; blocks from the page cache are summed while they are in the
@@ -174,18 +128,17 @@ bool FileStream::may_read() const {
     return false;
   }
   const bool is_busy = num_reads_ + 1 >= num_threads_ || !is_direct_;
-  if (asked_ && !waiting_.empty() && is_busy) {
+  if (asked_ && !queue_.waiting.empty() && is_busy) {
     return false;
   }
-  return !free_.empty() || place_of(next_) != nullptr;
+  return !queue_.free.empty() || place_of(next_) != nullptr;
 }
 
-void FileStream::read_next(std::unique_lock<std::mutex>& lock) {
+void FileStream::read_next(BlockQueue::Lock& lock) {
   Block block{next_, place_of(next_), false};
   if (block.data == nullptr) {
-    block.data = free_.back();
-    block.is_in_ring = true;
-    free_.pop_back();
+    block = {next_, queue_.free.back(), true};
+    queue_.free.pop_back();
   }
   ++next_;
   ++num_reads_;
@@ -193,20 +146,19 @@ void FileStream::read_next(std::unique_lock<std::mutex>& lock) {
   fill(block);
   lock.lock();
   --num_reads_;
-  waiting_.push_back(block);
-  changed_.notify_all();
+  queue_.waiting.push_back(block);
 }
 
-void FileStream::sum_next(std::unique_lock<std::mutex>& lock) {
-  const Block block = waiting_.front();
-  waiting_.pop_front();
+void FileStream::sum_next(BlockQueue::Lock& lock) {
+  const Block block = queue_.waiting.front();
+  queue_.waiting.pop_front();
   lock.unlock();
   const uint32_t crc = sum(block);
   lock.lock();
   sums_[static_cast<size_t>(block.index - first_)] = crc;
-  if (block.is_in_ring) {
-    free_.push_back(block.data);
-    changed_.notify_all();
+  ++num_summed_;
+  if (block.is_own) {
+    queue_.free.push_back(block.data);
   }
 }
 
@@ -229,7 +181,7 @@ void FileStream::fill(const Block& block) const {
   const int64_t asked = (wanted + kDiskAlignment - 1) / kDiskAlignment * kDiskAlignment;
   int64_t done = 0;
   while (done < wanted) {
-    const auto rest = static_cast<size_t>((block.is_in_ring ? asked : wanted) - done);
+    const auto rest = static_cast<size_t>((block.is_own ? asked : wanted) - done);
     const ssize_t count = ::pread(file_, block.data + done, rest, begin + done);
     if (count == 0) {
       fail_with(EIO, "'" + path_ + "' ends at byte " + std::to_string(begin + done));
@@ -252,7 +204,7 @@ uint32_t FileStream::sum(const Block& block) const {
   for (int64_t from = begin; from < end; from += kSumNbytes) {
     const int64_t to = std::min(from + kSumNbytes, end);
     crc = crc32(crc, block.data + (from - begin), static_cast<size_t>(to - from));
-    if (block.is_in_ring) {
+    if (block.is_own) {
       copy_out(block, from, to);
     }
   }

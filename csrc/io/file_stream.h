@@ -1,16 +1,11 @@
 // Blocks of a file, read once in their order by several threads, and the checksum of each.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
-#include <exception>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "io/block_ring.h"
+#include "io/block_queue.h"
 
 namespace zerocore::io {
 
@@ -36,8 +31,6 @@ class FileStream {
       StreamWay way,
       int64_t first_block,
       int64_t end_block);
-  // Waits for what is under way; nothing more is read.
-  ~FileStream();
 
   // Once: reads all blocks and returns the CRC-32 of each. The runs come in the order of the file
   // and have no byte in common. Throws EIO if the blocks end before a run does;
@@ -49,45 +42,32 @@ class FileStream {
   }
 
  private:
-  struct Block {
-    int64_t index = 0;
-    char* data = nullptr; // its first byte
-    bool is_in_ring = false; // else where it belongs
-  };
-
-  void start();
-  void join();
-  void work();
+  bool work(BlockQueue::Lock& lock);
   bool may_read() const;
-  void read_next(std::unique_lock<std::mutex>& lock);
-  void sum_next(std::unique_lock<std::mutex>& lock);
+  void read_next(BlockQueue::Lock& lock);
+  void sum_next(BlockQueue::Lock& lock);
   char* place_of(int64_t index) const;
   void fill(const Block& block) const;
   uint32_t sum(const Block& block) const;
   void copy_out(const Block& block, int64_t begin, int64_t end) const;
   size_t first_run_behind(int64_t offset) const;
 
-  std::string path_;
+  const std::string path_;
   size_t num_threads_;
-  BlockRing ring_; // of blocks that are not read to their place
   Descriptor file_;
   bool is_direct_ = false;
   int64_t file_nbytes_ = 0;
   int64_t first_; // block
   int64_t end_; // behind the last one
 
-  std::mutex mutex_; // what follows, while there are threads
-  std::condition_variable changed_;
-  bool stopping_ = false;
+  // Under the lock of the queue.
   bool asked_ = false; // runs_ stay
   std::vector<Run> runs_;
   std::vector<uint32_t> sums_; // of each block
-  std::exception_ptr error_;
+  size_t num_summed_ = 0;
   int64_t next_; // block that nobody reads yet
   size_t num_reads_ = 0; // under way
-  std::vector<char*> free_; // blocks of the ring
-  std::deque<Block> waiting_; // read, not summed
-  std::vector<std::thread> threads_; // last: they use what is above
+  BlockQueue queue_; // of blocks that are read, and not summed; goes first
 };
 
 } // namespace zerocore::io

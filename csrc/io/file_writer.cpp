@@ -17,7 +17,7 @@ namespace zerocore::io {
 
 namespace {
 
-constexpr size_t kMostUnderWay = 8;
+constexpr size_t kNumThreads = 8;
 constexpr int64_t kFlushNbytes = int64_t{8} << 20;
 
 uint32_t copy_and_sum(char* to, const char* from, int64_t nbytes) {
@@ -31,11 +31,15 @@ uint32_t copy_and_sum(char* to, const char* from, int64_t nbytes) {
 }
 
 void write_all(int file, const char* data, int64_t nbytes, int64_t offset) {
+  bool is_refused = false;
   for (int64_t done = 0; done < nbytes;) {
     const auto rest = static_cast<size_t>(nbytes - done);
     const ssize_t count = ::pwrite(file, data + done, rest, offset + done);
-    if (count < 0 && errno != EINTR) {
-      fail_with(errno, "pwrite");
+    if (count < 0 && errno == EINVAL && !is_refused) { // a direct write has another alignment
+      is_refused = true;
+      set_direct(file, false);
+    } else if (count < 0 && errno != EINTR) {
+      fail_with(errno, "cannot write at byte " + std::to_string(offset + done));
     }
     done += std::max<ssize_t>(count, 0);
   }
@@ -72,15 +76,15 @@ FileWriter::FileWriter(int file, int64_t nbytes, StreamWay way)
       is_direct_(
           (way == StreamWay::Direct || (way == StreamWay::Any && nbytes > kRingNbytes)) &&
           set_direct(file, true)),
-      sums_(static_cast<size_t>((nbytes + kBlockNbytes - 1) / kBlockNbytes)) {
+      sums_(static_cast<size_t>(num_blocks_of(nbytes))),
+      queue_([this](BlockQueue::Lock& lock) { return write_next(lock); }) {
   if (way == StreamWay::Direct && !is_direct_) {
     fail_with(EINVAL, "no writes past the page cache");
   }
   if (is_direct_) {
-    free_ = rings_.emplace_back(static_cast<size_t>(kRingNbytes / kBlockNbytes)).blocks();
-    traffic_.emplace(mutex_, kMostUnderWay, [this](int64_t index, const Block& rest, int code) {
-      account(index, rest, code);
-    });
+    const auto lock = queue_.lock();
+    queue_.add_memory(static_cast<size_t>(kRingNbytes / kBlockNbytes));
+    queue_.start(kNumThreads);
   }
 }
 
@@ -116,7 +120,7 @@ uint32_t FileWriter::write(const void* data, size_t nbytes, int64_t offset, uint
 // The sum of a block is that of its parts, each moved over the bytes behind it, in any order.
 void FileWriter::note(int64_t offset, uint32_t crc, int64_t nbytes) {
   const int64_t index = offset / kBlockNbytes;
-  const int64_t end = std::min((index + 1) * kBlockNbytes, nbytes_);
+  const int64_t end = index * kBlockNbytes + nbytes_of(index);
   const auto behind = static_cast<uint64_t>(end - offset - nbytes);
   sums_[static_cast<size_t>(index)] ^= crc32_joined(crc, 0, behind);
 }
@@ -125,88 +129,57 @@ std::vector<uint32_t> FileWriter::sums() const {
   return {sums_.begin(), sums_.end()};
 }
 
+// Waits for memory while all of it is on its way to the disk. If all waits for bytes that may come
+// behind these, it takes more.
 char* FileWriter::place_of(int64_t index) {
-  std::unique_lock lock(mutex_);
-  check();
-  const auto is_open = [this, index] { return open_.count(index) != 0; };
-  if (!is_open()) {
-    char* data = take_block(lock);
-    if (is_open()) { // by another thread meanwhile
-      free_.push_back(data);
-    } else {
-      open_[index] = {data, std::min(kBlockNbytes, nbytes_ - index * kBlockNbytes)};
+  auto lock = queue_.lock();
+  queue_.wait_until(
+      lock, [&] { return open_.contains(index) || !queue_.free.empty() || queue_.is_idle(); });
+  if (!open_.contains(index)) {
+    if (queue_.free.empty()) {
+      queue_.add_memory(1);
     }
+    open_[index] = {queue_.free.back(), nbytes_of(index)};
+    queue_.free.pop_back();
   }
   return open_[index].data;
 }
 
-char* FileWriter::take_block(std::unique_lock<std::mutex>& lock) {
-  while (free_.empty()) {
-    if (traffic_->is_idle()) { // all wait for bytes that may come behind these
-      free_ = rings_.emplace_back(1).blocks();
-    } else {
-      traffic_->wait_for_some(lock);
-    }
-  }
-  char* data = free_.back();
-  free_.pop_back();
-  return data;
-}
-
 // Some bytes of a block are there; the last ones send it.
 void FileWriter::add(int64_t index, int64_t nbytes) {
-  std::unique_lock lock(mutex_);
+  const auto lock = queue_.lock();
   const auto found = open_.find(index);
   found->second.missing -= nbytes;
   if (found->second.missing == 0) {
     char* data = found->second.data;
+    const int64_t rest = nbytes_of(index) % kDiskAlignment;
+    rest_.append(data + nbytes_of(index) - rest, static_cast<size_t>(rest));
+    queue_.waiting.push_back({index, data, true});
+    queue_.wake();
     open_.erase(found);
-    send(lock, index, data);
   }
 }
 
-void FileWriter::send(std::unique_lock<std::mutex>& lock, int64_t index, char* data) {
-  const int64_t begin = index * kBlockNbytes;
-  const int64_t nbytes = std::min(kBlockNbytes, nbytes_ - begin);
-  const int64_t whole = nbytes - nbytes % kDiskAlignment;
-  rest_.append(data + whole, static_cast<size_t>(nbytes - whole));
-  if (whole == 0) {
-    free_.push_back(data);
-    return;
+bool FileWriter::write_next(BlockQueue::Lock& lock) {
+  if (queue_.waiting.empty()) {
+    return false;
   }
-  while (traffic_->is_full()) {
-    traffic_->wait_for_some(lock);
-  }
-  traffic_->begin(index, {true, file_, data, begin, whole});
-}
-
-void FileWriter::account(int64_t index, const Block& rest, int error) {
-  if (error == EINVAL && set_direct(file_, false)) { // its alignment is another one
-    traffic_->begin(index, rest);
-    return;
-  }
-  if (error != 0 && error_ == 0) {
-    error_ = error;
-    error_offset_ = rest.offset;
-  }
-  free_.push_back(rest.data - (rest.offset - index * kBlockNbytes));
-}
-
-void FileWriter::check() const {
-  if (error_ != 0) {
-    fail_with(error_, "cannot write at byte " + std::to_string(error_offset_));
-  }
+  const Block block = queue_.waiting.front();
+  queue_.waiting.pop_front();
+  lock.unlock();
+  const int64_t whole = nbytes_of(block.index) / kDiskAlignment * kDiskAlignment;
+  write_all(file_, block.data, whole, block.index * kBlockNbytes);
+  lock.lock();
+  queue_.free.push_back(block.data);
+  return true;
 }
 
 void FileWriter::finish() {
   if (!is_direct_) {
     return;
   }
-  std::unique_lock lock(mutex_);
-  while (!traffic_->is_idle()) {
-    traffic_->wait_for_some(lock);
-  }
-  check();
+  auto lock = queue_.lock();
+  queue_.wait_until(lock, [this] { return queue_.is_idle(); });
   if (!open_.empty()) {
     const auto& [index, block] = *open_.begin();
     throw std::invalid_argument(

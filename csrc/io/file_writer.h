@@ -2,18 +2,15 @@
 // Note [Past the page cache].
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <map>
-#include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "io/block_ring.h"
-#include "io/block_threads.h"
+#include "io/block_queue.h"
 
 namespace zerocore::io {
 
@@ -34,8 +31,6 @@ class FileWriter {
   // large one goes past the page cache. Throws EINVAL for StreamWay::Direct where the file system
   // has no such writes.
   FileWriter(int file, int64_t nbytes, StreamWay way);
-  // Waits for what is under way.
-  ~FileWriter() = default;
 
   // Takes `nbytes` for byte `offset` on, each of the file's once, and returns crc32(crc, data,
   // nbytes). Throws the errors of earlier writes, too. By way of the page cache the disk begins
@@ -58,26 +53,22 @@ class FileWriter {
   };
 
   char* place_of(int64_t index);
-  char* take_block(std::unique_lock<std::mutex>& lock);
   void add(int64_t index, int64_t nbytes);
-  void send(std::unique_lock<std::mutex>& lock, int64_t index, char* data);
-  void account(int64_t index, const Block& rest, int error);
-  void check() const;
+  bool write_next(BlockQueue::Lock& lock);
   void note(int64_t offset, uint32_t crc, int64_t nbytes);
+  int64_t nbytes_of(int64_t index) const {
+    return std::min(kBlockNbytes, nbytes_ - index * kBlockNbytes);
+  }
 
   Descriptor file_; // its own
   int64_t nbytes_;
   bool is_direct_;
   std::vector<std::atomic<uint32_t>> sums_; // of each block, of the bytes so far
 
-  std::mutex mutex_; // what follows
-  std::deque<BlockRing> rings_; // all but the first one of one block
-  std::vector<char*> free_;
+  // Under the lock of the queue.
   std::map<int64_t, OpenBlock> open_; // by the block's place in the file
   std::string rest_; // the last bytes of the file, fewer than what direct writes are made of
-  int error_ = 0; // errno of the first block that failed, which began at:
-  int64_t error_offset_ = 0;
-  std::optional<BlockThreads> traffic_; // tags are indices of blocks; goes first, and waits
+  BlockQueue queue_; // of complete blocks; goes first
 };
 
 } // namespace zerocore::io

@@ -1,21 +1,162 @@
 // Collectives over a c10d backend.
 #include "runtime/collectives.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
+#include <sys/stat.h>
 
-#include <iterator>
-#include <string_view>
+#include <algorithm>
+#include <exception>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
 #include <utility>
 
-#include "common/error_text.h"
 #include "common/math.h"
-#include "runtime/wire_calls.h"
-#include "watch/alarm.h"
 #include "watch/control_link.h"
 
 namespace zerocore {
 
+// -- calls of a backend ---------------------------------------------------------------------
+//
+// `async`: of c10d; without, what a device does is the work of the current stream.
+
 namespace {
+
+Works all_gather(c10d::Backend& backend, at::Tensor full, at::Tensor own, bool async) {
+  c10d::AllgatherOptions options;
+  options.asyncOp = async;
+  return {backend._allgather_base(full, own, options)};
+}
+
+// One slice from each rank, in pieces of `most` elements.
+Works broadcast_slices(
+    c10d::Backend& backend,
+    const std::vector<at::Tensor>& slices,
+    int64_t most) {
+  const int64_t numel = slices.front().numel();
+  Works works;
+  int64_t begin = 0;
+  do { // also if the slices are empty
+    const int64_t length = std::min(most, numel - begin);
+    for (size_t root = 0; root < slices.size(); ++root) {
+      std::vector<at::Tensor> tensors = {slices[root].narrow(0, begin, length)};
+      c10d::BroadcastOptions options;
+      options.rootRank = static_cast<int64_t>(root);
+      works.push_back(backend.broadcast(tensors, options));
+    }
+    begin += length;
+  } while (begin < numel);
+  return works;
+}
+
+// Note [Pieces]
+// Gloo sends when the receiver has asked, and a rank's request waits behind the data that it sends
+// itself: broadcasts of two ranks, and their all-to-all, use a link in one direction at a time. A
+// piece of 1 MiB leaves at once for the socket's buffer, so by turns of pieces both directions are
+// busy: at 1 Gbit/s a step of stage 3 takes 0.63 instead of 1.03 of FSDP2's
+// (benchmarks/network.py). Over loopback pieces only cost turns of gloo's threads: 1.07 of a step
+// without. With more ranks the links are busy both ways anyway.
+int64_t piece_numel(const at::Tensor& tensor) {
+  return 1024 * 1024 / static_cast<int64_t>(tensor.itemsize());
+}
+
+Works gather_slices(
+    c10d::Backend& backend,
+    const at::Tensor& full,
+    const at::Tensor& own,
+    int64_t most) {
+  const std::vector<at::Tensor> slices = full.chunk(backend.getSize());
+  const at::Tensor& slice = slices[backend.getRank()];
+  if (slice.data_ptr() != own.data_ptr()) {
+    slice.copy_(own);
+  }
+  return broadcast_slices(backend, slices, most);
+}
+
+// Of two ranks.
+Works swap_halves(c10d::Backend& backend, const at::Tensor& received, const at::Tensor& sent) {
+  const int own = backend.getRank();
+  std::vector<at::Tensor> slices = received.chunk(2);
+  const std::vector<at::Tensor> halves = sent.chunk(2);
+  slices[own].copy_(halves[own]);
+  slices[own] = halves[1 - own];
+  return broadcast_slices(backend, slices, piece_numel(sent));
+}
+
+Works all_to_all(c10d::Backend& backend, at::Tensor received, at::Tensor sent, bool async) {
+  std::vector<int64_t> even;
+  c10d::AllToAllOptions options;
+  options.asyncOp = async;
+  return {backend.alltoall_base(received, sent, even, even, options)};
+}
+
+// Equal in processes that share a loopback device.
+int64_t loopback_number() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat of_namespace = {};
+  ::stat("/proc/self/ns/net", &of_namespace);
+  return static_cast<int64_t>(
+      mix(std::hash<std::string>()(boot), static_cast<uint64_t>(of_namespace.st_ino)));
+}
+
+// Whether the ranks reach each other without a network; over gloo, collective.
+bool share_loopback(c10d::Backend& backend) {
+  at::Tensor own = at::full({1}, loopback_number(), at::kLong);
+  at::Tensor all = at::empty({backend.getSize()}, own.options());
+  all_gather(backend, all, own, true).front()->wait();
+  return all.eq(own).all().item<bool>();
+}
+
+Works gather(
+    c10d::Backend& backend,
+    const GatherMethod& method,
+    const at::Tensor& full,
+    const at::Tensor& own,
+    bool async) {
+  switch (method.kind_of(static_cast<int64_t>(full.nbytes()))) {
+    case GatherMethod::Kind::AllGather:
+      return all_gather(backend, full, own, async);
+    case GatherMethod::Kind::Broadcasts:
+      return gather_slices(backend, full, own, std::max<int64_t>(own.numel(), 1));
+    case GatherMethod::Kind::Pieces:
+      return gather_slices(backend, full, own, piece_numel(own));
+    case GatherMethod::Kind::Copies:
+      return all_to_all(backend, full, own.repeat({backend.getSize()}), async);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+Works all_reduce(c10d::Backend& backend, const at::Tensor& tensor, bool async) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::SUM;
+  options.asyncOp = async;
+  return {backend.allreduce(tensors, options)};
+}
+
+Works reduce(
+    c10d::Backend& backend,
+    const ReduceMethod& method,
+    at::Tensor received,
+    at::Tensor full,
+    bool async) {
+  switch (method.kind) {
+    case ReduceMethod::Kind::ReduceScatter: {
+      c10d::ReduceScatterOptions options;
+      options.asyncOp = async;
+      return {backend._reduce_scatter_base(received, full, options)};
+    }
+    case ReduceMethod::Kind::Exchange:
+      return all_to_all(backend, received, full, async);
+    case ReduceMethod::Kind::Pieces:
+      return swap_halves(backend, received, full);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
 
 // The sum comes into the first part; the others count as zero.
 c10::intrusive_ptr<c10d::Work> reduce_by(
@@ -30,72 +171,35 @@ c10::intrusive_ptr<c10d::Work> reduce_by(
   return reduce(received.narrow(0, 0, numel), full);
 }
 
+// The collectives that `issue` begins are one launch, which ends in any case: a backend would
+// collect for ever. Throws what a backend does that cannot (Backend::supportsCoalescing).
+template <typename Issue>
+Works launch_together(c10d::Backend& backend, const Issue& issue) {
+  backend.startCoalescing();
+  try {
+    issue();
+  } catch (...) {
+    try {
+      backend.endCoalescing();
+    } catch (const std::exception&) { // what was thrown first tells more
+    }
+    throw;
+  }
+  return {backend.endCoalescing()};
+}
+
+// Of gloo alone: see Note [Known sequences].
+std::shared_ptr<IssueGuard> guard_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  if (backend->getBackendName() != "gloo") {
+    return nullptr;
+  }
+  const auto link = ControlLink::of(backend);
+  return {link, &link->guard()};
+}
+
 } // namespace
 
-void fail_collective(
-    const char* op,
-    const std::string& unit,
-    const std::exception& error,
-    Alarm* alarm) {
-  const std::string what = c10::str(op, " of ", unit, " failed: ", message_of(error));
-  if (alarm != nullptr) {
-    alarm->fail(what);
-  }
-  TORCH_CHECK_WITH(
-      DistBackendError, false, what, ". Did a rank stop, or call other units than this one?");
-}
-
-void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams) {
-  for (auto pending = collectives.rbegin(); pending != collectives.rend(); ++pending) {
-    pending->wait(streams);
-  }
-  collectives.clear();
-}
-
-void PendingCollective::wait(const Streams& streams) {
-  if (op_ == nullptr) { // it was waited for
-    return;
-  }
-  const char* op = std::exchange(op_, nullptr);
-  const int64_t begin = record_ ? now_ns() : 0;
-  try {
-    if (done_ == nullptr) {
-      wait_on_host();
-    } else {
-      wait_on_device(streams);
-    }
-  } catch (const std::exception& error) {
-    fail(op, error);
-  }
-  if (record_) {
-    record_->wait_ns += now_ns() - begin; // a device's events replace it
-  }
-  works_.clear();
-  keep_alive_.clear();
-  record_.reset();
-}
-
-void PendingCollective::wait_on_host() const {
-  if (alarm_ != nullptr) {
-    alarm_->ledger().begin_wait(number_);
-  }
-  for (const auto& work : works_) {
-    work->wait();
-  }
-  if (alarm_ != nullptr) {
-    alarm_->ledger().finish(number_);
-  }
-}
-
-void PendingCollective::wait_on_device(const Streams& streams) const {
-  if (record_) {
-    record_->wait_begin = streams.record_timed(StreamRole::Compute);
-  }
-  streams.wait(StreamRole::Compute, done_);
-  if (record_) {
-    record_->wait_end = streams.record_timed(StreamRole::Compute);
-  }
-}
+// -- collectives of a group -----------------------------------------------------------------
 
 Collectives::Collectives(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -111,225 +215,82 @@ Collectives::Collectives(
       reducing_(reducing),
       launches_together_(streams.has_streams() && backend_->supportsCoalescing()),
       methods_(WireMethods::of_backend(backend_->getBackendName(), size(), sums_in_order)),
-      alarm_(alarm) {
-  if (backend_->getBackendName() == "gloo") {
-    const auto link = ControlLink::of(backend_);
-    guard_ = {link, &link->guard()};
-    user_ = guard_->add_user();
-    if (size() == 2 && !wire::share_loopback(*backend_)) {
-      methods_.send_pieces();
-    }
+      watch_(alarm, guard_of(backend_)) {
+  if (backend_->getBackendName() == "gloo" && size() == 2 && !share_loopback(*backend_)) {
+    methods_.send_pieces();
   }
 }
 
-template <typename Block>
-void Collectives::wait_in(const PendingCollective& pending, const Block& block) const {
-  if (alarm_ != nullptr) {
-    alarm_->ledger().begin_wait(pending.number_);
-  }
-  try {
-    block();
-  } catch (const std::exception& error) {
-    pending.fail(pending.op_, error);
-  }
-  if (alarm_ != nullptr) {
-    alarm_->ledger().end_wait();
-  }
-}
-
-// Before a collective is issued: notes it, and makes sure that the others issue it too.
-void Collectives::announce(PendingCollective& pending, UnitId id, int64_t nbytes) {
-  pending.alarm_ = alarm_;
-  if (alarm_ != nullptr) {
-    alarm_->check();
-    pending.number_ = alarm_->ledger().begin(pending.op_, *pending.unit_, nbytes);
-  }
-  if (guard_ == nullptr) {
-    return;
-  }
-  const uint64_t op = std::hash<std::string_view>()(pending.op_);
-  uint64_t collective = mix(mix(user_, op), static_cast<uint64_t>(id));
-  collective = mix(mix(collective, static_cast<uint64_t>(nbytes)), facts_);
-  if (guard_->must_compare(collective)) {
-    wait_in(pending, [&] { guard_->compare(collective); });
+Works Collectives::issue(TraceOp op, const CollectiveCall& call, bool async) const {
+  const OwnCollective* own = call.tag.own;
+  switch (op) {
+    case TraceOp::GatherSums:
+      return gather(*reductions_, methods_.gather, call.to, call.from, async);
+    case TraceOp::ReduceScatter:
+      return own != nullptr ? Works{reduce_by(*own, call.to, call.from, size())}
+                            : reduce(*reductions_, methods_.reduce, call.to, call.from, async);
+    case TraceOp::AllReduce:
+      return all_reduce(*reductions_, call.to, async);
+    default:
+      return own != nullptr ? Works{(*own)(call.to, call.from)}
+                            : gather(*backend_, methods_.gather, call.to, call.from, async);
   }
 }
 
-// On the role's stream, and not longer on it than needed: what is recorded there would take it for
-// the one that computes.
-template <typename Issue>
-void Collectives::issue_on(StreamRole role, PendingCollective& pending, const Issue& issue) {
-  const bool async = !streams_.has_streams();
-  const auto guard = streams_.use(role);
-  try {
-    pending.works_ = issue(async);
-    std::erase(pending.works_, nullptr);
-    // NCCL has none then: what it does is the stream's work. Gloo does it on threads and streams of
-    // its own even so, and the role's stream is to go on behind them.
-    if (!async && !pending.works_.empty()) {
-      pending.wait_on_host();
-    }
-  } catch (const std::exception& error) {
-    pending.fail(pending.op_, error);
-  }
+// Sums in place read nothing else.
+PendingCollective Collectives::begin(TraceOp op, const CollectiveCall& call) {
+  const bool is_in_place = op == TraceOp::GatherSums || op == TraceOp::AllReduce;
+  const at::Tensor from = is_in_place ? at::Tensor() : call.from;
+  return {watch_, streams_, role_of(op), trace_op_name(op), call.tag, call.to, from};
 }
 
-template <typename Issue>
-PendingCollective Collectives::start(
-    const char* op,
-    StreamRole role,
-    Operands operands,
-    CollectiveTag tag,
-    const Issue& issue) {
-  PendingCollective pending = begin(op, role, operands, std::move(tag));
-  issue_on(role, pending, issue);
-  finish(pending, std::move(operands), role, nullptr);
+PendingCollective Collectives::start(TraceOp op, const CollectiveCall& call) {
+  PendingCollective pending = begin(op, call);
+  pending.issue(streams_, [&](bool async) { return issue(op, call, async); });
   return pending;
-}
-
-PendingCollective Collectives::begin(
-    const char* op,
-    StreamRole role,
-    const Operands& operands,
-    CollectiveTag tag) {
-  PendingCollective pending;
-  pending.op_ = op;
-  pending.unit_ = tag.unit;
-  pending.record_ = std::move(tag.record);
-  int64_t nbytes = 0;
-  for (const at::Tensor& tensor : operands.writes) {
-    nbytes += static_cast<int64_t>(tensor.nbytes());
-  }
-  announce(pending, tag.id, tag.nbytes.value_or(nbytes));
-  if (pending.record_) {
-    pending.record_->begin = streams_.record_timed(role);
-  }
-  return pending;
-}
-
-// `done`: behind it and others; null if there is none yet.
-void Collectives::finish(
-    PendingCollective& pending,
-    Operands operands,
-    StreamRole role,
-    StreamEvent done) const {
-  for (const at::Tensor& tensor : operands.reads) {
-    streams_.note_read(role, tensor, pending.op_, *pending.unit_);
-  }
-  for (const at::Tensor& tensor : operands.writes) {
-    streams_.note_write(role, tensor, pending.op_, *pending.unit_);
-  }
-  pending.keep_alive_ = std::move(operands.reads);
-  std::move(
-      operands.writes.begin(), operands.writes.end(), std::back_inserter(pending.keep_alive_));
-  pending.done_ = done == nullptr ? streams_.record(role) : std::move(done);
-  if (pending.record_) {
-    trace_completion(pending);
-  }
 }
 
 std::vector<PendingCollective> Collectives::start_together(
     TraceOp op,
-    std::vector<CollectiveCall> calls) {
-  const auto role = op == TraceOp::AllGather ? StreamRole::AllGather : reducing_;
+    const std::vector<CollectiveCall>& calls) {
   std::vector<PendingCollective> pending;
-  for (CollectiveCall& call : calls) {
-    pending.push_back(
-        begin(trace_op_name(op), role, {{call.from}, {call.to}}, std::move(call.tag)));
+  for (const CollectiveCall& call : calls) {
+    pending.push_back(begin(op, call));
   }
-  issue_on(role, pending.back(), [&](bool async) {
-    c10d::Backend& backend = op == TraceOp::AllGather ? *backend_ : *reductions_;
-    return wire::launch_together(backend, [&] {
+  pending.back().issue(streams_, [&](bool async) {
+    return launch_together(op == TraceOp::AllGather ? *backend_ : *reductions_, [&] {
       for (const CollectiveCall& call : calls) {
-        if (op == TraceOp::AllGather) {
-          wire::gather(backend, methods_.gather, call.to, call.from, async);
-        } else if (op == TraceOp::ReduceScatter) {
-          wire::reduce(backend, methods_.reduce, call.to, call.from, async);
-        } else {
-          wire::all_reduce(backend, call.to, async);
-        }
+        issue(op, call, async);
       }
     });
   });
-  const StreamEvent done = streams_.record(role);
-  for (size_t i = 0; i < calls.size(); ++i) {
-    finish(pending[i], {{calls[i].from}, {calls[i].to}}, role, done);
+  for (PendingCollective& each : pending) {
+    each.end_with(pending.back(), streams_);
   }
   return pending;
 }
 
-void Collectives::trace_completion(const PendingCollective& pending) const {
-  if (streams_.has_streams()) {
-    pending.record_->end = streams_.record_timed(pending.done_->role);
-    return;
-  }
-  pending.record_->note_done(); // if there is no work any more
-  for (const auto& work : pending.works_) {
-    work->getFuture()->addCallback(
-        [record = pending.record_](c10::ivalue::Future&) { record->note_done(); });
-  }
-}
-
-PendingCollective Collectives::all_gather(
-    const at::Tensor& full,
-    const at::Tensor& own,
-    CollectiveTag tag) {
-  const OwnCollective* given = tag.own;
-  return start(
-      "all_gather", StreamRole::AllGather, {{own}, {full}}, std::move(tag), [&](bool async) {
-        return given != nullptr ? wire::Works{(*given)(full, own)}
-                                : wire::gather(*backend_, methods_.gather, full, own, async);
-      });
-}
-
-PendingCollective Collectives::gather_sums(
-    const at::Tensor& full,
-    const at::Tensor& own,
-    CollectiveTag tag) {
-  return start("gather_sums", reducing_, {{}, {full}}, std::move(tag), [&](bool async) {
-    return wire::gather(*reductions_, methods_.gather, full, own, async);
-  });
-}
-
-PendingCollective Collectives::reduce_scatter(
-    const at::Tensor& received,
-    const at::Tensor& full,
-    CollectiveTag tag) {
-  const OwnCollective* given = tag.own;
-  return start("reduce_scatter", reducing_, {{full}, {received}}, std::move(tag), [&](bool async) {
-    return given != nullptr ? wire::Works{reduce_by(*given, received, full, size())}
-                            : wire::reduce(*reductions_, methods_.reduce, received, full, async);
-  });
-}
-
-PendingCollective Collectives::all_reduce(const at::Tensor& tensor, CollectiveTag tag) {
-  return start("all_reduce", reducing_, {{}, {tensor}}, std::move(tag), [&](bool async) {
-    return wire::all_reduce(*reductions_, tensor, async);
-  });
-}
-
-PendingCollective Collectives::all_to_all(
-    const at::Tensor& received,
-    const at::Tensor& sent,
-    MessageSizes sizes,
-    CollectiveTag tag) {
-  tag.nbytes = sizes.total_nbytes;
-  return start("all_to_all", reducing_, {{sent}, {received}}, std::move(tag), [&](bool async) {
-    at::Tensor to = received;
-    at::Tensor from = sent;
+PendingCollective Collectives::all_to_all(CollectiveCall call, MessageSizes sizes) {
+  call.tag.nbytes = sizes.total_nbytes;
+  PendingCollective pending = begin(TraceOp::AllToAll, call);
+  pending.issue(streams_, [&](bool async) {
     c10d::AllToAllOptions options;
     options.asyncOp = async;
-    return wire::Works{reductions_->alltoall_base(to, from, sizes.received, sizes.sent, options)};
+    return Works{
+        reductions_->alltoall_base(call.to, call.from, sizes.received, sizes.sent, options)};
   });
+  return pending;
 }
 
-PendingCollective Collectives::broadcast(const at::Tensor& bytes, CollectiveTag tag) {
-  return start("broadcast", StreamRole::AllGather, {{}, {bytes}}, std::move(tag), [&](bool async) {
+PendingCollective Collectives::broadcast(const at::Tensor& bytes, const CollectiveTag& tag) {
+  PendingCollective pending(watch_, streams_, StreamRole::AllGather, "broadcast", tag, bytes, {});
+  pending.issue(streams_, [&](bool async) {
     std::vector<at::Tensor> tensors = {bytes};
     c10d::BroadcastOptions options;
     options.asyncOp = async;
-    return wire::Works{backend_->broadcast(tensors, options)};
+    return Works{backend_->broadcast(tensors, options)};
   });
+  return pending;
 }
 
 } // namespace zerocore

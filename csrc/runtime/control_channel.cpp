@@ -9,7 +9,6 @@
 #include <iterator>
 #include <limits>
 
-#include "runtime/collectives.h"
 #include "watch/alarm.h"
 #include "watch/roll_call.h"
 
@@ -61,37 +60,20 @@ ControlChannel::ControlChannel(
       alarm_(alarm) {}
 
 ControlChannel::Pending ControlChannel::begin(ControlMessage own, const std::string& what) {
-  Pending pending{nullptr, -1, &what};
   ++num_messages_;
   own.user = user_;
-  if (alarm_ != nullptr) {
-    alarm_->check();
-    const auto nbytes = own.width * static_cast<int64_t>(sizeof(int64_t));
-    pending.number = alarm_->ledger().begin("all_reduce", what, nbytes);
-  }
-  try {
-    pending.round = link_->begin(std::move(own));
-  } catch (const std::exception& error) {
-    fail_collective("all_reduce", what, error, alarm_);
-  }
+  const auto nbytes = own.width * static_cast<int64_t>(sizeof(int64_t));
+  Pending pending{WatchedCollective(alarm_, "all_reduce", what, nbytes)};
+  pending.watched.run([&] { pending.round = link_->begin(std::move(own)); });
   return pending;
 }
 
 ControlMessage ControlChannel::wait(Pending& pending) {
   const ControlLink::Ticket round = std::exchange(pending.round, nullptr);
   TORCH_INTERNAL_ASSERT(round != nullptr, "waits for a message that was not sent");
-  if (alarm_ != nullptr) {
-    alarm_->ledger().begin_wait(pending.number);
-  }
-  try {
-    ControlMessage heard = link_->wait(round);
-    if (alarm_ != nullptr) {
-      alarm_->ledger().finish(pending.number);
-    }
-    return heard;
-  } catch (const std::exception& error) {
-    fail_collective("all_reduce", *pending.what, error, alarm_);
-  }
+  ControlMessage heard;
+  pending.watched.wait([&] { heard = link_->wait(round); });
+  return heard;
 }
 
 void ControlChannel::begin_backward(const std::shared_ptr<void>& running) {

@@ -10,6 +10,8 @@
 // alarm.
 #pragma once
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include <map>
 #include <memory>
 #include <optional>
@@ -19,10 +21,9 @@
 
 #include "plan/dissemination.h"
 #include "watch/control_link.h"
+#include "watch/issue_watch.h"
 
 namespace zerocore {
-
-class Alarm;
 
 class ControlChannel {
  public:
@@ -81,11 +82,10 @@ class ControlChannel {
   }
 
  private:
-  // A message under way; its number in the alarm's ledger.
+  // A message under way.
   struct Pending {
-    ControlLink::Ticket round;
-    int64_t number = -1;
-    const std::string* what = nullptr;
+    WatchedCollective watched;
+    ControlLink::Ticket round = nullptr;
   };
 
   Pending begin(ControlMessage own, const std::string& what);

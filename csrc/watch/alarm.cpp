@@ -23,7 +23,6 @@ constexpr Seconds kWarning(60); // of silence, or half of the limit
 constexpr Seconds kComparison(5); // of silence, or a quarter of the limit
 constexpr Seconds kPatience(5); // of the watchdog with the store
 constexpr Seconds kWatchdog(10); // of a thread that has failed with the watchdog
-constexpr size_t kToldEntries = 64;
 constexpr double kDefaultSeconds = 1800; // of a group that has no timeout
 // Tags of messages that are never sent.
 constexpr int kUnusedTag = 0x5afe0000;
@@ -282,7 +281,7 @@ std::string Alarm::model() const {
 }
 
 std::string Alarm::waits_in() const {
-  const LedgerState state = ledger_.state(kToldEntries);
+  const LedgerState state = ledger_.state();
   const auto entry = std::ranges::find(state.entries, state.waiting, &LedgerEntry::number);
   const std::string what = entry == state.entries.end() ? waits_without_number()
                                                         : entry->op + " of '" + entry->unit + "'";
@@ -296,7 +295,7 @@ std::optional<ModelPosition> Alarm::position() const {
 RankReport Alarm::report() const {
   RankReport report;
   report.answered = true;
-  report.ledger = ledger_.state(kToldEntries);
+  report.ledger = ledger_.state();
   report.elsewhere = waits_without_number();
   if (report.elsewhere.empty()) {
     report.elsewhere = Watchdog::of_process().waits_in_other_than(*this);

@@ -42,14 +42,14 @@ void Ledger::set_trainable(size_t first, const std::vector<bool>& flags) {
   }
 }
 
-LedgerState Ledger::state(size_t count) const {
+LedgerState Ledger::state() const {
   const std::lock_guard lock(mutex_);
   LedgerState state;
   state.waiting = waiting_.load(std::memory_order_relaxed);
   state.trainable = trainable_;
   const int64_t next = next_.load(std::memory_order_acquire);
-  const auto kept = static_cast<int64_t>(std::min(count, kKept));
-  for (int64_t number = std::max(oldest_, next - kept); number < next; ++number) {
+  for (int64_t number = std::max(oldest_, next - static_cast<int64_t>(kKept)); number < next;
+       ++number) {
     const Slot& slot = slots_[number % kKept];
     state.entries.push_back(
         {number, slot.op.load(), *slot.unit.load(), slot.nbytes.load(), slot.done.load()});

@@ -65,8 +65,8 @@ class Ledger {
 
   // Whether the parameters from `first` on require grad on this rank.
   void set_trainable(size_t first, const std::vector<bool>& flags);
-  // The last `count` entries at most.
-  LedgerState state(size_t count) const;
+  // With the last entries.
+  LedgerState state() const;
   ModelPosition position(const std::string& name) const;
   // For the watchdog: it counts from the first call that finds the host there.
   Silence silence();
@@ -74,7 +74,7 @@ class Ledger {
   void forget();
 
  private:
-  static constexpr size_t kKept = 256;
+  static constexpr size_t kKept = 64;
   struct Slot {
     std::atomic<const char*> op = nullptr;
     std::atomic<const std::string*> unit = nullptr;

@@ -28,7 +28,10 @@ Store without_prefix(const Store& store) {
   return prefixed == nullptr ? store : prefixed->getUnderlyingNonPrefixStore();
 }
 
-// See Note [Names of hosts].
+// Note [Names of hosts]
+// torch looks up the names of both ends of each connection that a TCPStore makes or describes.
+// Where the name server is slow each lookup takes seconds. So all models of a process share one
+// connection, and nothing asks a store to describe itself.
 Store shared_clone(const Store& base) {
   struct Cloned {
     WeakStore base, clone;
@@ -48,6 +51,12 @@ Store shared_clone(const Store& base) {
   return clone;
 }
 
+// Others may call Python, for which the thread that waits may hold the lock.
+bool is_local(c10d::Store& store) {
+  return dynamic_cast<c10d::FileStore*>(&store) != nullptr ||
+      dynamic_cast<c10d::HashStore*>(&store) != nullptr;
+}
+
 bool listens_at(int fd, uint16_t port) {
   int listens = 0;
   socklen_t size = sizeof(listens);
@@ -64,18 +73,8 @@ bool listens_at(int fd, uint16_t port) {
       ntohs(reinterpret_cast<const sockaddr_in*>(&address)->sin_port) == port; // NOLINT
 }
 
-} // namespace
-
-StoreConnection connect_beside(const Store& store) {
-  const Store base = without_prefix(store);
-  if (const auto* tcp = dynamic_cast<c10d::TCPStore*>(base.get())) {
-    return {shared_clone(base), tcp->getHost() + ":" + std::to_string(tcp->getPort())};
-  }
-  const bool is_local = dynamic_cast<c10d::FileStore*>(base.get()) != nullptr ||
-      dynamic_cast<c10d::HashStore*>(base.get()) != nullptr;
-  return {is_local ? base : nullptr, ""};
-}
-
+// Whether this process is the server of a TCPStore, without which no rank can use it. False where
+// the system does not tell.
 bool serves(const Store& store) {
   const Store base = without_prefix(store);
   const auto* tcp = dynamic_cast<c10d::TCPStore*>(base.get());
@@ -88,8 +87,6 @@ bool serves(const Store& store) {
     return listens_at(std::stoi(file.path().filename()), tcp->getPort());
   });
 }
-
-namespace {
 
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
@@ -136,12 +133,14 @@ RollCall::RollCall(
     size_t rank,
     size_t size)
     : rank_(rank), size_(size) {
-  StoreConnection beside = connect_beside(store);
-  if (beside.store == nullptr) {
+  Store base = without_prefix(store);
+  if (const auto* tcp = dynamic_cast<c10d::TCPStore*>(base.get())) {
+    address_ = tcp->getHost() + ":" + std::to_string(tcp->getPort());
+    base = shared_clone(base);
+  } else if (!is_local(*base)) {
     return;
   }
-  store_ = c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, std::move(beside.store));
-  address_ = std::move(beside.address);
+  store_ = c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, base);
   if (!address_.empty() && store->check({kHolder})) {
     holder_ = std::stoll(store->get_to_str(kHolder));
   }

@@ -40,7 +40,7 @@ RESERVED = [
         r"torch/csrc/distributed/c10d/",
         r"engine/|watch/(alarm|control_link|issue_guard|roll_call|watchdog)\."
         r"|emulation/(emulated_(group|link|work)|mirrored_call)\."
-        r"|runtime/(collectives|control_channel|registered_memory|wire_calls)\.",
+        r"|runtime/(collectives|control_channel|pending_collective|registered_memory)\.",
     ),
     (r"(c10/|ATen/)?cuda", r"kernels/cuda/|emulation/emulated_timer\.cu|runtime/cuda_calls\.cu"),
     (ANY_TORCH, r"(kernels|watch|emulation|runtime|engine|bindings)/"),

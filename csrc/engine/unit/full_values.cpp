@@ -60,8 +60,8 @@ void FullValues::gather() const {
     for (const int region : bucket_.regions()) {
       const at::Tensor to = bucket_.full_bytes(region).chunk(axis.size)[axis.rank];
       const at::Tensor own = to.chunk(collectives->size())[collectives->rank()];
-      CollectiveTag tag = unit_.tag(TraceOp::AllGather, to.numel());
-      pending.push_back(collectives->all_gather(to, own, std::move(tag)));
+      const CollectiveTag tag = unit_.tag(TraceOp::AllGather, to.numel());
+      pending.push_back(collectives->start(TraceOp::AllGather, {to, own, tag}));
     }
     wait_for_all(pending, streams_);
   }

@@ -201,23 +201,6 @@ void StepRunner::sum(const Step& step) {
 
 // -- collectives ----------------------------------------------------------------------------
 
-namespace {
-
-PendingCollective issue(TraceOp op, Collectives& by, CollectiveCall call) {
-  switch (op) {
-    case TraceOp::ReduceScatter:
-      return by.reduce_scatter(call.to, call.from, std::move(call.tag));
-    case TraceOp::AllReduce:
-      return by.all_reduce(call.to, std::move(call.tag));
-    case TraceOp::GatherSums:
-      return by.gather_sums(call.to, call.from, std::move(call.tag));
-    default:
-      return by.all_gather(call.to, call.from, std::move(call.tag));
-  }
-}
-
-} // namespace
-
 void StepRunner::start(const Step& step) {
   Collectives& by = context_.collectives_of(step.axis);
   if (together_by_ != &by) {
@@ -240,12 +223,13 @@ void StepRunner::start(const Step& step) {
   }
   const bool joins = layout_.regions().size() > 1 && by.launches_together() && !is_waited_for &&
       call.tag.own == nullptr;
+  const TraceOp op = is_gather(step) ? TraceOp::AllGather : *step.op;
   if (joins) {
     together_by_ = &by;
-    together_op_ = is_gather(step) ? TraceOp::AllGather : *step.op;
+    together_op_ = op;
     together_.push_back({std::move(call), &pending_of(step)});
   } else {
-    pending_of(step).push_back(issue(*step.op, by, std::move(call)));
+    pending_of(step).push_back(by.start(op, call));
   }
 }
 
@@ -258,7 +242,7 @@ void StepRunner::launch() {
   for (Joint& each : joint) {
     calls.push_back(std::move(each.call));
   }
-  auto started = together_by_->start_together(together_op_, std::move(calls));
+  auto started = together_by_->start_together(together_op_, calls);
   for (size_t i = 0; i < started.size(); ++i) {
     joint[i].pending->push_back(std::move(started[i]));
   }

@@ -1,0 +1,115 @@
+// The begin, the end and the wait of a collective.
+#include "runtime/pending_collective.h"
+
+#include <utility>
+
+namespace zerocore {
+
+PendingCollective::PendingCollective(
+    IssueWatch& watch,
+    const Streams& streams,
+    StreamRole role,
+    const char* op,
+    const CollectiveTag& tag,
+    at::Tensor to,
+    at::Tensor from)
+    : watched_(watch.begin(
+          op,
+          *tag.unit,
+          tag.id,
+          tag.nbytes.value_or(static_cast<int64_t>(to.nbytes())))),
+      role_(role),
+      keep_alive_({std::move(to), std::move(from)}),
+      record_(tag.record) {
+  const auto& [writes, reads] = keep_alive_;
+  if (reads.defined()) {
+    streams.note_read(role, reads, op, *tag.unit);
+  }
+  streams.note_write(role, writes, op, *tag.unit);
+  if (record_) {
+    record_->begin = streams.record_timed(role);
+  }
+}
+
+void PendingCollective::issue(
+    const Streams& streams,
+    const std::function<Works(bool async)>& issue) {
+  const bool async = !streams.has_streams();
+  { // not longer on the role's stream: a record would take that for the one that computes
+    const auto guard = streams.use(role_);
+    watched_.run([&] {
+      works_ = issue(async);
+      std::erase(works_, nullptr);
+    });
+    // NCCL has none then: what it does is the stream's work. Gloo does it on threads and streams of
+    // its own even so, and the role's stream is to go on behind them.
+    if (!async && !works_.empty()) {
+      wait_on_host(watched_);
+    }
+  }
+  done_ = streams.record(role_);
+  trace_end(streams);
+}
+
+void PendingCollective::end_with(const PendingCollective& other, const Streams& streams) {
+  if (&other != this) {
+    done_ = other.done_;
+    trace_end(streams);
+  }
+}
+
+void PendingCollective::trace_end(const Streams& streams) const {
+  if (record_ != nullptr && streams.has_streams()) {
+    record_->end = streams.record_timed(role_);
+  } else if (record_ != nullptr) {
+    record_->note_done(); // if there is no work any more
+    for (const auto& work : works_) {
+      work->getFuture()->addCallback(
+          [record = record_](c10::ivalue::Future&) { record->note_done(); });
+    }
+  }
+}
+
+void PendingCollective::wait(const Streams& streams) {
+  const WatchedCollective watched = std::exchange(watched_, {});
+  if (!watched) {
+    return;
+  }
+  const int64_t begin = record_ ? now_ns() : 0;
+  if (done_ == nullptr) {
+    wait_on_host(watched);
+  } else {
+    watched.run([&] { wait_on_device(streams); });
+  }
+  if (record_) {
+    record_->wait_ns += now_ns() - begin; // a device's events replace it
+  }
+  *this = {};
+}
+
+void PendingCollective::wait_on_host(const WatchedCollective& watched) const {
+  watched.wait([this] {
+    for (const auto& work : works_) {
+      work->wait();
+    }
+  });
+}
+
+void PendingCollective::wait_on_device(const Streams& streams) const {
+  if (record_) {
+    record_->wait_begin = streams.record_timed(StreamRole::Compute);
+  }
+  streams.wait(StreamRole::Compute, done_);
+  if (record_) {
+    record_->wait_end = streams.record_timed(StreamRole::Compute);
+  }
+}
+
+void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams) {
+  for (auto pending = collectives.rbegin(); pending != collectives.rend(); ++pending) {
+    pending->wait(streams);
+  }
+  collectives.clear();
+}
+
+} // namespace zerocore

@@ -1,0 +1,70 @@
+// Tells the alarm and the guard of a collective.
+#include "watch/issue_watch.h"
+
+#include <c10/util/Exception.h>
+
+#include <functional>
+#include <string_view>
+#include <utility>
+
+#include "common/error_text.h"
+#include "common/math.h"
+#include "watch/alarm.h"
+#include "watch/issue_guard.h"
+
+namespace zerocore {
+
+WatchedCollective::WatchedCollective(
+    Alarm* alarm,
+    const char* op,
+    const std::string& unit,
+    int64_t nbytes)
+    : alarm_(alarm), op_(op), unit_(&unit) {
+  if (alarm_ != nullptr) {
+    alarm_->check();
+    number_ = alarm_->ledger().begin(op, unit, nbytes);
+  }
+}
+
+void WatchedCollective::fail(const std::exception& error) const {
+  const std::string what = c10::str(op_, " of ", *unit_, " failed: ", message_of(error));
+  if (alarm_ != nullptr) {
+    alarm_->fail(what);
+  }
+  TORCH_CHECK_WITH(
+      DistBackendError, false, what, ". Did a rank stop, or call other units than this one?");
+}
+
+void WatchedCollective::begin_wait() const {
+  if (alarm_ != nullptr) {
+    alarm_->ledger().begin_wait(number_);
+  }
+}
+
+void WatchedCollective::end_wait(bool is_last) const {
+  if (alarm_ != nullptr) {
+    is_last ? alarm_->ledger().finish(number_) : alarm_->ledger().end_wait();
+  }
+}
+
+IssueWatch::IssueWatch(Alarm* alarm, std::shared_ptr<IssueGuard> guard)
+    : alarm_(alarm), guard_(std::move(guard)), user_(guard_ ? guard_->add_user() : 0) {}
+
+WatchedCollective IssueWatch::begin(
+    const char* op,
+    const std::string& unit,
+    UnitId id,
+    int64_t nbytes) {
+  const WatchedCollective begun(alarm_, op, unit, nbytes);
+  if (guard_ != nullptr) {
+    uint64_t collective = mix(user_, std::hash<std::string_view>()(op));
+    collective = mix(mix(collective, static_cast<uint64_t>(id)), static_cast<uint64_t>(nbytes));
+    collective = mix(collective, facts_);
+    if (guard_->must_compare(collective)) {
+      begun.wait([&] { guard_->compare(collective); }, /*is_last=*/false);
+    }
+  }
+  return begun;
+}
+
+} // namespace zerocore
