@@ -15,13 +15,11 @@ from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.materialize import InitFn
 from zerocore.model.ranks import find_ranks, note_names
 from zerocore.model.state import Unit, ready_state_of, state_of
-from zerocore.model.unit_call import wrap_method
 from zerocore.model.units import UnitChoice
 from zerocore.options.config import Communication, ShardConfig
 from zerocore.options.offload import Offload
 from zerocore.options.precision import MixedPrecision
-from zerocore.sharding.build import build
-from zerocore.sharding.request import validate
+from zerocore.sharding.collect import shard_model
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -87,7 +85,7 @@ def shard(
 
     hook_into_torch()  # first: groups that are made below get names on which all ranks agree
     ranks = find_ranks(group, model, device)
-    request = validate(
+    state = shard_model(
         model,
         make_config,
         ranks,
@@ -97,20 +95,8 @@ def shard(
         memory_budget=memory_budget,
         groups=groups,
     )
-    factor = request.config.communication.gradient_divide_factor
-    note_names(group, divides=factor is not None)
-    state = build(request)
-    state.given_ranks = ranks
-    state.given_units = units and _without_modules(model, units)
+    note_names(group, divides=state.config.communication.gradient_divide_factor is not None)
     return model
-
-
-def _without_modules(model: nn.Module, units: Sequence[UnitChoice]) -> Sequence[UnitChoice]:
-    """The same choice of units for a copy of the model: modules are named."""
-    if not any(isinstance(unit, nn.Module) for unit in units):
-        return units
-    names = {module: name for name, module in model.named_modules()}
-    return [names[unit] if isinstance(unit, nn.Module) else unit for unit in units]
 
 
 @contextmanager
@@ -165,10 +151,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: not sharded, or no such method.
     """
-    state_of(module, by_rows=False)
+    state = ready_state_of(module)
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{type(module).__name__} has no method '{name}'")
-    wrap_method(module, name)
+    state.kind.wrap_method(module, name)
 
 
 def reset(model: nn.Module) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from zerocore._C import define_grad
 from zerocore.checkpoint.dcp.patches import watch_imports
 from zerocore.common import late
-from zerocore.common.late import LateFunction
 from zerocore.hooks import patches
 from zerocore.hooks.patches import Patch
 from zerocore.optim.clipping import over_meshes
@@ -20,15 +18,14 @@ from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.shard import rebuild_shard
 
 
-def register(places: Mapping[LateFunction[Any], str]) -> None:
+def register(modules: Mapping[str, str]) -> None:
     """Called when ``zerocore`` is imported: torch loads shards and knows the emulated backend, and
-    the core the ``places`` of functions of other packages. Nothing of torch is replaced."""
-    late.register(places)
+    the core the ``modules`` of functions of other packages. Nothing of torch is replaced."""
+    late.modules.update(modules)
     define_grad(ShardedParameter)
     torch.serialization.add_safe_globals([rebuild_shard])
-    dist.Backend.register_backend(
-        "emulated", late.make_emulated_group, extended_api=True, devices=["cpu", "cuda"]
-    )
+    make = partial(late.call, "make_group")
+    dist.Backend.register_backend("emulated", make, extended_api=True, devices=["cpu", "cuda"])
 
 
 @cache

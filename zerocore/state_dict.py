@@ -15,13 +15,12 @@ from zerocore.common.agreement import from_rank, together
 from zerocore.common.alarm import operation
 from zerocore.hooks.loading import EXTRA_STATE, as_loaded, has_extra_state
 from zerocore.hooks.optimizer_states import mapped, params_of
-from zerocore.layout.place import spread
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.parameter_meshes import check_has_places
-from zerocore.model.state import Param, ShardState, Unit, ready_state_of, state_of
+from zerocore.model.state import Param, ShardState, Unit, ready_state_of
 from zerocore.tensor.placed import Placed
-from zerocore.tensor.rows import shard_of
+from zerocore.tensor.rows import local_part, shard_of
 from zerocore.tensor.wrapped import is_wrapped
 
 Keys = Mapping[Param, Sequence[str]]
@@ -49,7 +48,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     known = {key for names in keys.values() for key in names} | set(state.several())
     full: dict[str, Tensor] = {}
     for unit in state.units:
-        values, encoded = _gather(state, unit)
+        values, encoded = state.kind.full_values(state, unit)
         if keep:
             for param, value in zip(unit.params, values, strict=True):
                 full.update(dict.fromkeys(keys[param], value.to("cpu", copy=True)))
@@ -67,16 +66,6 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     if hasattr(state_dict, "_metadata"):  # versions of modules
         result._metadata = state_dict._metadata  # type: ignore[attr-defined]
     return result
-
-
-def _gather(state: ShardState, unit: Unit) -> tuple[list[Tensor], list[Tensor]]:
-    """The unit's full parameters, and what is gathered behind them."""
-    if not state.config.by_rows:
-        full = state.engine.full_values(unit.index)
-        count = len(unit.params)
-        values = zip(unit.params, full[:count], strict=True)
-        return [param.shard.place.whole_of(value) for param, value in values], full[count:]
-    return [param.shard.full_tensor() for param in unit.params], []
 
 
 def param_keys(model: nn.Module, state: ShardState, by_name: bool = False) -> Keys:
@@ -165,7 +154,8 @@ def load_full_state_dict(
         ValueError: missing or unexpected keys, a wrong shape, or complex values for real ones; on
             every rank, before anything is changed.
     """
-    state = state_of(model, by_rows=False)
+    state = ready_state_of(model)
+    check_engine_gathers(state.units, "load_full_state_dict")
     source = not broadcast or state.rank == 0
     keys = param_keys(model, state, by_name=True)
     buffers = buffers_of(model, keys)
@@ -181,7 +171,9 @@ def load_full_state_dict(
             for key, buffer in buffers.items():
                 facts.append(f"buffer '{key}' of shape {list(buffer.shape)}, {buffer.dtype}")
     for unit in state.units:
-        _load_unit(state, unit, keys, values if source else None, broadcast)
+        own = enumerate(keys[param] for param in unit.params)
+        given = {i: values[names[0]] if source else None for i, names in own if names}
+        state.kind.load(state, unit, given, broadcast)
     for key, buffer in buffers.items():
         if source:
             buffer.copy_(values[key])
@@ -224,7 +216,9 @@ def _check_several(state: ShardState, values: Mapping[str, Any]) -> None:
 def _check_values(
     model: nn.Module, keys: Keys, buffers: Mapping[str, Tensor], values: Mapping[str, Any]
 ) -> None:
-    several = {name for name, buffer in model.state_dict().items() if is_wrapped(buffer)}
+    several = {
+        name for name, buffer in model.state_dict().items() if is_wrapped(local_part(buffer))
+    }
     expected = model.state_dict().keys() - several
     missing, unexpected = sorted(expected - set(values)), sorted(set(values) - expected)
     if missing or unexpected:
@@ -233,14 +227,14 @@ def _check_values(
             f"{unexpected or 'nothing'}"
         )
     places: list[tuple[str, str, Tensor, Any]] = [
-        ("parameter", key, param.full, param.shard.place.whole_shape)
+        ("parameter", key, param.full, param.whole_shape)
         for param, names in keys.items()
         for key in names
     ]
     places += [("buffer", key, buffer, buffer.shape) for key, buffer in buffers.items()]
     for kind, key, place, shape in places:
         value = values[key]
-        if not isinstance(value, Tensor) or isinstance(value, Placed):
+        if not isinstance(value, Tensor) or isinstance(value, Placed | DTensor):
             given = repr(value) if isinstance(value, Placed) else type(value).__name__
             raise TypeError(
                 f"{kind} '{key}': the state dict has a {given}; expected a full tensor, as "
@@ -256,29 +250,3 @@ def _check_values(
                 f"{kind} '{key}': the state dict has {value.dtype}, whose imaginary part would be "
                 f"lost in the model's {place.dtype}; convert it, as torch.view_as_real does"
             )
-
-
-def _load_unit(
-    state: ShardState, unit: Unit, keys: Keys, values: Mapping[str, Any] | None, broadcast: bool
-) -> None:
-    given: list[Tensor | None] = [None] * len(unit.params)
-    if not all(keys[param] for param in unit.params):
-        # Parameters without a key stay as they are.
-        given = [*state.engine.full_values(unit.index)[: len(unit.params)]]
-    if values is not None:
-        for index, param in enumerate(unit.params):
-            if keys[param]:
-                given[index] = values[keys[param][0]]
-    for index, param in enumerate(unit.params):
-        place = param.shard.place
-        holds_all = unit.mesh > 0 and place.part is None  # so do all ranks of the mesh
-        group = state.tensor_ranks if place.part is None else place.part.group
-        if group is None or holds_all or not keys[param]:
-            continue
-        if broadcast and state.ranks_of(unit.index).rank == 0:
-            given[index] = spread(group, given[index], place.whole_shape, param.shard)
-        if given[index] is not None:
-            given[index] = place.part_of_whole(given[index])
-    state.engine.materialize(unit.index, [*given, *[None] * len(unit.encoded)], broadcast)
-    for each in unit.extensions:
-        each.encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 import zerocore
 import zerocore.fsdp
@@ -100,3 +102,57 @@ def accumulate() -> None:
 
 def test_gradients_accumulate_without_communication() -> None:
     run_ranks(accumulate, 2)
+
+
+def columns_of(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.dim() == 2 and param.shape[-1] == 10 else None
+
+
+def load_in_full(folder: str, dim: int) -> None:
+    """Values of a plain model, and files that either face loads."""
+    plain = make_net()
+    options: Any = {}
+    if dim == 1:
+        options["shard_placement_fn"] = columns_of
+    model = shard_blocks(zerocore.fsdp, make_net(), **options)
+    for param in plain.parameters():
+        param.data.add_(1)
+    values = dict(plain.state_dict())
+    given = values if dist.get_rank() == 0 else None
+    zerocore.load_full_state_dict(model, given)
+    found = zerocore.full_state_dict(model, rank0_only=False)
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    with pytest.raises((ValueError, RuntimeError), match="missing"):
+        zerocore.load_full_state_dict(model, {})
+    tokens = tokens_of(0)
+    torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens))
+    zerocore.save_safetensors(model, folder)
+    loaded = zerocore.shard(make_net())
+    zerocore.load_safetensors(loaded, folder)
+    again = shard_blocks(zerocore.fsdp, make_net(), **options)
+    zerocore.load_safetensors(again, folder)
+    for other in (loaded, again):
+        found = zerocore.full_state_dict(other, rank0_only=False)
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+    torch.testing.assert_close(loss_of(again, tokens), loss_of(plain, tokens))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_full_values_are_loaded(dim: int, tmp_path: Path) -> None:
+    run_ranks(load_in_full, 2, str(tmp_path / "saved"), dim)
+
+
+def call_a_method() -> None:
+    plain = nn.Linear(3, 3)
+    plain.double = lambda: plain.weight * 2  # type: ignore[assignment]
+    expected = plain.weight.detach() * 2
+    model = zerocore.fsdp.fully_shard(plain)
+    zerocore.register_forward_method(model, "double")
+    assert torch.equal(model.double(), expected)
+    with pytest.raises(ValueError, match="no method 'triple'"):
+        zerocore.register_forward_method(model, "triple")
+
+
+def test_other_methods_gather() -> None:
+    run_ranks(call_a_method, 2)

@@ -110,7 +110,7 @@ def test_a_wheel_may_link_to_torch_and_the_system_only(
     assert wheels.local_version("2.11.1", None) == "torch2.11.cpu"
     wheel = tmp_path / "zerocore.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for path in (ROOT / "zerocore").rglob("*.py"):
+        for path in (*(ROOT / "zerocore").rglob("*.py"), *(ROOT / "zerocore").rglob("*.pyi")):
             archive.write(path, path.relative_to(ROOT))
         archive.write(_C.__file__, Path("zerocore", Path(_C.__file__).name))
     said = wheels.check(sys.executable, wheel, tmp_path / "good")

@@ -21,7 +21,6 @@ from zerocore.checkpoint import training_state
 from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.saving import Save
 from zerocore.checkpoint.commit.writer import finish_writes, writer_of
-from zerocore.checkpoint.dcp.loading import TrainingLoad, restore_buffers, restore_own
 from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_state
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 from zerocore.checkpoint.plain_values import readable, saved_bytes
@@ -278,19 +277,11 @@ class Checkpoints:
         return saved_state(self._kept, nested, copy=self._background), own_bytes
 
     def _load(self, folder: Path, state: ShardState) -> None:
+        from zerocore.checkpoint.dcp.loading import TrainingLoad  # late: a first run loads nothing
+
         options = (self._model, self._optimizers, self._verify, self._budget)
         with changes_counted():
-            self._run_load(TrainingLoad(folder, state, *options), state)
-
-    def _run_load(self, load: TrainingLoad, state: ShardState) -> None:
-        load.run(self._stateful)
-        own = load.own
-        for name, value in self._stateful.items():
-            value.load_state_dict(own["stateful"][name])
-        if own["world_size"] == state.world_size:  # each rank its own, as it was
-            restore_buffers(self._model, own["buffers"])
-        if self._rng:
-            restore_own(own, state.rank, state.world_size)
+            TrainingLoad(folder, state, *options).run(self._stateful, self._rng)
 
 
 @contextmanager

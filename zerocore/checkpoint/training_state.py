@@ -25,9 +25,8 @@ from zerocore.hooks.optimizer_states import (
     makes_all,
     params_of,
 )
-from zerocore.layout.place import Place
 from zerocore.tensor.placed import Placed
-from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of, shard_of
+from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of
 from zerocore.tensor.shard import as_shard
 
 State = dict[str, Any]
@@ -301,19 +300,12 @@ def _target(key: str, known: Any, facts: Any, param: Any) -> Any:
         if own == shape:
             _check_tensor(key, known, facts, "the optimizer's state does not fit")
             return known
-    place = None if param is None else _place(param)
+    place = None if param is None else place_of(param)
     is_number = shape.numel() == 1 and key.rpartition(".")[2] in NUMBERS
     if place is None or place.whole_shape != shape or is_number:
         return torch.empty(shape, dtype=dtype, device="cpu")
     local = own_elements(param)
     return as_shard(torch.empty(local.numel(), dtype=dtype, device=local.device), place)
-
-
-def _place(param: Any) -> Place | None:
-    if isinstance(param, Placed):
-        return param.place
-    shard = shard_of(param) if hasattr(param, "_spec") else None
-    return None if shard is None else place_of(param, shard)  # type: ignore[arg-type]
 
 
 def params_without_state(model: nn.Module, optimizers: Optimizers) -> set[str]:

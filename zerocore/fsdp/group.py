@@ -6,7 +6,6 @@ their gradients like others.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,14 +19,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
 from zerocore.fsdp.mesh import DataMesh, device_of
-from zerocore.fsdp.rows import LOCAL_TYPE, Rows, shard_rows
+from zerocore.fsdp.rows import LOCAL_TYPE, RowPlacement, shard_rows
 from zerocore.model.extensions import Extension
 from zerocore.model.memory import Extent, extent_of, tie_key
-from zerocore.model.state import ShardState
-from zerocore.model.unit_call import UnitCall
+from zerocore.model.state import ShardState, drop_state
+from zerocore.model.unit_call import UnitCall, note_unit_call
 from zerocore.tensor.earlier import current, stands_for
 from zerocore.tensor.placed import IS_ROWS, as_view
-from zerocore.tensor.rows import local_part
+from zerocore.tensor.rows import forget_rows, local_part
 from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import PRE, gathers_itself
 
@@ -40,10 +39,11 @@ _ORIGIN = "_zerocore_fsdp_origin"  # on a parameter that was replaced by rows: w
 class RowParam:
     """A parameter and where it is registered."""
 
+    group: Group
     owners: list[tuple[nn.Module, str]]  # modules and the name in each; more than one if tied
     param: nn.Parameter  # of programs: a DTensor, but in full while modules compute with it
     fqn: str
-    rows: Rows  # which part of the parameter that is
+    rows: RowPlacement  # which part of the parameter that is
     origin: object  # the same as another's if both were one parameter
     extent: Extent | None  # the memory that it had
     kind: type[nn.Parameter]  # the class that it had
@@ -52,6 +52,11 @@ class RowParam:
     hidden: Any = None  # the object that it exchanges its tensor with then
     view: ShownView | None = None  # of the full one, if layers compute with that
     extension: Any = None  # where the parameter says itself what is gathered of it
+
+    @property
+    def name(self) -> str:
+        """In the root."""
+        return f"{self.group.path}.{self.fqn}" if self.group.path else self.fqn
 
     def registered(self) -> Any:
         """The entry of the first owner in its place, or what that stands for."""
@@ -115,7 +120,7 @@ class RowParam:
             self.param = found
 
 
-class Tree(ABC):
+class Root:
     """A module that is called from outside, and all groups below it."""
 
     def __init__(self, group: Group) -> None:
@@ -153,13 +158,21 @@ class Tree(ABC):
         """The groups that are units of the engine, in their order."""
         return [group for _, group in self.groups if group.params]
 
-    @abstractmethod
-    def ready(self) -> ShardState:
-        """The state; made if need be."""
-
-    @abstractmethod
     def release(self) -> None:
-        """Drops the engine."""
+        """Drops the engine: modules show DTensors, which keep their values."""
+        if self.state is None:
+            return
+        self.state.finish_reads()
+        self.state.engine.reset()
+        self.state = None
+        drop_state(self.module)
+        for _, group in self.groups:
+            group.unit_call = None
+            for module in group.modules:
+                note_unit_call(module, None)
+        for param in self.params():
+            forget_rows(param.param, param.hidden)
+            param.hidden = param.view = param.local = param.extension = None
 
 
 @dataclass(eq=False)
@@ -182,7 +195,8 @@ class Group:
     reduce_scatter: Any = None
     after_reduce: Callable[[torch.Tensor], None] | None = None
     max_input_buffers: int = 1  # a hint that readers of FSDP2's state see
-    root: Tree | None = None
+    root: Root | None = None
+    path: str = ""  # of its first module in the root
     unit: int = -1  # in the root's engine; -1 without parameters
     unit_call: UnitCall | None = None  # with the engine
     siblings: list[Group] = field(default_factory=list)  # of the same call, over other meshes
@@ -251,9 +265,9 @@ class Group:
             shard.__dict__[IS_ROWS] = True
             for owner, key in places:
                 owner._parameters[key] = shard
-            self._over(data).params.append(
-                RowParam(places, shard, names[param], rows, origin, extent, type(param), attributes)
-            )
+            facts = names[param], rows, origin, extent, type(param), attributes
+            group = self._over(data)
+            group.params.append(RowParam(group, places, shard, *facts))
             stands_for(param, names[param], shard)
 
     def _over(self, data: DataMesh) -> Group:
@@ -357,7 +371,7 @@ def note_extensions(group: Group) -> None:
                 )
             mesh, module = _shard_mesh(group.mesh), param.owners[0][0]
             param.extension = Extension(
-                param.fqn, shard._local_tensor, module, mesh, group.policy, param.rows.shape
+                param.name, shard._local_tensor, module, mesh, group.policy, param.rows.shape
             )
             param.extension.ask()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, wraps
+from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from zerocore.common.eager import leave_out_of_graphs
 from zerocore.fsdp.collectives import on_stream
 from zerocore.fsdp.group import Group, extensions_of, group_of, groups_below
-from zerocore.fsdp.root import apply_settings, call, ready_state, root_of
+from zerocore.fsdp.root import apply_settings, call, gather_in, ready, ready_state, root_of
 from zerocore.fsdp.state import read_state
 from zerocore.model.traced import call_traced, is_traced
 from zerocore.model.unit_call import UnitCall
@@ -166,7 +166,7 @@ class FSDPModule(TorchFSDPModule):
         in full to those of this root. Switching it off drops what was not finalized.
         """
         root = root_of(self._group())
-        engine = root.ready().engine
+        engine = ready(root).engine
         if enable and not engine.defers_reductions:
             engine.begin_deferred()
         elif root.is_manual and not enable and engine.defers_reductions:
@@ -188,7 +188,7 @@ class FSDPModule(TorchFSDPModule):
                 "finalize_backward requires manual backward finalization: call "
                 "set_manual_backward_finalization(True) before the forward"
             )
-        engine = root.ready().engine
+        engine = ready(root).engine
         engine.end_deferred(drops=False)
         for group in root.with_params():
             apply_settings(group)
@@ -374,13 +374,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
-    method: Callable[..., Any] = getattr(module, method_name)
-
-    @wraps(method)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        return call(module._group(), method, args, kwargs)
-
-    setattr(module, method_name, gathered)
+    gather_in(module, method_name)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as PolicyOfTorch
 
-from zerocore.fsdp.group import Group, RowParam
+from zerocore.fsdp.group import RowParam
 from zerocore.options.precision import MixedPrecision, ParamTypes, check_wire, gathered_types
 
 
@@ -35,10 +35,10 @@ class MixedPrecisionPolicy(PolicyOfTorch):
         check_wire(self.wire_dtype, self.reduce_dtype, self.gather_dtype)
 
 
-def types_of(param: RowParam, group: Group) -> ParamTypes:
+def types_of(param: RowParam) -> ParamTypes:
     """The dtypes of a parameter under its group's policy. Raises ValueError if gathers cannot move
     it so, NotImplementedError for a ``gather_dtype`` of parameters on the host."""
-    own, policy = param.shard.dtype, group.policy
+    own, policy = param.shard.dtype, param.group.policy
     if not own.is_floating_point:
         return ParamTypes(own, own, own, own)
     model = policy.param_dtype or own
@@ -48,7 +48,7 @@ def types_of(param: RowParam, group: Group) -> ParamTypes:
     types, gather = ParamTypes(model, main, reduce, grad), getattr(policy, "gather_dtype", None)
     if gather is None or param.extension is not None:
         return types
-    if group.offloads:
+    if param.group.offloads:
         raise NotImplementedError(
             f"parameter '{param.fqn}': gather_dtype={gather} is not built for parameters on the "
             "host; leave it or offload_policy= out"

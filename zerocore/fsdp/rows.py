@@ -91,7 +91,7 @@ def _check_axes(types: dict[Any, Any], axes: list[Any], name: str, data: DataMes
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowPlacement:
     """Of one parameter."""
 
     dim: int  # the dimension that is cut; rows, if it is the first
@@ -153,7 +153,7 @@ class _Summed(torch.autograd.Function):
 
 def shard_rows(
     param: nn.Parameter, name: str, data: DataMesh, placement: Shard | None, device: torch.device
-) -> tuple[nn.Parameter, Rows]:
+) -> tuple[nn.Parameter, RowPlacement]:
     """A parameter of the same values and the full shape, of which each rank holds its part.
 
     Nothing is communicated: every rank takes its part of its own values, along the dimension of
@@ -189,14 +189,14 @@ def shard_rows(
     return made, rows
 
 
-def _rows(param: nn.Parameter, name: str, data: DataMesh, dim: int) -> Rows:
+def _rows(param: nn.Parameter, name: str, data: DataMesh, dim: int) -> RowPlacement:
     shape = _local(param).shape
     meta = TensorMeta(param.shape, param.stride(), param.dtype)
     if isinstance(param, DTensor):
         whole = param._spec
         reduced = _check_whole(whole, name, data)
         inner = whole if data.spmd is None else _inner(whole, data, reduced)
-        return Rows(dim, whole, shape, _spec(meta, data, inner, dim), reduced)
+        return RowPlacement(dim, whole, shape, _spec(meta, data, inner, dim), reduced)
     annotation = _annotation_of(param, name, data)
     if annotation is None and data.spmd is not None:
         raise ValueError(
@@ -204,7 +204,7 @@ def _rows(param: nn.Parameter, name: str, data: DataMesh, dim: int) -> Rows:
             f"mesh (e.g. via distribute_module). Got plain tensor for parameter '{name}'."
         )
     inner, sums = annotation or (None, ())
-    return Rows(dim, None, shape, _spec(meta, data, inner, dim), sums=sums)
+    return RowPlacement(dim, None, shape, _spec(meta, data, inner, dim), sums=sums)
 
 
 def _local(param: Tensor) -> Tensor:

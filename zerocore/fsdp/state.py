@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 
-from zerocore.fsdp.group import Group, Tree, group_of
-from zerocore.fsdp.root import root_of
+from zerocore.fsdp.group import Group, Root, group_of
+from zerocore.fsdp.root import ready, root_of
 
 _TorchState: Any = TorchFSDPState
 
@@ -28,14 +28,14 @@ class FSDPState(_TorchState):
     def _root_post_backward_final_callback(self) -> None:
         """Ends the backwards of a pipeline stage, which have held gradients back."""
         root = root_of(self._group)
-        engine = root.ready().engine
+        engine = ready(root).engine
         engine.finalize_backward()
         for _, group in root.groups:
             if group.params and group.reshard_after_backward:
                 engine.reshard(group.unit)
 
     @property
-    def _root(self) -> Tree | None:
+    def _root(self) -> Root | None:
         return self._group.root
 
     @property

@@ -18,7 +18,7 @@ from zerocore.model.traced import TracedParam, call_traced
 def call_group_traced(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls ``function``, a method of one of the group's modules, and sends nothing."""
     params = [
-        TracedParam(param.fqn, param.owners, param.param, param.is_full, _maker_of(param, each))
+        TracedParam(param.fqn, param.owners, param.param, param.is_full, _maker_of(param))
         for _, each in groups_below(*group.modules)
         for param in each.params
     ]
@@ -27,8 +27,8 @@ def call_group_traced(group: Group, function: Callable[..., Any], args: Any, kwa
     return call_traced(params, (inputs, policy.output_dtype), function, args, kwargs)
 
 
-def _maker_of(param: RowParam, group: Group) -> Callable[[], Tensor] | None:
+def _maker_of(param: RowParam) -> Callable[[], Tensor] | None:
     if param.extension is not None or param.rows.whole is not None or param.rows.sums:
         return None
-    dtype, device = types_of(param, group).model, device_of(group.mesh)
+    dtype, device = types_of(param).model, device_of(param.group.mesh)
     return partial(torch.empty, param.shard.shape, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zerocore._C import forget_backward_call, note_backward_call
-from zerocore.common.late import explain_backward
+from zerocore.common import late
 from zerocore.common.patching import around
 from zerocore.model.state import find_state, live_states
 from zerocore.tensor.implicit_unshard import call_with_full
@@ -46,7 +46,7 @@ def notes_backward(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except BaseException as error:
             states = live_states()
-            answers = (explain_backward(error, state) for state in states)
+            answers = (late.call("explain_backward", error, state) for state in states)
             explained = next(filter(None, answers), None)
             for state in states:
                 state.engine.fail_backward()

@@ -174,7 +174,7 @@ def _parts(state: ShardState | None, units: dict[int, list[int]]) -> list[Update
 def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState | None]]) -> None:
     """A head or an adapter outside of the sharded model would train apart on every rank."""
     live = [state for state in (ref() for ref in states) if state is not None]
-    shared = any(state.world_size > 1 and not state.config.by_rows for state in live)
+    shared = any(state.world_size > 1 and state.kind.has_all for state in live)
     outside = [p for p in params if p.requires_grad and shard_of(p) is None]
     if shared and outside:
         _log.warning(

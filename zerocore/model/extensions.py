@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerocore._C import Engine, UnitParam, move_window, window_on
 from zerocore.model.casting import as_bytes
 from zerocore.model.state import Encoded, ShardState, Unit
-from zerocore.options.precision import BYTES, unit_param
+from zerocore.options.precision import BYTES, ParamTypes, unit_param
 from zerocore.tensor.rows import at_origin, local_part
 from zerocore.tensor.wrapped import PRE, show_made
 
@@ -38,6 +38,7 @@ class Extension:
     policy: MixedPrecisionPolicy  # of the module
     shape: torch.Size  # of the full parameter
     owners: Sequence[tuple[nn.Module, str]] = ()  # modules that have it, and its name in each
+    is_param: bool = True  # of the unit; else the unit has in its place what it makes
     version: Callable[[], int] | None = None  # of its values; None where these do not change
     encoded_version: int = -1
     inputs: tuple[Tensor, ...] = ()  # what this rank gives to the next gathers
@@ -73,13 +74,19 @@ class Extension:
         """Shapes and dtypes of the inputs, the same on all ranks."""
         return [(each.shape, each.dtype) for each in self.inputs]
 
-    def unit_params(self, fqn: str) -> list[UnitParam]:
-        """The inputs as parameters of the engine, of the rows of all ranks."""
+    def unit_params(self) -> list[UnitParam]:
+        """The inputs as parameters of the engine, of the rows of all ranks; and what they make, if
+        the unit has no parameter for it."""
         made = []
         for index, each in enumerate(self.inputs):
             rows, nbytes = _bytes(each).shape
             like = torch.empty(self.mesh.size() * rows, nbytes, dtype=torch.uint8, device="meta")
-            made.append(unit_param(f"{fqn}.{index}", like, BYTES))
+            made.append(unit_param(f"{self.fqn}.{index}", like, BYTES))
+        if not self.is_param:
+            dtype = self.rows.dtype
+            like = torch.empty(self.shape, dtype=dtype, device="meta")
+            types = ParamTypes(dtype, dtype, dtype, dtype)
+            made.append(unit_param(self.fqn, like, types, is_gathered=False, is_kept=False))
         return made
 
     def bind(self, engine: Engine, unit: Unit) -> None:

@@ -228,14 +228,13 @@ def larger_tensor(
 
 def find_sizes(
     planned: Sequence[UnitPlanned], parts: Sequence[ModelPart], device: torch.device
-) -> dict[str, PartOf]:
-    """The larger tensors that parameters are parts of, by FQN; collective."""
+) -> None:
+    """Notes the larger tensors that parameters are parts of; collective."""
     by_group: dict[dist.ProcessGroup, list[tuple[ParamChoice, int]]] = {}
     for unit in planned:
         for choice in unit.params:
             if (larger := larger_tensor(choice, unit.mesh, parts)) is not None:
                 by_group.setdefault(larger[0], []).append((choice, larger[1]))
-    found = {}
     for group, choices in by_group.items():
         own = [choice.tensor.shape[dim] for choice, dim in choices]
         sizes = gather_objects([group], [own], device)
@@ -244,8 +243,7 @@ def find_sizes(
             shape = list(choice.tensor.shape)
             shape[dim] = sum(all_sizes)
             begin = sum(all_sizes[: group.rank()])
-            found[choice.fqns[0]] = PartOf(group, torch.Size(shape), dim, begin)
-    return found
+            choice.part = PartOf(group, torch.Size(shape), dim, begin)
 
 
 def find_ranges(state: Any) -> dict[str, list[PartRanges]]:

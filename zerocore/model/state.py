@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, cast, overload
 from weakref import WeakSet, ref
@@ -55,6 +56,12 @@ class Param:
         return self.hidden if self.is_full else self.object
 
     @property
+    def whole_shape(self) -> torch.Size:
+        """Its shape in ``state_dict()`` before sharding."""
+        shard = self.shard
+        return shard.shape if hasattr(shard, "_spec") else shard.place.whole_shape
+
+    @property
     def full(self) -> Any:
         """The full parameter, which layers compute with."""
         return self.object if self.is_full else self.hidden
@@ -93,6 +100,29 @@ class Unit:
         return [*self.params, *self.encoded]
 
 
+class ShardKind(ABC):
+    """Functions of a sharded model that differ between ``shard`` and ``fully_shard``."""
+
+    face: ClassVar[str]  # the module whose function has sharded the model
+    by_rows: ClassVar[bool]  # a shard is some rows of each parameter, a DTensor
+    has_all: ClassVar[bool]  # all parameters of the model, unless a program has made a mistake
+
+    @abstractmethod
+    def full_values(self, state: ShardState, unit: Unit) -> tuple[list[Tensor], list[Tensor]]:
+        """The unit's full parameters, and what is gathered behind them; collective."""
+
+    @abstractmethod
+    def load(
+        self, state: ShardState, unit: Unit, given: Mapping[int, Tensor | None], broadcast: bool
+    ) -> None:
+        """Sets the parameters at the positions in ``given`` to full values; collective. With
+        ``broadcast`` only those of rank 0 count, which the others need not have."""
+
+    @abstractmethod
+    def wrap_method(self, module: nn.Module, name: str) -> None:
+        """Makes ``module.name(...)`` gather parameters as its call does."""
+
+
 @dataclass(eq=False)
 class ShardState:
     """Everything that belongs to one sharded model."""
@@ -100,6 +130,7 @@ class ShardState:
     num_made: ClassVar[int] = 0  # in this process
 
     engine: Engine
+    kind: ShardKind
     config: ShardConfig
     ranks: Ranks  # all of the model, those of tensor parallelism as replicas
     meshes: tuple[Ranks, ...]  # of data parallelism, and those of units on others
@@ -241,7 +272,7 @@ def set_maker(module: nn.Module, make: Callable[[], ShardState]) -> None:
 
 def find_state(module: nn.Module) -> ShardState | None:
     """The state of the model of ``zerocore.shard`` that ``module`` is, contains or belongs to."""
-    return next((state for state in _states_in(module) if not state.config.by_rows), None)
+    return next((state for state in _states_in(module) if not state.kind.by_rows), None)
 
 
 @overload
@@ -285,11 +316,8 @@ def _maker_in(module: nn.Module) -> Callable[[], ShardState] | None:
     return next(filter(None, makers), None)
 
 
-def state_of(module: nn.Module, *, by_rows: bool = True) -> ShardState:
+def state_of(module: nn.Module) -> ShardState:
     """The state of the sharded model that ``module`` is, contains or belongs to.
-
-    Args:
-        by_rows: whether a model of ``zerocore.fsdp`` will do.
 
     Raises:
         ValueError: the module is not sharded, or holds several sharded models.
@@ -313,11 +341,6 @@ def state_of(module: nn.Module, *, by_rows: bool = True) -> ShardState:
             "fully_shard for what holds them, too, or pass one of them"
         )
     state = next(iter(states))
-    if state.config.by_rows and not by_rows:
-        raise ValueError(
-            f"this {name} is sharded by zerocore.fsdp, whose parameters are DTensors: use what "
-            "torch.distributed has for these, as docs/fsdp.md shows"
-        )
     state.engine.check_process()
     return state
 

@@ -21,8 +21,8 @@ from torch.autograd import profiler
 from torch.utils._pytree import tree_map_only
 
 from zerocore._C import Engine
+from zerocore.common import late
 from zerocore.common.eager import leave_out_of_graphs, mark_eager
-from zerocore.common.late import explain_forward
 from zerocore.common.patching import around
 from zerocore.model.casting import cast_floats
 from zerocore.model.traced import call_traced, is_traced
@@ -113,7 +113,7 @@ class UnitCall:
                 entered -= 1
                 engine.exit(units[entered], output, False, self._reads())
         except BaseException as error:
-            explained = explain_forward(error, self.state, units)  # before the units are left
+            explained = late.call("explain_forward", error, self.state, units)  # units are held
             give_up(engine, units[:entered])
             if begun:
                 with suppress(Exception):

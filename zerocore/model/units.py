@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from zerocore._C import CallEvent
+from zerocore.layout.place import PartOf
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.options.precision import MixedPrecision, ParamTypes, gathered_types
 from zerocore.tensor.rows import local_part
@@ -35,6 +36,7 @@ class ParamChoice:
     param: nn.Parameter
     fqns: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    part: PartOf | None = None  # of a larger tensor, once its size is known
 
     @property
     def tensor(self) -> Tensor:
@@ -79,11 +81,14 @@ class UnitPlanned:
 
     name: str
     modules: list[nn.Module]
-    params: list[ParamChoice] = field(default_factory=list)
+    params: list[Any] = field(default_factory=list)  # ParamChoice; of fully_shard, RowParam
     several: list[ParamChoice] = field(default_factory=list)  # of several tensors, no shards
     is_leftover: bool = False
     is_block: bool = False
     mesh: int = 0  # 0 is the model's, the others are those of its parts
+    stays: bool = False  # unsharded from forward to backward
+    near: bool = True  # gathers again from near ranks, where there are some
+    extensions: list[Any] = field(default_factory=list)  # parameters that gather themselves
 
     @property
     def nbytes(self) -> int:

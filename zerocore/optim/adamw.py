@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerocore._C import same_objects
-from zerocore.common.late import explain_step
+from zerocore.common import late
 from zerocore.hooks.optimizer_states import fitted, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.optim.flat_states import State, adopt_states, allocate_states, check_loaded
@@ -121,7 +121,7 @@ class AdamW(ShardOptimizer):
             with torch._C.DisableTorchFunctionSubclass():
                 self.update(None)
         except (RuntimeError, MemoryError) as error:
-            explained = explain_step(error, params_of(self))
+            explained = late.call("explain_step", error, params_of(self))
             if explained is None:
                 raise
             raise explained from error

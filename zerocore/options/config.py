@@ -135,7 +135,6 @@ class ShardConfig:
     sync_params: bool = True
     mixed_precision: MixedPrecision | None = None
     offload: Offload | None = None
-    by_rows: bool = False  # a shard is some rows of each parameter, a DTensor: zerocore.fsdp
     has_wire_dtype: bool = False  # zerocore.fsdp has a policy with a ``wire_dtype``
 
     @property

@@ -37,7 +37,7 @@ def predict_memory(
     division = division_of(state)
     if stage is not None:
         check_int("stage", stage, 0)
-        if state.config.by_rows and stage != state.config.stage:
+        if state.kind.by_rows and stage != state.config.stage:
             raise ValueError(
                 f"stage={stage}: this {type(model).__name__} is sharded by zerocore.fsdp, which is "
                 "stage 3; leave stage out, or plan the model before it is sharded"
@@ -82,7 +82,7 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
         order=tuple(state.engine.order),
         num_states=num_states,
         micro_batches=micro_batches,
-        by_rows=state.config.by_rows,
+        by_rows=state.kind.by_rows,
         sums_in_order=state.config.sums_in_order,
     )
 

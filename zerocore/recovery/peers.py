@@ -319,7 +319,7 @@ class PeerCheckpoints(Checkpoints):
         own = own_name(state.rank)
         bring(path, {NAME, METADATA, own if own in names else own_name(0)} | (names & {VALUES}))
         load = PeerLoad(bring, path, state, self._model, self._optimizers, False, self._budget)
-        self._run_load(load, state)
+        load.run(self._stateful, self._rng)
 
     def _check(self, folder: Path, moves: Sequence[Move]) -> None:
         sums = read_sums(folder)

@@ -17,7 +17,7 @@ from zerocore.checkpoint.training_state import optimizers_of
 from zerocore.common.agreement import Groups, checksum, differing, gather_objects, ranks_by_value
 from zerocore.common.alarm import operation
 from zerocore.hooks.optimizer_states import NUMBERS, options_of, params_of
-from zerocore.model.state import Param, ShardState, Unit, ready_state_of
+from zerocore.model.state import ShardState, Unit, ready_state_of
 from zerocore.tensor.rows import elements_of
 
 
@@ -113,11 +113,10 @@ def verify(
     )
 
 
-def _holders(state: ShardState, unit: Unit, param: Param) -> Groups:
+def _holders(state: ShardState, unit: Unit) -> Groups:
     """Groups of the ranks with the same elements."""
     ranks = state.meshes[unit.mesh]
-    is_cut = state.config.by_rows or param.shard.place.group is not None
-    if not is_cut:
+    if state.engine.layout(unit.index).num_shards == 1:
         return ranks.groups
     return () if ranks.replicas is None else (ranks.replicas,)
 
@@ -129,7 +128,7 @@ def _weights(state: ShardState) -> Iterator[_Value]:
         for index, param in enumerate(unit.params):
             number = checksum(elements_of(param.shard, param.shard))
             version = (state.engine.param_version(unit.index, index),)
-            yield _Value(f"'{param.fqn}'", number, _holders(state, unit, param), version)
+            yield _Value(f"'{param.fqn}'", number, _holders(state, unit), version)
         if is_kept:
             state.engine.hold_unsharded([unit.index])  # first what has changed is gathered
             groups = state.meshes[unit.mesh].groups
@@ -155,7 +154,7 @@ def _states(state: ShardState, optimizers: Sequence[Optimizer]) -> Iterator[_Val
                     local = elements_of(value, given)
                     written = state.engine.param_version(unit.index, index)
                     version = (written, local._version, local.data_ptr())
-                    yield _Value(name, checksum(local), _holders(state, unit, param), version)
+                    yield _Value(name, checksum(local), _holders(state, unit), version)
                 else:
                     yield _Value(name, _number_of(value), state.meshes[unit.mesh].groups)
 

@@ -1,87 +1,205 @@
-"""The one builder: makes the engine of a model whose ranks have agreed, of either kind of shards.
+"""The one builder: from the units of a model to its state, for either kind of shards.
 
-``zerocore.shard`` fills it with flat shards, ``fully_shard`` with rows.
+A collector finds parameters, units and meshes, and checks them: ``shard`` has one, ``fully_shard``
+another. The ranks agree on what theirs have found, and the engine is made and bound to the shards.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zerocore._C import CallEvent, Engine, EngineOptions, GroupNames, UnitSpec
-from zerocore.common.agreement import together
+from zerocore._C import CallEvent, Engine, EngineOptions, GroupNames, UnitParam, UnitSpec
+from zerocore.common.agreement import agree, together
 from zerocore.common.alarm import watch
 from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
+from zerocore.model.materialize import InitFn
+from zerocore.model.parameter_meshes import ModelPart
 from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
-from zerocore.model.state import ShardState, set_state
-from zerocore.model.units import UnitsOf, call_order, units_by_module
+from zerocore.model.state import Param, ShardKind, ShardState, Unit, set_state
+from zerocore.model.unit_call import UnitCall
+from zerocore.model.units import UnitPlanned, UnitsOf, backward_reads, call_order, units_by_module
 from zerocore.options.config import ShardConfig, shard_options
 from zerocore.tensor import pending_host_updates
-
-Fill = Callable[[ShardState, UnitsOf], None]
-"""Appends the units to a state, and gives modules their calls."""
+from zerocore.tensor.shown import ShownView
 
 
 @dataclass(frozen=True)
-class AgreedModel:
-    """A model and how it is sharded, on which its ranks have agreed."""
+class Sharding:
+    """A model and how it is sharded. Each step towards its state returns one that says more."""
 
     model: nn.Module
     called: Sequence[nn.Module]  # from outside: the model, or several of one unit
+    kind: Kind
     config: ShardConfig
-    ranks: Ranks  # all of the model
-    meshes: Sequence[Ranks]  # those of data parallelism, and those of units on others
+    units: Sequence[UnitPlanned]
+    ranks: Ranks  # all of the model, those of tensor parallelism as more replicas
+    meshes: tuple[Ranks, ...]  # of data parallelism, and those of units on others
     device: torch.device  # where layers compute
-    name: str  # the same on all ranks and no other model's
-    stall_seconds: float | None  # as of :class:`zerocore.sharding.request.ShardRequest`
-    units: list[UnitSpec]
-    modules: Sequence[Sequence[nn.Module]]  # by unit: those whose calls enter it
+    # How long ranks wait for each other: 0 for ever, None for as long as the process group does.
+    stall_seconds: float | None
+    name: str = ""  # the same on all ranks and no other model's, once they have agreed
+    parts: tuple[ModelPart, ...] = ()  # parameters that not all ranks of data parallelism share
     tensor_ranks: ProcessGroup | None = None  # of tensor parallelism
+    init_fn: InitFn | None = None  # initialises one module that is on the meta device
 
 
-def build_model(agreed: AgreedModel, fill: Fill) -> ShardState:
-    """The state of the model, with which functions of zerocore find it; collective."""
-    config, device = agreed.config, agreed.device
-    units_of = units_by_module(agreed.modules)
-    engine = _make_engine(agreed, call_order(agreed.called, units_of))
+class Kind(ShardKind):
+    """How a kind of shards is made."""
+
+    sets_values: ClassVar[bool]  # full values are given to the engine, not each rank's part of them
+
+    @abstractmethod
+    def facts(self, sharding: Sharding, mesh: int) -> list[object]:
+        """Facts that the ranks of a mesh compare; mesh 0 has all units."""
+
+    def with_extensions(self, sharding: Sharding) -> Sharding:
+        """Asks parameters that gather themselves what is gathered; collective."""
+        return sharding
+
+    @abstractmethod
+    def unit_param(self, config: ShardConfig, unit: UnitPlanned, param: Any, /) -> UnitParam:
+        """A parameter for the engine."""
+
+    def values(self, sharding: Sharding, state: ShardState, unit: UnitPlanned) -> list[Tensor]:
+        """The full parameters of a unit; none if they are not known."""
+        return []
+
+    @abstractmethod
+    def make_shard(self, state: ShardState, unit: Unit, position: int, param: Any, /) -> Param:
+        """Puts a shard in the place of a parameter; :func:`bind_shard` gives it to the engine."""
+
+    def bind_extensions(self, state: ShardState, unit: Unit, planned: UnitPlanned) -> None:
+        """Gives memory of the engine to parameters that gather themselves."""
+        for each in planned.extensions:
+            each.bind(state.engine, unit)
+
+    @abstractmethod
+    def set_calls(self, sharding: Sharding, state: ShardState, units_of: UnitsOf) -> None:
+        """Gives modules their calls."""
+
+
+def agreed(ranks: Ranks, collect: Callable[[], Sharding]) -> Sharding:
+    """The result of ``collect``, with a name; collective. An error of one rank is raised on all,
+    and a ValueError where the ranks' facts differ."""
+    found = named(ranks, collect, lambda found: found.kind.facts(found, 0))
+    for mesh, others in enumerate(found.meshes[1:], 1):
+        agree(others.groups, None, found.kind.facts(found, mesh), found.device)
+    return found
+
+
+def named(
+    ranks: Ranks, collect: Callable[[], Sharding], facts_of: Callable[[Sharding], list[Any]]
+) -> Sharding:
+    """The same, but ``ranks`` compare only the facts that ``facts_of`` gives."""
+    found: Sharding | None = None
+    facts: list[Any] = []
+    error: Exception | None = None
+    try:
+        found = collect()
+        facts = facts_of(found)
+    except Exception as caught:
+        error = caught
+    name = agree(ranks.groups, error, facts, None if found is None else found.device)
+    assert found is not None  # agree() has raised the error
+    return replace(found, name=name)
+
+
+def build(sharding: Sharding) -> ShardState:
+    """Shards a model on which its ranks have agreed, in place; collective. Returns its state, with
+    which functions of zerocore find it."""
+    sharding = _with_groups(sharding)
+    sharding = sharding.kind.with_extensions(sharding)
+    kind, config, device = sharding.kind, sharding.config, sharding.device
+    units_of = units_by_module(unit.modules for unit in sharding.units)
+    engine = _make_engine(sharding, call_order(sharding.called, units_of))
     if (factor := config.communication.gradient_divide_factor) is not None:
-        for index in range(len(agreed.units)):
+        for index in range(len(sharding.units)):
             engine.settings(index).gradient_scale = 1.0 / factor
-    _take_host_memory(engine, config, agreed.meshes[0], device)
+    _take_host_memory(engine, config, sharding.meshes[0], device)
     state = ShardState(
-        engine, config, agreed.ranks, tuple(agreed.meshes), device, agreed.tensor_ranks
+        engine, kind, config, sharding.ranks, sharding.meshes, device, sharding.tensor_ranks
     )
-    fill(state, units_of)
-    engine.start(not config.by_rows and (config.sync_params or state.world_size == 1))
-    set_state(agreed.model, state)
+    for planned in sharding.units:
+        _add_unit(sharding, state, planned)
+    kind.set_calls(sharding, state, units_of)
+    engine.start(kind.sets_values and (config.sync_params or state.world_size == 1))
+    set_state(sharding.model, state)
     loads_late = config.leaves("parameters") and device.type != "cpu"
     if engine.lands_gradients or loads_late:
         pending_host_updates.watch(ref(state))
     return state
 
 
-def with_groups(meshes: Sequence[Ranks], config: ShardConfig, device: torch.device) -> list[Ranks]:
-    """The ranks with the groups that their gathers and reductions need; collective."""
-    made = [make_near(ranks, device) for ranks in meshes]
+def _with_groups(sharding: Sharding) -> Sharding:
+    """With the groups that gathers and reductions need; collective."""
+    config, device = sharding.config, sharding.device
+    meshes = [make_near(ranks, device) for ranks in sharding.meshes]
     if config.communication.replicas_share is not None:
-        made = [make_levels(ranks, device) for ranks in made]
+        meshes = [make_levels(ranks, device) for ranks in meshes]
     if config.placements.parameters and config.communication.overlap_reductions:
-        made = [with_reductions(ranks, device) for ranks in made]
-    return made
+        meshes = [with_reductions(ranks, device) for ranks in meshes]
+    ranks = meshes[0] if sharding.tensor_ranks is None else sharding.ranks
+    return replace(sharding, ranks=ranks, meshes=tuple(meshes))
 
 
-def _make_engine(agreed: AgreedModel, order: list[CallEvent]) -> Engine:
-    config = agreed.config
-    control = control_group(agreed.ranks)
+def _add_unit(sharding: Sharding, state: ShardState, planned: UnitPlanned) -> None:
+    kind, index = sharding.kind, len(state.units)
+    unit = Unit(index, planned.name, stays=planned.stays, near=planned.near, mesh=planned.mesh)
+    state.units.append(unit)
+    values = kind.values(sharding, state, planned)
+    others = [None] * (len(state.engine.layout(index).places) - len(values))
+    broadcast = kind.sets_values and sharding.config.sync_params
+    state.engine.materialize(index, [*values, *others], broadcast)
+    del values
+    for position, param in enumerate(planned.params):
+        unit.params.append(kind.make_shard(state, unit, position, param))
+    kind.bind_extensions(state, unit, planned)
+
+
+def bind_shard(
+    state: ShardState,
+    unit: Unit,
+    param: Param,
+    grad: Tensor | None,
+    local: Tensor | None = None,
+    view: ShownView | None = None,
+) -> Param:
+    """Gives the unit's next parameter to the engine. ``local``: the memory of a shard that is a
+    DTensor; ``view``: what modules see in the place of the full parameter."""
+    engine, index, position = state.engine, unit.index, len(unit.params)
+    engine.bind(index, position, param.hidden, param.object, grad, local)
+    if view is not None:
+        engine.set_view(index, position, view.show)
+        unit.views.append(view)
+    return param
+
+
+def unit_call(
+    state: ShardState, modules: Sequence[nn.Module], units: tuple[int, ...], **options: Any
+) -> UnitCall:
+    """The call of ``modules``, which enters ``units``; ``options`` are fields of it."""
+    views = tuple(view for unit in units for view in state.units[unit].views)
+    has_any = bool(views) or "before_units" in options
+    is_lookup = len(modules) == 1 and not (has_any or backward_reads(modules[0]))
+    lookup = ref(modules[0]) if is_lookup else None
+    return UnitCall(state, state.engine, units, views=views, lookup=lookup, **options)
+
+
+def _make_engine(sharding: Sharding, order: list[CallEvent]) -> Engine:
+    config, kind, called = sharding.config, sharding.kind, type(sharding.called[0]).__name__
+    control = control_group(sharding.ranks)
     threads = None if config.offload is None else config.offload.threads
     options = EngineOptions(
         sharding=shard_options(
-            config.stage, config.communication, config.offload, config.by_rows, config.sums_in_order
+            config.stage, config.communication, config.offload, kind.by_rows, config.sums_in_order
         ),
         meshes=[
             GroupNames(
@@ -91,18 +209,26 @@ def _make_engine(agreed: AgreedModel, order: list[CallEvent]) -> Engine:
                 reductions=_name_of(ranks.reductions),
                 first_rank=min(ranks.members, default=0),
             )
-            for ranks in agreed.meshes
+            for ranks in sharding.meshes
         ],
         control=_name_of(control),
         static_graph=config.communication.static_graph,
         registered=config.communication.registered,
-        alarm_name="" if control is None else f"{agreed.name} {type(agreed.called[0]).__name__}",
-        stall_seconds=agreed.stall_seconds,
-        host_threads=update_threads(agreed.device) if threads is None else threads,
+        alarm_name="" if control is None else f"{sharding.name} {called}",
+        stall_seconds=sharding.stall_seconds,
+        host_threads=update_threads(sharding.device) if threads is None else threads,
     )
-    engine = Engine(options, device=agreed.device, units=agreed.units, order=order)
+    units = [_unit_spec(sharding, unit) for unit in sharding.units]
+    engine = Engine(options, device=sharding.device, units=units, order=order)
     watch(control)
     return engine
+
+
+def _unit_spec(sharding: Sharding, unit: UnitPlanned) -> UnitSpec:
+    params = [sharding.kind.unit_param(sharding.config, unit, param) for param in unit.params]
+    for each in unit.extensions:
+        params += each.unit_params()
+    return UnitSpec(unit.name, params, unit.stays, unit.near, unit.mesh)
 
 
 def _take_host_memory(

@@ -19,15 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerocore._C import Engine, UnitParam
+from zerocore._C import Engine
 from zerocore.common.agreement import together
 from zerocore.model.buffers import broadcast
 from zerocore.model.extensions import Extension
 from zerocore.model.ranks import Ranks
-from zerocore.model.state import Encoded, Unit
+from zerocore.model.state import Encoded, ShardState, Unit
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.options.config import ShardConfig
-from zerocore.options.precision import MixedPrecision, ParamTypes, param_types, unit_param
+from zerocore.options.precision import MixedPrecision, param_types
+from zerocore.sharding.builder import Sharding
 from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import own_chunk, wrapper_of
 
@@ -77,25 +78,19 @@ def check_options(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
                 )
 
 
-def make_extensions(
-    planned: Sequence[UnitPlanned],
-    meshes: Sequence[Ranks],
-    config: ShardConfig,
-    ranks: Ranks,
-    device: torch.device,
-) -> list[list[Extension]]:
-    """By unit those that are gathered so, which say now what they gather; collective. Raises
+def with_extensions(sharding: Sharding) -> Sharding:
+    """With those that are gathered so, which say now what they gather; collective. Raises
     AssertionError if one does not do as FSDP2's interface says, or gives other tensors than
     elsewhere."""
-    made: list[list[Extension]] = []
-    with together(ranks.groups, device) as facts:
-        for unit in planned:
-            own = _of_unit(unit, meshes[unit.mesh], config, device)
+    units = []
+    with together(sharding.meshes[0].groups, sharding.device) as facts:
+        for unit in sharding.units:
+            own = _of_unit(unit, sharding.meshes[unit.mesh], sharding.config, sharding.device)
             for each in own:
                 each.ask()
                 facts.append(f"parameter '{each.fqn}', gathered as {each.kinds}")
-            made.append(own)
-    return made
+            units.append(replace(unit, extensions=own))
+    return replace(sharding, units=units)
 
 
 def _of_unit(
@@ -116,7 +111,7 @@ def _of_unit(
         mixed.param_dtype, reduce, mixed.output_dtype, cast_forward_inputs=cast
     )
     for owner in (owner for choice in choices for owner, _ in choice.owners):
-        owner._get_fsdp_state = _fsdp_state  # type: ignore[assignment]  # of the object
+        owner._get_fsdp_state = _fsdp_state  # of the object
     return [
         Extension(
             choice.fqns[0],
@@ -126,6 +121,7 @@ def _of_unit(
             policy,
             choice.tensor.shape,
             choice.owners,
+            is_param=choice.wrapper is not None,
         )
         for choice in choices
     ]
@@ -147,29 +143,16 @@ def _first_rows(
     return wrapper.around(torch.zeros(rows, dtype=types.main, device=device))
 
 
-def encoded_params(extensions: Sequence[Extension], unit: UnitPlanned) -> list[UnitParam]:
-    """Parameters that the engine gathers in their place, behind the parameters of a unit."""
-    made: list[UnitParam] = []
-    several = {choice.fqns[0]: choice for choice in unit.several}
-    for each in extensions:
-        made += each.unit_params(each.fqn)
-        if (choice := several.get(each.fqn)) is not None:
-            dtype = choice.tensor.dtype
-            like = torch.empty(choice.tensor.shape, dtype=dtype, device="meta")
-            types = ParamTypes(dtype, dtype, dtype, dtype)
-            made.append(unit_param(each.fqn, like, types, is_gathered=False, is_kept=False))
-    return made
-
-
-def bind_extensions(engine: Engine, unit: Unit, extensions: Sequence[Extension]) -> None:
+def bind_extensions(state: ShardState, unit: Unit, planned: UnitPlanned) -> None:
     """Takes the engine's memory, and puts rows in the place of what consists of several tensors."""
-    unit.extensions = list(extensions)
+    engine, unit.extensions = state.engine, list(planned.extensions)
     known = {param.fqn: position for position, param in enumerate(unit.params)}
-    for each in extensions:
+    for each in unit.extensions:
         each.bind(engine, unit)
-        if (position := known.get(each.fqn)) is None:
+        if not each.is_param:
             _bind_several(engine, unit, each)
         else:
+            position = known[each.fqn]
             shard = unit.params[position].shard
             local, wrapper = shard.local(), wrapper_of(each.rows)
             each.version = partial(engine.param_version, unit.index, position)

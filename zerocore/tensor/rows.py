@@ -124,14 +124,11 @@ def counts_writes(data: Any) -> property:
 
 def _own_part(param: Any, value: Any) -> Tensor:
     """This rank's part of a value that ``data`` of the DTensor is set to."""
-    from torch.distributed.tensor import distribute_tensor
-
     facts = (value.shape, value.dtype)
     if not hasattr(value, "_spec") and facts == (param.shape, param.dtype):
         if (shard := shard_of(param)) is not None:
             note_full(shard, value)
-        mesh, placements = param.device_mesh, param.placements
-        value = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
+        return part_like(param, value)
     if facts != (param.shape, param.dtype) or value._spec.placements != param._spec.placements:
         name = getattr(shard_of(param), "fqn", "of zerocore.fsdp")
         raise ValueError(
@@ -142,6 +139,15 @@ def _own_part(param: Any, value: Any) -> Tensor:
         )
     local: Tensor = value._local_tensor
     return local
+
+
+def part_like(param: Any, full: Tensor) -> Tensor:
+    """This rank's part of a full value of a DTensor; sends nothing."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = param.device_mesh, param.placements
+    value: Any = distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
+    return local_part(value)
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -199,9 +205,14 @@ def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
 # -- as a range of elements, which checkpoints know --------------------------------------------
 
 
-def place_of(param: Any, shard: RowShard) -> Place:
-    """Where this rank's rows lie in the full parameter, in memory order; ValueError where tensor
-    parallelism cuts it, too."""
+def place_of(param: Any) -> Place | None:
+    """Where this rank's elements lie in the full parameter, in memory order; None for what is no
+    shard of an engine, ValueError for a DTensor that tensor parallelism cuts, too."""
+    if isinstance(param, Placed):
+        return param.place
+    shard = shard_of(param) if hasattr(param, "_spec") else None
+    if not isinstance(shard, RowShard):
+        return None
     if len(_cut_dims(param)) != 1:
         raise ValueError(
             f"parameter '{shard.fqn}' is cut in several ways, {tuple(param._spec.placements)}: "
@@ -235,7 +246,7 @@ def elements_of(value: Any, param: Any) -> Tensor:
     the same memory if they lie in it in this order."""
     if isinstance(param, ShardedParameter):
         return local_of(value)
-    return _rows_of(value, param)
+    return _rows_of(own_elements(value), param)
 
 
 def as_range(value: Tensor, param: Any) -> Any:
@@ -255,7 +266,9 @@ def as_range(value: Tensor, param: Any) -> Any:
             f"parameter '{shard.fqn}' is a {type(local_part(value)).__name__}, which says itself "
             "what it consists of; save this model with torch.distributed.checkpoint"
         )
-    return as_shard(_rows_of(value, param), place_of(param, shard))
+    place = place_of(param)
+    assert place is not None
+    return as_shard(_rows_of(value, param), place)
 
 
 def as_rows(value: Any, param: Any) -> Any:

@@ -11,8 +11,7 @@ from torch import nn
 
 from zerocore.model.state import ShardState, state_of
 from zerocore.options.config import Communication
-from zerocore.sharding.build import build
-from zerocore.sharding.request import validate
+from zerocore.sharding.collect import shard_model
 from zerocore.tensor.placed import local_of
 from zerocore.weights.buckets import export
 
@@ -34,7 +33,7 @@ def clone_sharded(model: _Model, make: Callable[[], _Model] | None = None) -> _M
             ranks share; or what ``make`` has made has other parameters.
         TypeError: ``make`` is needed.
     """
-    state = state_of(model, by_rows=False)
+    state = _flat_state_of(model)
     if len(state.meshes) > 1 or state.tensor_ranks is not None:
         raise ValueError("clone_sharded takes no model with groups= or tensor parallelism")
     if make is None:
@@ -49,7 +48,7 @@ def clone_sharded(model: _Model, make: Callable[[], _Model] | None = None) -> _M
     given = state.config.communication
     communication = Communication(prefetch=given.prefetch, sync_buffers=given.sync_buffers)
     config = replace(state.config, communication=communication, sync_params=False, offload=None)
-    request = validate(
+    shard_model(
         copied,
         lambda: config,
         state.given_ranks,
@@ -57,7 +56,6 @@ def clone_sharded(model: _Model, make: Callable[[], _Model] | None = None) -> _M
         device=state.device,
         init_fn=_buffers_of(model, copied),
     )
-    build(request)
     copy_weights(model, copied)
     return copied
 
@@ -75,6 +73,16 @@ def _buffers_of(source: nn.Module, target: nn.Module) -> Callable[[nn.Module], N
     return fill
 
 
+def _flat_state_of(model: nn.Module) -> ShardState:
+    state = state_of(model)
+    if state.kind.by_rows:
+        raise ValueError(
+            f"this {type(model).__name__} is sharded by {state.kind.face}, whose models cannot be "
+            "clones or take weights from here: make a plain one, and call zerocore.shard"
+        )
+    return state
+
+
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Gives ``target`` the weights and buffers of ``source``, two sharded models; all ranks call.
@@ -85,7 +93,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         ValueError: one is not sharded, or they have other parameters; on all ranks, before anything
             is changed.
     """
-    ours, theirs = state_of(source), state_of(target, by_rows=False)
+    ours, theirs = state_of(source), _flat_state_of(target)
     params = {param.fqn: param for param in theirs.params()}
     own = {param.fqn: param for param in ours.params()}
     if {name: param.full.shape for name, param in own.items()} != {
@@ -109,11 +117,11 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def _layouts(state: ShardState) -> list[object]:
-    if state.config.by_rows:
-        return []
     found: list[object] = []
     for unit in state.units:
         layout = state.engine.layout(unit.index)
         places = [(place.region, place.offset) for place in layout.places]
-        found.append((layout.num_shards, state.ranks_of(unit.index).members, places))
+        found.append(
+            (layout.by_rows, layout.num_shards, state.ranks_of(unit.index).members, places)
+        )
     return found

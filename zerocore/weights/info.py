@@ -15,7 +15,7 @@ from zerocore.layout.place import Place
 from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of
 from zerocore.state_dict import buffers_of, param_keys
-from zerocore.tensor.rows import RowShard, cuts_of, local_part, place_of, shard_of
+from zerocore.tensor.rows import cuts_of, local_part, place_of
 from zerocore.weights.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 from zerocore.weights.lora import BASE, PREFIX, Adapter, find_adapters, saved_modules
 
@@ -176,15 +176,8 @@ def is_rows(param: Param) -> bool:
 
 
 def place_in_unit(param: Param) -> Place:
-    """Where this rank's elements lie; ValueError for a DTensor that is cut in several ways."""
-    if is_rows(param):
-        return place_of(param.shard, cast(RowShard, shard_of(param.shard)))
-    return cast(Place, param.shard.place)
-
-
-def whole_shape(param: Param) -> torch.Size:
-    """Shape of the parameter in ``state_dict()`` before sharding."""
-    return torch.Size(param.shard.shape if is_rows(param) else param.shard.place.whole_shape)
+    """As :func:`place_of`, of a shard."""
+    return cast(Place, place_of(param.shard))
 
 
 def _namer(names: Names | None) -> Callable[[str], Name]:
@@ -282,7 +275,7 @@ class _Builder:
             )
         positions = tuple(parts[index] for index in range(len(parts)))
         params = [unit.params[position] for position in positions]
-        shapes = [whole_shape(param) for param in params]
+        shapes = [param.whole_shape for param in params]
         model_dtype = params[0].types.model
         dtype = self.dtype if self.dtype and model_dtype.is_floating_point else model_dtype
         adapters = self.adapters_of(unit, params[0]) if len(params) == 1 else ()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zerocore._C import HostMemory, free_memory, move_window, take_memory
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.tensor.placed import leaves
-from zerocore.tensor.rows import local_part, own_elements
+from zerocore.tensor.rows import own_elements
 
 _ALIGNMENT = 256
 _MESSAGE = "this tensor is parked: leave `with zerocore.parked(...)` before it is used"
@@ -104,13 +104,19 @@ def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterato
         state.engine.set_parked(False)
 
 
+def _differ(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors on the same memory have storages of their own, as rows have."""
+    return tensor.untyped_storage()._cdata != other.untyped_storage()._cdata
+
+
 def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> list[Memory]:
     units = [Memory(state.engine.device_memory(unit.index)) for unit in state.units]
-    for unit, memory in zip(state.units, units, strict=True) if state.config.by_rows else ():
+    for unit, memory in zip(state.units, units, strict=True):
         for position, param in enumerate(unit.params):
-            part, local = state.engine.make_shard(unit.index, position), local_part(param.shard)
-            if local.device.type == state.device.type and not hasattr(local, "__tensor_flatten__"):
-                memory.windows.append((local.detach(), part.detach()))
+            part, local = state.engine.make_shard(unit.index, position), own_elements(param.shard)
+            is_plain = not hasattr(local, "__tensor_flatten__")
+            if local.device.type == state.device.type and is_plain and _differ(local, part):
+                memory.windows.append((local, part.detach()))
     found = {tensor.untyped_storage()._cdata for memory in units for tensor in memory.tensors}
     others = []
     for optimizer in optimizers:

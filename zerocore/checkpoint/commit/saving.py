@@ -15,7 +15,6 @@ from torch import Tensor
 
 from zerocore.checkpoint.checksums import METADATA, NAME, Checksums, FileSums
 from zerocore.checkpoint.commit import files, folder
-from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import VALUES
 from zerocore.checkpoint.dcp.saved_state import SavedState, write_rank_file
 from zerocore.common.agreement import on_all_ranks
@@ -96,6 +95,8 @@ class Save:
             return
         try:
             if folder.is_checkpoint(self.final):
+                from zerocore.checkpoint.dcp.contents import Contents  # late: it reads files
+
                 Contents(self.final).verify()
         except (OSError, ValueError) as error:
             _log.warning("%s is damaged and will be replaced: %s", self.final, error)

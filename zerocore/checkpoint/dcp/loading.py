@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,9 +55,10 @@ class TrainingLoad:
         self._values: dict[str, tuple[torch.dtype, bytes]] = {}  # small tensors for all ranks
         self.own: State = {}  # what this rank saved for itself
 
-    def run(self, stateful: Iterable[str]) -> None:
-        """Loads both; collective. DamagedError if files cannot be read, ValueError if they do not
-        fit, by file and key, before anything is changed, if checksums are compared."""
+    def run(self, stateful: Mapping[str, Any], rng: bool) -> None:
+        """Loads both, and what this rank saved for itself; collective. DamagedError if files cannot
+        be read, ValueError if they do not fit, by file and key, before anything is changed, if
+        checksums are compared."""
         try:
             have_own = self._together(lambda: self._prepare(stateful))
             self._bring(self._contents)
@@ -73,6 +74,13 @@ class TrainingLoad:
         if self._optimizers:
             with named(self._folder, "has states that the optimizer refuses"):
                 training_state.load_optimizers(self._model, self._optimizers, self._wanted["optim"])
+        own, state = self.own, self._state
+        for name, value in stateful.items():
+            value.load_state_dict(own["stateful"][name])
+        if own["world_size"] == state.world_size:  # each rank its own, as it was
+            _restore_buffers(self._model, own["buffers"])
+        if rng:
+            _restore_random(own, state.rank, state.world_size)
 
     def _together(self, action: Callable[[], T]) -> list[T]:
         return on_all_ranks(self._state.ranks.groups, action, self._state.device)
@@ -218,14 +226,14 @@ def _is_dict(value: Any) -> bool:
 
 
 @torch.no_grad()
-def restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
     """Sets buffers to what this rank had; running means of other batches differ between ranks."""
     own = model.state_dict()
     for key, value in buffers.items():
         own[key].copy_(value)
 
 
-def restore_own(own: dict[str, Any], rank: int, world_size: int) -> None:
+def _restore_random(own: dict[str, Any], rank: int, world_size: int) -> None:
     """Continues this rank's random streams, or begins new ones on another number of ranks."""
     if own["rng"] is None:
         return

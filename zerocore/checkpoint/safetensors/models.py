@@ -35,12 +35,13 @@ from zerocore.common.alarm import operation
 from zerocore.common.quantities import parse_nbytes
 from zerocore.hooks.loading import as_loaded, changed_by_hooks, has_own_loading
 from zerocore.layout.place import Place
-from zerocore.model.extensions import check_plain
+from zerocore.model.extensions import check_engine_gathers, check_plain
 from zerocore.model.parameter_meshes import check_has_places
-from zerocore.model.state import ShardState, state_of
+from zerocore.model.state import ShardState, ready_state_of
 from zerocore.state_dict import buffers_of, param_keys
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.placed import local_of
+from zerocore.tensor.rows import elements_of, own_elements, part_like, place_of, shard_of
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 Written = tuple[int, dict[int, int]]  # bytes of a file, and sums of blocks by their number
@@ -73,8 +74,9 @@ def load_safetensors(
         FileNotFoundError: as above, if there are no such files.
         RuntimeError: this process was forked from the one that sharded the model.
     """
-    state = state_of(model, by_rows=False)
+    state = ready_state_of(model)
     check_plain(state, "safetensors")
+    check_engine_gathers(state.units, "load_safetensors")
     targets = _targets(model, state)
     read: dict[str, Entry] = {}
     found: dict[str, Entry] = {}
@@ -174,8 +176,7 @@ def _kind(dtype: torch.dtype) -> int:
 
 def _shape_of(target: Tensor) -> tuple[int, ...]:
     """In the files."""
-    shape = target.place.whole_shape if isinstance(target, ShardedParameter) else target.shape
-    return tuple(shape)
+    return tuple(target.place.whole_shape if isinstance(target, ShardedParameter) else target.shape)
 
 
 def _begin_in_file(place: Place) -> int | None:
@@ -187,16 +188,20 @@ def _begin_in_file(place: Place) -> int | None:
 
 
 def _read_target(entry: Entry, target: Tensor) -> None:
-    if not isinstance(target, ShardedParameter):
+    if (place := place_of(target)) is None:
         target.copy_(entry.read(target.dtype))
         return
-    place, local = target.place, local_of(target)
     begin = _begin_in_file(place)
-    if begin is None or isinstance(entry, Held):  # its elements are in another order in memory
-        local.copy_(place.part_of(place.part_of_whole(entry.read(local.dtype))))
+    if begin is not None and not isinstance(entry, Held):
+        with opened(entry.file) as file:
+            offset = entry.begin + begin * entry.dtype.itemsize
+            read_into(file.fileno(), offset, entry.dtype, elements_of(target, target))
         return
-    with opened(entry.file) as file:
-        read_into(file.fileno(), entry.begin + begin * entry.dtype.itemsize, entry.dtype, local)
+    full = entry.read(target.dtype)  # its elements are in another order in memory
+    if isinstance(target, ShardedParameter):
+        local_of(target).copy_(place.part_of(place.part_of_whole(full)))
+    else:
+        own_elements(target).copy_(part_like(target, full))
 
 
 @operation("save_safetensors")
@@ -224,8 +229,9 @@ def save_safetensors(
         FileExistsError: the folder has safetensors files already.
         RuntimeError: this process was forked from the one that sharded the model.
     """
-    state = state_of(model, by_rows=False)
+    state = ready_state_of(model)
     check_plain(state, "safetensors")
+    check_engine_gathers(state.units, "save_safetensors")
     check_has_places(state)
     path = Path(folder)
     groups, device = state.ranks.groups, state.device
@@ -366,15 +372,17 @@ def _joined(parts: list[dict[str, Written]]) -> Checksums:
 
 def _own_part(state: ShardState, target: Tensor) -> tuple[Tensor, int]:
     """The elements in C order that this rank writes, plain and 1-D, and where they begin."""
-    if not isinstance(target, ShardedParameter):
+    if (place := place_of(target)) is None:
         flat = target.detach().contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
-    place, local = target.place, local_of(target)
+    local, shard = elements_of(target, target), shard_of(target)
     first = _begin_in_file(place)
     if first is None:  # pieces of it are scattered over the file
         flat = place.whole_of(place.gather(local)).contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
-    ranks = state.ranks if place.part is None else state.ranks_of(target.unit)
+    assert shard is not None
+    is_spread = state.tensor_ranks is not None and place.part is None  # all ranks hold the same
+    ranks = state.ranks if is_spread else state.ranks_of(shard.unit)
     copies = ranks.num_replicas if place.group is not None else ranks.world_size
     index = ranks.rank // ranks.num_shards if place.group is not None else ranks.rank
     size = -(-local.numel() // copies)

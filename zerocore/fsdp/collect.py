@@ -1,0 +1,153 @@
+"""The units of a tree of fully sharded modules, checked, for the builder."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerocore.common.alarm import stall_seconds
+from zerocore.fsdp.group import Group, Root, extensions_of, group_of, note_extensions
+from zerocore.fsdp.mesh import device_of
+from zerocore.fsdp.policy import wire_dtype_of
+from zerocore.model.memory import Extent, check_apart
+from zerocore.model.ranks import Ranks, ranks_of, with_near
+from zerocore.model.refusals import check_trained
+from zerocore.model.units import UnitPlanned
+from zerocore.options.config import Communication, ShardConfig
+from zerocore.options.offload import Offload
+from zerocore.sharding.builder import Kind, Sharding
+
+
+def collect_rows(root: Root, kind: Kind) -> Sharding:
+    """All groups with parameters as units; raises ValueError, RuntimeError or NotImplementedError
+    if the model cannot be trained like this."""
+    meshes = list(dict.fromkeys([root.group.mesh, *(group.mesh for _, group in root.groups)]))
+    for path, group in root.groups:
+        group.path = path
+    for number, group in enumerate(root.with_params()):
+        group.unit = number
+    ranks = [ranks_of(mesh, "mesh") for mesh in meshes]
+    _check(root, set(ranks[0].members))
+    ranks = [_with_near(root, mesh, each) for mesh, each in zip(meshes, ranks, strict=True)]
+    units = [
+        UnitPlanned(
+            _name_of(root, group),
+            group.modules,
+            group.params,
+            mesh=meshes.index(group.mesh),
+            stays=group.stays,
+            near=group.num_near > 1,
+            extensions=extensions_of(group),
+        )
+        for group in root.with_params()
+    ]
+    return Sharding(
+        model=root.module,
+        called=root.group.modules,
+        kind=kind,
+        config=_config_of(root),
+        units=units,
+        ranks=ranks[0],
+        meshes=tuple(ranks),
+        device=device_of(root.group.mesh),
+        stall_seconds=stall_seconds(),
+    )
+
+
+def _name_of(root: Root, group: Group) -> str:
+    name = group.path or type(root.module).__name__
+    is_sibling = group_of(group.modules[0]) is not group
+    return f"{name} over {group.mesh.mesh_dim_names}" if is_sibling else name
+
+
+def _config_of(root: Root) -> ShardConfig:
+    groups = root.with_params()
+    leaves = any(group.offloads for group in groups)
+    return ShardConfig(
+        communication=Communication(
+            accumulate="full",
+            retain_last=not root.group.reshard_after_forward,
+            overlap_reductions=all(group.overlaps_reductions for _, group in root.groups),
+        ),
+        offload=Offload(gradients="cpu", parameters="cpu") if leaves else None,
+        has_wire_dtype=any(wire_dtype_of(group.policy) is not None for group in groups),
+    )
+
+
+def _with_near(root: Root, mesh: DeviceMesh, ranks: Ranks) -> Ranks:
+    numbers = sorted({group.num_near for _, group in root.groups if group.mesh == mesh} - {1})
+    if len(numbers) > 1:
+        raise NotImplementedError(
+            f"reshard_after_forward={numbers[0]} and {numbers[1]}: zerocore.fsdp takes one "
+            "number of ranks for a mesh"
+        )
+    return with_near(ranks, numbers[0] if numbers else None)
+
+
+def _check(root: Root, members: set[int]) -> None:
+    _check_ties(root)
+    if len({group.offloads for group in root.with_params()}) > 1:
+        raise NotImplementedError(
+            "offload_policy: some modules of this model have a CPUOffloadPolicy and others do "
+            "not; zerocore.fsdp takes one policy for a model"
+        )
+    if len({wire_dtype_of(group.policy) is None for group in root.with_params()}) > 1:
+        raise NotImplementedError(
+            "mp_policy: some modules of this model have a wire_dtype and others do not; "
+            "zerocore.fsdp sums all gradients of a model in one way"
+        )
+    for name, group in root.groups:
+        if not set(group.mesh.mesh.flatten().tolist()) <= members:
+            raise ValueError(
+                f"module '{name}' is sharded over {group.mesh}, the root over "
+                f"{root.group.mesh}; zerocore.fsdp takes a mesh of the root's ranks"
+            )
+        for param in group.params:
+            param.take_registered()
+            check_trained(param.fqn, param.shard)
+        _check_device(name, group)
+        note_extensions(group)
+
+
+def _check_ties(root: Root) -> None:
+    paths = {module: name for name, module in root.module.named_modules()}
+    names: dict[object, str] = {}
+    params: list[tuple[str, Extent | None]] = []
+    for param in root.params():
+        owner, key = param.owners[0]
+        fqn = f"{paths[owner]}.{key}" if paths.get(owner) else param.fqn
+        params.append((fqn, param.extent))
+        keys: list[object] = [param.origin]
+        if param.extent is not None:
+            keys.append((param.extent.key, param.shard.requires_grad))
+        for each in keys:
+            if each in names:
+                raise ValueError(
+                    f"Parameter '{fqn}' is shared with a parameter already managed by another "
+                    f"FSDP group ('{names[each]}'). For shared/tied parameters, use "
+                    "fully_shard([module_a, module_b]) to place them in the same FSDP group."
+                )
+        names.update(dict.fromkeys(keys, fqn))
+    check_apart(params, [root.module])
+
+
+def _check_device(name: str, group: Group) -> None:
+    prefix = f"{name}." if name else ""
+    on_meta = [f"{prefix}{param.fqn}" for param in group.params if param.shard.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {on_meta}\nFor example, call "
+            "module.to_empty(device) to materialize to device and call "
+            "module.reset_parameters() on each module to initialize values."
+        )
+    elsewhere = [
+        (f"{prefix}{param.fqn}", param.shard.device)
+        for param in group.params
+        if group.offloads and param.shard.device.type != "cpu"
+    ]
+    if elsewhere:
+        raise RuntimeError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
+            'For example, load a CPU state dict or call module.to_empty(device="cpu"). '
+            f"Found following parameters on non-CPU device: {elsewhere}"
+        )

@@ -1,0 +1,307 @@
+"""The collector of ``shard``: finds units and meshes, checks them, and hands them to the builder.
+
+A mistake on one rank is an error on all. The module also compares the ranks' parameters before the
+first rank's values overwrite those of the others. Most programs want that: they set no seed, or
+load on the first rank only. Programs whose ranks hold parts of their own do not: experts, or parts
+of matrices. See docs/behaviour.md for the rule.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from zerocore.common import late
+from zerocore.common.agreement import (
+    bits_of,
+    checksum,
+    differing,
+    gather_objects,
+    ranks_by_value,
+)
+from zerocore.common.alarm import stall_seconds
+from zerocore.common.quantities import parse_nbytes
+from zerocore.hooks.optimizer_rules import earlier_optimizers, take_over
+from zerocore.hooks.registration import watch_registrations, watch_state_dicts
+from zerocore.model.casting import cast_around_kept
+from zerocore.model.materialize import InitFn, materialize_buffers
+from zerocore.model.memory import check_apart
+from zerocore.model.parameter_meshes import (
+    assign_parts,
+    choices_on,
+    find_parts,
+    find_ranges,
+    find_sizes,
+    find_tensor_ranks,
+    split_replicated,
+    with_tensor_ranks,
+)
+from zerocore.model.ranks import Ranks, check_levels, local_gpu, with_near
+from zerocore.model.refusals import check_kinds
+from zerocore.model.state import ShardState, find_state
+from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
+from zerocore.options.config import ShardConfig
+from zerocore.sharding.builder import Sharding, agreed, build, named
+from zerocore.sharding.extensions import check_options, split_several
+from zerocore.sharding.flat import Flat, types_of
+
+
+def shard_model(
+    model: nn.Module,
+    make_config: Callable[[], ShardConfig],
+    ranks: Ranks,
+    *,
+    units: Sequence[UnitChoice] | None = None,
+    device: torch.device | None = None,
+    init_fn: InitFn | None = None,
+    memory_budget: str | int | None = None,
+    groups: Any = None,
+) -> ShardState:
+    """Shards ``model`` in place; arguments as of :func:`zerocore.shard`. A mistake is an error on
+    every rank, also of ``make_config``, which may fail on one rank only."""
+
+    def collect() -> Sharding:
+        found = _collected(model, make_config(), ranks, units, device)
+        found = _checked(_on_meshes(replace(found, init_fn=init_fn), groups))
+        return found if found.tensor_ranks is not None else _within(found, memory_budget)
+
+    sharding = agreed(ranks, collect)
+    if sharding.tensor_ranks is not None:
+        sharding = _over_all(sharding, sharding.tensor_ranks, memory_budget)
+    params = [choice.param for unit in sharding.units for choice in unit.params]
+    earlier = earlier_optimizers(params)
+    if sharding.config.sync_params:
+        check_same_values(sharding)
+    find_sizes(sharding.units, sharding.parts, sharding.device)
+    if (mixed := sharding.config.mixed_precision) is not None:
+        cast_around_kept(model, mixed)  # by the dtypes that parameters have now
+    state = build(sharding)
+    state.part_ranges = find_ranges(state)
+    materialize_buffers(model, state.device, init_fn)
+    watch_state_dicts(model, state)
+    watch_registrations(model, state)
+    take_over(earlier, state.ranks)
+    state.given_ranks = ranks
+    state.given_units = units and _without_modules(model, units)
+    return state
+
+
+def _without_modules(model: nn.Module, units: Sequence[UnitChoice]) -> Sequence[UnitChoice]:
+    """The same choice of units for a copy of the model: modules are named."""
+    if not any(isinstance(unit, nn.Module) for unit in units):
+        return units
+    names = {module: name for name, module in model.named_modules()}
+    return [names[unit] if isinstance(unit, nn.Module) else unit for unit in units]
+
+
+def _collected(
+    model: nn.Module,
+    config: ShardConfig,
+    ranks: Ranks,
+    units: Sequence[UnitChoice] | None,
+    device: torch.device | None,
+) -> Sharding:
+    """All parameters, by unit."""
+    _check_model(model)
+    ranks = _with_near(ranks, config)
+    known = replace(config.communication, regather=ranks.num_near)  # ranks compare no groups
+    config = replace(config, communication=known)
+    check_kinds(model, ranks.world_size)
+    chosen = split_several(choose_units(model, units), config)
+    return Sharding(
+        model=model,
+        called=[model],
+        kind=Flat(),
+        config=config,
+        units=chosen,
+        ranks=ranks,
+        meshes=(ranks,),
+        device=_find_device(chosen, device),
+        stall_seconds=stall_seconds(),
+    )
+
+
+def _on_meshes(sharding: Sharding, groups: Any) -> Sharding:
+    """With the meshes of parameters that not all ranks share, each unit on one of them."""
+    ranks, units = sharding.ranks, sharding.units
+    parts = find_parts(groups, ranks)
+    check_apart(
+        [(each.fqns[0], each.extent) for unit in units for each in unit.params], [sharding.model]
+    )
+    units = assign_parts(units, [part.pattern for part in parts])
+    tensor_ranks = find_tensor_ranks(units, ranks, bool(parts))
+    if tensor_ranks is not None:
+        units = split_replicated(units, len(parts) + 1)
+    meshes = (ranks, *(part.ranks for part in parts))
+    return replace(sharding, units=units, meshes=meshes, parts=parts, tensor_ranks=tensor_ranks)
+
+
+def _checked(sharding: Sharding) -> Sharding:
+    """Itself; raises for options that its parameters or meshes do not take."""
+    config = sharding.config
+    if config.communication.replicas_share is not None:
+        _check_shared(sharding)
+    _check_types(sharding.units, config)
+    check_options(sharding.units, config)
+    if config.offload is not None:
+        config.offload.check_path()
+    return sharding
+
+
+def _over_all(sharding: Sharding, group: ProcessGroup, memory_budget: str | int | None) -> Sharding:
+    """With a mesh of the ranks of tensor parallelism, too, which agree; collective."""
+    ranks = with_tensor_ranks(sharding.ranks, group, sharding.device)
+    found = replace(sharding, ranks=ranks, meshes=(*sharding.meshes, ranks))
+    facts = [found.config, *(unit.name for unit in found.units)]
+    return named(ranks, lambda: _within(found, memory_budget), lambda _: facts)
+
+
+def _within(sharding: Sharding, memory_budget: str | int | None) -> Sharding:
+    """Itself; raises ValueError if it takes more than the budget."""
+    if memory_budget is not None:
+        budget = parse_nbytes(memory_budget, "memory_budget")
+        facts = sharding.model, sharding.units, sharding.config, sharding.meshes
+        late.call("check_budget", *facts, budget)
+    return sharding
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard expects an nn.Module, got {type(model)}")
+    if find_state(model) is not None:
+        raise ValueError(
+            f"this {type(model).__name__} (or a part of it) is sharded already; shard once, the "
+            "outermost model"
+        )
+
+
+def _with_near(ranks: Ranks, config: ShardConfig) -> Ranks:
+    regather = config.communication.regather
+    if regather is not None and not config.placements.parameters:
+        raise ValueError(
+            f"regather: stage {config.stage} gathers parameters once a step; leave it out, or use "
+            "stage=3"
+        )
+    return with_near(ranks, regather)
+
+
+def _check_shared(sharding: Sharding) -> None:
+    ranks, config = sharding.ranks, sharding.config
+    near = None if ranks.num_near == 1 else ranks.num_near
+    others: dict[str, Any] = {"groups=": sharding.parts or None, "offload=": config.offload}
+    others |= {"regather": near, "tensor parallelism": sharding.tensor_ranks}
+    for name, given in others.items():
+        if given is not None:
+            raise ValueError(
+                f"replicas_share='optimizer' with {name} is not built; leave one of them out"
+            )
+    check_levels(ranks, config.stage)
+
+
+def _find_device(units: Sequence[UnitPlanned], device: torch.device | None) -> torch.device:
+    found: dict[torch.device, str] = {}
+    for unit in units:
+        for choice in (*unit.params, *unit.several):
+            if not choice.tensor.is_meta:
+                found.setdefault(choice.tensor.device, choice.fqns[0])
+    if len(found) > 1:
+        places = ", ".join(f"'{fqn}' on {where}" for where, fqn in found.items())
+        raise ValueError(f"parameters are on different devices: {places}; move the model to one")
+    if device is not None:
+        chosen = torch.device(device)
+        # Memory of "cuda" without an index would count as of another device than "cuda:0".
+        if chosen.type not in ("cpu", "meta") and chosen.index is None:
+            is_cuda = chosen.type == "cuda"
+            index = torch.get_device_module(chosen).current_device()
+            chosen = local_gpu() if is_cuda else torch.device(chosen.type, index)
+        return chosen
+    if found:
+        return next(iter(found))
+    return local_gpu() if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _check_types(units: Sequence[UnitPlanned], config: ShardConfig) -> None:
+    choices = [choice for unit in units for choice in unit.params]
+    if config.mixed_precision is not None:
+        config.mixed_precision.check_names([choice.fqns[0] for choice in choices])
+    for choice in choices:
+        types_of(choice, config)
+
+
+_log = logging.getLogger("zerocore")
+
+
+def check_same_values(sharding: Sharding) -> None:
+    """Says which parameters have other values on other ranks; collective. Raises ValueError if
+    groups of ranks hold values of their own; names parameters and ranks."""
+    own = [choices_on(sharding.units, mesh) for mesh in range(len(sharding.meshes))]
+    plain = [choice for choice in own[0] if choice.spec is None]
+    own[0] = [choice for choice in own[0] if choice.spec is not None]
+    pairs = zip(sharding.meshes, own, strict=True)
+    for ranks, choices in ((sharding.ranks, plain), *pairs):
+        chosen = [choice for choice in choices if not choice.tensor.is_meta]
+        if ranks.groups and chosen:
+            _compare_values(ranks, chosen, sharding.device)
+
+
+def _compare_values(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.device) -> None:
+    with torch.no_grad():
+        numbers = torch.stack([checksum(choice.tensor).to(device) for choice in chosen])
+    if not (places := differing(ranks.groups, numbers)):
+        return
+    own = [int(numbers[place]) for place in places]
+    tables = gather_objects(ranks.groups, [own], device)
+    same = [choice for place, choice in enumerate(chosen) if place not in set(places)]
+    if all(_is_constant(choice.tensor) for choice in same):
+        return  # nothing was the same but by its rule: the ranks have drawn all numbers
+    classes = {
+        chosen[place].fqns[0]: ranks_by_value(enumerate(column))
+        for place, column in zip(places, zip(*tables, strict=True), strict=True)
+    }
+    _refuse_parts(classes)
+    # Where the others agree with each other, the first rank has loaded what they have not.
+    ambiguous = [name for name, parts in classes.items() if parts[0] != [0] or len(parts) != 2]
+    if len(tables) == 2:
+        ambiguous = list(classes)
+    if ambiguous and ranks.rank == 0:
+        _log.warning(
+            "the ranks have different values of %s, and the same of others, as '%s'. Rank 0's are "
+            "taken. Parts of a model that each rank has by itself (experts, tensor parallelism) "
+            "would be lost: name them in groups=. Otherwise set one seed on all ranks",
+            _listed(ambiguous),
+            next(choice.fqns[0] for choice in same if not _is_constant(choice.tensor)),
+        )
+
+
+def _refuse_parts(classes: dict[str, list[list[int]]]) -> None:
+    parts = {
+        name: ranks
+        for name, ranks in classes.items()
+        if len(ranks[0]) > 1 and len({len(each) for each in ranks}) == 1
+    }
+    if parts:
+        first = next(iter(parts.values()))
+        raise ValueError(
+            f"group: ranks {', '.join(map(str, first[0]))} have other values of {_listed(parts)} "
+            f"than ranks {', '.join(map(str, first[1]))}, and the same of other parameters: parts "
+            "of a model that several ranks share (experts, tensor parallelism) cannot be sharded "
+            "over all of them. Name them in groups=, with the ranks that hold the same values. If "
+            "rank 0's are meant for all, set one seed on all ranks before the model is built"
+        )
+
+
+def _listed(names: Sequence[str] | dict[str, list[list[int]]]) -> str:
+    shown = ", ".join(f"'{name}'" for name in list(names)[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _is_constant(param: torch.Tensor) -> bool:
+    """Whether all elements are equal, as biases and norms are when they are made."""
+    bits = bits_of(param)
+    return bool((bits == bits[:1]).all())
