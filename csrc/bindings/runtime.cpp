@@ -11,10 +11,10 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "engine/offload/step_worker.h"
 #include "plan/pool_map.h"
 #include "runtime/control_channel.h"
 #include "runtime/host_memory.h"
-#include "runtime/host_threads.h"
 #include "runtime/registered_memory.h"
 #include "runtime/stream.h"
 #include "watch/alarm.h"

@@ -1,9 +1,12 @@
 // Ids and small value types that every layer shares.
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 
 namespace zerocore {
 
@@ -108,5 +111,13 @@ struct Range {
   }
   bool operator==(const Range& other) const = default;
 };
+
+// The text of an error.
+
+// Without the stack that torch's errors have.
+inline const char* message_of(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error == nullptr ? error.what() : torch_error->what_without_backtrace();
+}
 
 } // namespace zerocore

@@ -1,18 +1,11 @@
 // The emulated link: a c10d backend for one process that plays one rank of N.
-//
-// Note [Mirrors]
-// The peers mirror this rank: whatever they send equals what this rank sends. So a
-// gather fills every slice with this rank's data; a reduction of N equal values is N times the
-// value (sum), the value (average, minimum, maximum, bitwise and, or), N * factor times it (premul
-// sum); a reduce-scatter is that of this rank's slice; a broadcast changes nothing, whoever is the
-// root; an all-to-all receives from every peer what this rank sends to itself. A training step is
-// therefore that of a single process whose batch every rank sees. Send and receive do not exist:
-// a mirror of rank 0 never sends what rank 0 expects from rank 1.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -21,10 +14,50 @@
 #include <vector>
 
 #include "emulation/emulated_link.h"
-#include "emulation/mirrored_call.h"
+#include "emulation/emulated_work.h"
 
 namespace zerocore {
 
+// A collective of the emulated group as it is put together: what moves, where each peer mirrors
+// this rank, and how many bytes cross the link.
+class MirroredCall {
+ public:
+  MirroredCall(
+      const c10d::Backend& group,
+      c10d::OpType op,
+      Traffic traffic,
+      bool async,
+      int64_t nbytes = 0,
+      std::vector<at::Tensor> outputs = {});
+
+  // The values of all ranks under a reduction.
+  Combination combination(const c10d::ReduceOp& op) const;
+  // One move. Throws ValueError where the tensors do not match.
+  void add(const at::Tensor& to, const at::Tensor& from, Combination how);
+  // Every rank's slice of `full` is what `own` is; `own` may be this rank's.
+  void gather(const at::Tensor& full, const at::Tensor& own);
+  // `shard` is this rank's slice of the reduced `full`.
+  void reduce(const at::Tensor& shard, const at::Tensor& full, const c10d::ReduceOp& op);
+
+  Traffic traffic;
+  int64_t nbytes;
+  Transfer transfer; // its time follows from traffic and bytes
+
+ private:
+  // `full` has a slice for each rank.
+  void check_slices(const char* what, const at::Tensor& full, const at::Tensor& slice) const;
+
+  int rank_, size_;
+};
+
+// Note [Mirrors]
+// The peers mirror this rank: whatever they send equals what this rank sends. So a
+// gather fills every slice with this rank's data; a reduction of N equal values is N times the
+// value (sum), the value (average, minimum, maximum, bitwise and, or), N * factor times it (premul
+// sum); a reduce-scatter is that of this rank's slice; a broadcast changes nothing, whoever is the
+// root; an all-to-all receives from every peer what this rank sends to itself. A training step is
+// therefore that of a single process whose batch every rank sees. Send and receive do not exist:
+// a mirror of rank 0 never sends what rank 0 expects from rank 1.
 class EmulatedGroup final : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;

@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "common/error_text.h"
+#include "common/types.h"
 #include "watch/watchdog.h"
 
 namespace zerocore {

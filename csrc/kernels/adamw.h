@@ -15,7 +15,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels/host_device.h"
 #include "kernels/scaling.h"
 
 namespace zerocore::kernels {

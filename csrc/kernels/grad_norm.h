@@ -2,7 +2,6 @@
 // header.
 #pragma once
 
-#include "kernels/host_device.h"
 #include "kernels/scaling.h"
 
 namespace zerocore::kernels {

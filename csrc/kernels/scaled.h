@@ -14,7 +14,7 @@
 #include <cstring>
 
 #include "common/math.h"
-#include "kernels/host_device.h"
+#include "kernels/scaling.h"
 
 namespace zerocore::kernels {
 

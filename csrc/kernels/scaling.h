@@ -1,14 +1,19 @@
 // Scales and sums one element on its way between tensors and flat buckets. No torch header.
-//
-// The element types are whatever the loops instantiate: anything that casts to and from the type
-// that it is computed in.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/host_device.h"
+// Marks what the CPU loops and the CUDA kernels both compile.
+#ifdef __CUDACC__
+#define ZEROCORE_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define ZEROCORE_HOST_DEVICE inline
+#endif
 
 namespace zerocore::kernels {
+
+// The element types are whatever the loops instantiate: anything that casts to and from the type
+// that it is computed in.
 
 // The type in which values on their way to T are scaled and summed.
 template <typename T>

@@ -16,7 +16,7 @@
 #include <cstdint>
 
 #include "common/types.h"
-#include "kernels/host_device.h"
+#include "kernels/scaling.h"
 
 namespace zerocore::kernels {
 

@@ -8,8 +8,8 @@
 
 #include <utility>
 
-#include "common/error_text.h"
 #include "common/math.h"
+#include "common/types.h"
 #include "runtime/bucket.h"
 
 namespace zerocore {

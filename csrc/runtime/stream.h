@@ -1,12 +1,4 @@
 // Streams by role and events between them; on the CPU both are empty and every call a no-op.
-//
-// Works on any device through c10's device guard interface, so no CUDA header is needed here.
-//
-// Note [Waits that are needed]
-// Every stream keeps a vector clock: the last work of each stream that its own work runs behind.
-// An event carries the clock of the stream it was recorded on, so a wait that would order nothing
-// new is left out. It saves calls to the driver, and it lets the checker demand that every wait
-// that remains is one without which something would break.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,6 +8,8 @@
 #include <c10/core/StreamGuard.h>
 
 #include <array>
+#include <cstddef>
+#include <cstdint>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
@@ -25,9 +19,68 @@
 #include <vector>
 
 #include "common/types.h"
-#include "runtime/hand_over.h"
 
 namespace zerocore {
+
+// A log of who touches which memory and what orders it, for a checker to replay.
+//
+// On the CPU it stands in for streams: everything runs at once in the host's order, while the log
+// says on which stream it would have run and which events ordered it. Compute may go from stream to
+// stream: an epoch lasts as long as it is on one.
+
+enum class HandOverKind : uint8_t { Record, Wait, Read, Write };
+
+struct HandOver {
+  HandOverKind kind = HandOverKind::Record;
+  StreamRole role = StreamRole::Compute;
+  StreamRole source = StreamRole::Compute; // Record, Wait: the stream of the event
+  int compute = 0, source_compute = 0; // which compute stream, where the role is Compute
+  int64_t event = -1; // Record, Wait: number of the event, counted by epoch and stream
+  uintptr_t begin = 0, end = 0; // Read, Write: addresses that are touched
+  std::string what, unit; // Read, Write
+};
+
+class HandOverLog {
+ public:
+  // The compute stream of this process is now number `stream`; 0 at first. The caller orders it
+  // behind the one before, so the logs say that it is.
+  static void set_compute_stream(int stream);
+  // Begins another epoch if that is another stream than in the last one; true then.
+  bool follow_compute_stream();
+
+  void add_record(StreamRole role, int64_t event);
+  // `event_epoch`: in which the event was recorded.
+  void add_wait(StreamRole role, StreamRole source, int64_t event, int64_t event_epoch);
+  // A stream reads or writes the memory.
+  void add_access(
+      StreamRole role,
+      HandOverKind kind,
+      const void* memory,
+      size_t nbytes,
+      std::string what,
+      std::string unit);
+
+  const std::vector<HandOver>& entries() const {
+    return entries_;
+  }
+
+ private:
+  HandOver& add(HandOverKind kind, StreamRole role);
+  int64_t epoch() const {
+    return static_cast<int64_t>(compute_.size()) - 1;
+  }
+
+  std::vector<HandOver> entries_;
+  std::vector<int> compute_ = {0}; // by epoch: the compute stream
+};
+
+// Works on any device through c10's device guard interface, so no CUDA header is needed here.
+//
+// Note [Waits that are needed]
+// Every stream keeps a vector clock: the last work of each stream that its own work runs behind.
+// An event carries the clock of the stream it was recorded on, so a wait that would order nothing
+// new is left out. It saves calls to the driver, and it lets the checker demand that every wait
+// that remains is one without which something would break.
 
 // By StreamRole: how many events of that stream lie behind.
 using StreamClock = std::array<int64_t, kNumStreamRoles>;

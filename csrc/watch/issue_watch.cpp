@@ -7,8 +7,8 @@
 #include <string_view>
 #include <utility>
 
-#include "common/error_text.h"
 #include "common/math.h"
+#include "common/types.h"
 #include "watch/alarm.h"
 #include "watch/issue_guard.h"
 

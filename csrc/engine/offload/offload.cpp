@@ -3,7 +3,7 @@
 
 #include <c10/core/DeviceGuard.h>
 
-#include "common/error_text.h"
+#include "common/types.h"
 #include "engine/graph/autograd.h"
 
 namespace zerocore {

@@ -7,8 +7,6 @@
 
 #include <utility>
 
-#include "runtime/host_threads.h"
-
 namespace zerocore {
 
 StepWorker::~StepWorker() {

@@ -1,7 +1,10 @@
 // A thread that carries out work for units, one piece after the other.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+#include <omp.h>
 
 #include <condition_variable>
 #include <cstdint>
@@ -16,6 +19,16 @@
 #include "runtime/trace.h"
 
 namespace zerocore {
+
+// How many threads share the loops that the calling thread runs, of that one alone:
+// at::parallel_for, which the CPU's kernels use, gives its work to up to so many threads, this one
+// included. Other threads keep theirs, also those that are started later; at::set_num_threads()
+// would be the default of these.
+inline void use_host_threads(int num_threads) {
+  TORCH_CHECK_VALUE(num_threads >= 1, "expected 1 thread or more, got ", num_threads);
+  at::get_num_threads(); // the first call of a thread sets what torch would
+  omp_set_num_threads(num_threads);
+}
 
 // One thread submits and waits. The thread of the worker begins with the first piece of work, and
 // gives the CPU's loops to `num_threads`, itself included. Its current device is `device`: a wait

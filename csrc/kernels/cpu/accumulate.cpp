@@ -2,10 +2,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/cpu/clones.h"
 #include "kernels/cpu/loops.h"
 #include "kernels/cpu/scale.h"
-#include "kernels/cpu/stream.h"
+#include "kernels/cpu/vectors.h"
 
 namespace zerocore::kernels::cpu {
 

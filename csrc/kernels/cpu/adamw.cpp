@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/cpu/clones.h"
 #include "kernels/cpu/loops.h"
+#include "kernels/cpu/vectors.h"
 
 namespace zerocore::kernels::cpu {
 

@@ -4,7 +4,7 @@
 
 #include "kernels/cpu/loops.h"
 #include "kernels/cpu/scale.h"
-#include "kernels/cpu/stream.h"
+#include "kernels/cpu/vectors.h"
 
 namespace zerocore::kernels::cpu {
 

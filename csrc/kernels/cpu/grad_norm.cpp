@@ -6,10 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/cpu/clones.h"
-#include "kernels/cpu/fetch.h"
-#include "kernels/cpu/half.h"
 #include "kernels/cpu/loops.h"
+#include "kernels/cpu/vectors.h"
 
 namespace zerocore::kernels::cpu {
 

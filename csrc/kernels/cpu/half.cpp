@@ -1,7 +1,5 @@
 // Loops over float16 with the processor's own casts.
-#include "kernels/cpu/half.h"
-
-#include "kernels/cpu/fetch.h"
+#include "kernels/cpu/vectors.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>

@@ -3,9 +3,7 @@
 
 #include <type_traits>
 
-#include "kernels/cpu/clones.h"
-#include "kernels/cpu/fetch.h"
-#include "kernels/cpu/half.h"
+#include "kernels/cpu/vectors.h"
 #include "kernels/scaling.h"
 
 namespace zerocore::kernels::cpu {

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "kernels/cpu/clones.h"
 #include "kernels/cpu/loops.h"
+#include "kernels/cpu/vectors.h"
 #include "kernels/scaling.h"
 
 namespace zerocore::kernels::cpu {
