@@ -136,6 +136,14 @@ py::dict agreed(const PyEngine& self) {
       py::arg("num_messages") = counts.num_messages);
 }
 
+// Binds a method of a unit with its number in front.
+template <typename Result, typename... Args>
+auto of_unit(Result (Unit::*called)(Args...) const) {
+  return [called](PyEngine& self, UnitId unit, Args... args) -> Result {
+    return (self.engine->unit(unit).*called)(args...);
+  };
+}
+
 void register_setup(py::class_<PyEngine>& engine) {
   engine
       .def(
@@ -145,26 +153,14 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("device"),
           py::arg("units"),
           py::arg("order"))
-      .def(
-          "make_full",
-          [](PyEngine& self, UnitId unit, int i) { return self.engine->unit(unit).make_full(i); })
-      .def(
-          "make_shard",
-          [](PyEngine& self, UnitId unit, int i) { return self.engine->unit(unit).make_shard(i); })
-      .def(
-          "make_model_shard",
-          [](PyEngine& self, UnitId unit, int i) {
-            return self.engine->unit(unit).make_model_shard(i);
-          })
+      .def("make_full", of_unit(&Unit::make_full))
+      .def("make_shard", of_unit(&Unit::make_shard))
+      .def("make_model_shard", of_unit(&Unit::make_model_shard))
+      .def("holds_values", of_unit(&Unit::holds_values))
       .def(
           "spec",
           [](PyEngine& self, UnitId unit, int i) -> ParamSpec {
             return self.engine->unit(unit).params().at(i).spec;
-          })
-      .def(
-          "holds_values",
-          [](PyEngine& self, UnitId unit, int i) {
-            return self.engine->unit(unit).holds_values(i);
           })
       .def("make_grad", method(&Reducer::make_grad))
       .def("bind_grad", method(&GradViews::bind))
@@ -346,7 +342,7 @@ int64_t sum_of_units(const PyEngine& self, int64_t (*nbytes_of)(const Unit&)) {
 }
 
 void register_figures(py::class_<PyEngine>& engine) {
-  engine.def("layout", [](PyEngine& self, UnitId unit) { return self.engine->unit(unit).layout(); })
+  engine.def("layout", of_unit(&Unit::layout))
       .def(
           "releases",
           [](PyEngine& self, UnitId unit) {

@@ -64,8 +64,7 @@ bool Engine::is_in_use() const {
          });
 }
 
-// What calls under way have gathered arrives, and what they have changed in place gets to the
-// shards.
+// Gathers of calls under way arrive, and the shards take what these calls have written in place.
 void Engine::begin_inner_step() {
   lifecycle_.gather_late();
   finish_gathers(); // those ahead must not meet the update
@@ -89,7 +88,7 @@ void Engine::end_inner_step() {
     if (unit->is_fresh()) {
       continue;
     }
-    lifecycle_.take_change(id);
+    lifecycle_.invalidate(id);
     // The order of calls may be in a call that this rank skips; it does not release the unit.
     const bool stays = unit->context().mesh.shards_parameters && schedule_.is_resident(id);
     if (stays || schedule_.is_active(id)) {
@@ -133,7 +132,7 @@ bool Engine::gather_behind_step() {
   const at::NoGradGuard no_grad;
   for (const UnitId id : updated) {
     lifecycle_.check_homes(id);
-    units_[id]->take_changes();
+    units_[id]->cast_changes();
   }
   lifecycle_.order_gathers();
   for (const UnitId id : updated) {

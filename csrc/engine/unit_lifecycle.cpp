@@ -152,21 +152,21 @@ bool UnitLifecycle::refresh_one(UnitId id) {
     }
     return false;
   }
-  take_change(id);
+  invalidate(id);
   return true;
 }
 
-void UnitLifecycle::take_change(UnitId id) {
+void UnitLifecycle::invalidate(UnitId id) {
   Unit& unit = *units_[id];
   const bool trained = unit.mark_fresh();
   schedule_.invalidate(id, actions_, trained);
   carry_out();
-  unit.take_changes();
+  unit.cast_changes();
 }
 
 void UnitLifecycle::invalidate_changed() {
   for (const auto& unit : units_) {
-    if (!schedule_.is_active(unit->id()) && unit->take_shard_changes()) {
+    if (!schedule_.is_active(unit->id()) && unit->cast_shard_changes()) {
       order_gathers();
       schedule_.invalidate(unit->id(), actions_, /*trained=*/false); // autograd refuses or not
       carry_out();
@@ -175,7 +175,7 @@ void UnitLifecycle::invalidate_changed() {
 }
 
 void UnitLifecycle::regather_changed(UnitId id) {
-  if (units_[id]->take_shard_changes()) {
+  if (units_[id]->cast_shard_changes()) {
     order_gathers();
     schedule_.residency().regather(id, actions_);
     carry_out();

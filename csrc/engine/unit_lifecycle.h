@@ -82,7 +82,7 @@ class UnitLifecycle {
   std::vector<UnitId> refresh_all();
   // The unit's shards have changed: what was gathered is stale. The next gather has to be behind
   // order_gathers().
-  void take_change(UnitId unit);
+  void invalidate(UnitId unit);
   void order_gathers();
   // A backward begins: units whose shards have changed by themselves are gathered again when they
   // are used. The second gathers one that is unsharded already.

@@ -172,6 +172,13 @@ def test_without_grad_nothing_stays() -> None:
     assert not driver.resident
 
 
+def test_a_forward_keeps_the_unit_that_the_one_before_has_retained() -> None:
+    driver = make(chain(1), 1, prefetch=0)
+    driver.forward(chain(1))
+    driver.forward(chain(1))
+    assert driver.collectives == [("unshard", 0)]
+
+
 def test_unused_unit_is_reduced_in_its_turn() -> None:
     driver = make(chain(3), 3, 0)
     tape = driver.forward(chain(3))

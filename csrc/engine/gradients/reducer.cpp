@@ -105,7 +105,7 @@ Reducer::Reducer(
           c10::fmap(
               units,
               [](const auto& unit) { return ReducedUnit{&unit->layout(), unit->context().mesh}; })),
-      shown_(units, context, reduction_),
+      views_(units, context, reduction_),
       touched_(units.size()),
       reduced_(units.size()) {}
 
@@ -138,22 +138,22 @@ void Reducer::reduce(UnitId id) {
   RECORD_USER_SCOPE("zerocore::reduce (" + units_[id]->name() + ")"); // made for a profiler alone
   const at::NoGradGuard no_grad;
   const bool sync = sync_ && units_[id]->settings().syncs;
-  take_changes(id);
+  touch(id);
   if (sync && units_[id]->settings().after_reduce) {
-    shown_.set_apart(id);
+    views_.set_apart(id);
   }
   note_trainable(id);
-  shown_.note_used(id);
+  views_.note_used(id);
   const bool is_reduced = reduction_.reduce(id, sync, *this);
   units_[id]->runner().launch();
   clear_full_grads(id);
   reduced_[id] = reduced_[id] || is_reduced;
 }
 
-void Reducer::take_changes(UnitId id) {
+void Reducer::touch(UnitId id) {
   if (!touched_[id]) {
     offload_.recall(id);
-    shown_.take_changes(id);
+    views_.take_changes(id);
     touched_[id] = true;
   }
 }
@@ -199,20 +199,20 @@ std::vector<bool> Reducer::finish() {
   const at::NoGradGuard no_grad;
   const bool any_reduced = std::find(reduced_.begin(), reduced_.end(), true) != reduced_.end();
   if (any_reduced) {
-    shown_.tell_used();
+    views_.tell_used();
   }
   reduction_.finish(*this);
   if (any_reduced) {
-    shown_.hear_used(reduced_);
+    views_.hear_used(reduced_);
   }
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
     if (touched_[id]) {
       note_use(id);
       after_reduce(id);
-      shown_.show(id, reduced_[id], !reduction_.is_final(id));
+      views_.show(id, reduced_[id], !reduction_.is_final(id));
       offload_.note_shown(id);
     } else if (sync_ && any_reduced && !reduction_.has_local(id)) {
-      shown_.show_averages(id);
+      views_.show_averages(id);
     }
   }
   std::vector<bool> reduced = reduced_;
@@ -232,7 +232,7 @@ void Reducer::after_reduce(UnitId id) {
   for (const at::Tensor& kept : units_[id]->memory().kept_grads()) {
     function(kept);
   }
-  shown_.put_back(id, /*adds=*/true);
+  views_.put_back(id, /*adds=*/true);
 }
 
 void Reducer::reset() {
@@ -245,9 +245,9 @@ void Reducer::reset() {
   reduction_.reset(*this);
   for (UnitId id = 0; id < static_cast<UnitId>(units_.size()); ++id) {
     clear_full_grads(id);
-    shown_.put_back(id, /*adds=*/false);
+    views_.put_back(id, /*adds=*/false);
   }
-  shown_.forget_used();
+  views_.forget_used();
   forget_backward();
 }
 
@@ -292,7 +292,7 @@ bool Reducer::move(const Step& step, UnitMemory& memory) {
       packer_.pack(*units_[step.unit], step, reduction_, memory.whole(step.to, step.region));
       return true;
     case How::Zero:
-      shown_.grad(step.unit, step.param).zero_();
+      views_.grad(step.unit, step.param).zero_();
       return true;
     case How::Copy:
       offload_.offload_grad(

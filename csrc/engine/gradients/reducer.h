@@ -52,7 +52,7 @@ class Reducer final : private Steps {
   at::Tensor make_sums(UnitId unit, int param) const;
   // The tensors of both, as `shard.grad` shows them.
   GradViews& views() {
-    return shown_;
+    return views_;
   }
   // Whether the tensor of make_sums() has this rank's sums.
   bool has_sums(UnitId unit, int param) const {
@@ -98,7 +98,7 @@ class Reducer final : private Steps {
   void run(const Step& step) override;
   bool move(const Step& step, UnitMemory& memory);
   void note_trainable(UnitId unit);
-  void take_changes(UnitId unit);
+  void touch(UnitId unit);
   void clear_full_grads(UnitId unit);
   void after_reduce(UnitId unit);
   void forget_backward();
@@ -108,7 +108,7 @@ class Reducer final : private Steps {
   UnitContext context_;
   Offload& offload_;
   Reduction reduction_;
-  GradViews shown_;
+  GradViews views_;
   GradientPacker packer_;
   bool sync_ = true; // reductions communicate
   bool deferred_ = false;

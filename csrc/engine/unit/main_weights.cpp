@@ -46,7 +46,7 @@ void MainWeights::fill(int region, const at::Tensor& own) const {
   }
 }
 
-void MainWeights::take_changes(int region, int64_t offset, const at::Tensor& own) const {
+void MainWeights::copy_changed(int region, int64_t offset, const at::Tensor& own) const {
   const at::Tensor main = full(region).narrow(0, offset, own.numel());
   const at::Tensor here = own.to(main.device());
   main.copy_(at::where(main.to(own.scalar_type()).eq(here), main, here.to(main.scalar_type())));

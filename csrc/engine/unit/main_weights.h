@@ -48,8 +48,8 @@ class MainWeights {
   void allocate(UnitId id);
   // Takes values of a region.
   void fill(int region, const at::Tensor& own) const;
-  // Takes those model weights of a region that are no rounded main weights.
-  void take_changes(int region, int64_t offset, const at::Tensor& own) const;
+  // Takes over those model weights of a region that are no rounded main weights.
+  void copy_changed(int region, int64_t offset, const at::Tensor& own) const;
   // Casts to model weights, on the compute stream; those on the host are sent.
   void cast() const;
   // Sends weights from the host to the device: between what the compute stream was given and what

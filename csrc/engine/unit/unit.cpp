@@ -155,12 +155,12 @@ void Unit::mark_taken() {
   shards_version_ = versions_.of_shards();
 }
 
-bool Unit::take_shard_changes() {
+bool Unit::cast_shard_changes() {
   const int64_t version = versions_.of_shards();
   if (std::exchange(shards_version_, version) == version) {
     return false;
   }
-  take_changes();
+  cast_changes();
   return true;
 }
 

@@ -115,7 +115,7 @@ class Unit {
   // them, to its shard. A main weight changes only where its model weight was changed.
   void write_back(bool all);
   // The shards have changed: casts main weights to model weights, and sends them to the device.
-  void take_changes() {
+  void cast_changes() {
     note_change();
     cast_main();
   }
@@ -157,7 +157,7 @@ class Unit {
   }
   // False unless the shards were changed by themselves since they were gathered last, or marked as
   // fresh. Then the next gather is one of what they are now.
-  bool take_shard_changes();
+  bool cast_shard_changes();
   // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
   bool is_gathered() const;
   // The unsharded parameter stays and is that of all ranks' shards now, bit for bit; asks no rank.

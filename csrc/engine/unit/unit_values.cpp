@@ -184,7 +184,7 @@ void Unit::write_back(const Bucket& full) {
       const int64_t offset = layout_.offset_in_shard(param, context_.mesh.shard());
       const at::Tensor part = own.narrow(0, offset, size);
       if (main_.has(region)) {
-        main_.take_changes(region, offset, part);
+        main_.copy_changed(region, offset, part);
       }
       if (shards_) {
         shards_->full(region).narrow(0, offset, size).copy_(part);
