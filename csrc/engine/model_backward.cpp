@@ -105,6 +105,7 @@ void ModelCalls::pre_backward(const RecordedCall& recorded, int64_t number) {
       "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
   begin_backward();
   go_through(id);
+  consensus_.go_to_pass(recorded.call.pass);
   consensus_.ask_in_backward(recorded.call);
   lifecycle_.run([&](Actions& out) {
     if (schedule_.pre_backward(recorded.call, out)) {
@@ -171,6 +172,7 @@ void ModelCalls::begin_recompute(UnitId id) {
 // See Note [Recomputed calls]. A lookup that is made again needs the unit, out of turn.
 void ModelCalls::recompute(UnitId id) {
   const auto [place, made] = recomputed_calls_.find(id);
+  consensus_.go_to_pass(place.pass);
   lifecycle_.run([&](Actions& out) { schedule_.reach(place, out); });
   const bool in_turn = schedule_.is_next(made) && schedule_.passes().reads(made);
   const CallHandle call = in_turn ? made : CallHandle{-1, -1, id};

@@ -92,6 +92,14 @@ void OrderConsensus::ask_in_backward(const CallHandle& call) {
   }
 }
 
+// Other ranks may still ask in the pass that this one leaves.
+void OrderConsensus::go_to_pass(int64_t pass) {
+  if (ranks_differ_ && schedule_.leaves_program(pass)) {
+    lifecycle_.run([&](Actions& out) { schedule_.finish_program(out); });
+    serve_others();
+  }
+}
+
 void OrderConsensus::serve_others() {
   if (!ranks_differ_) {
     return;

@@ -37,6 +37,8 @@ class OrderConsensus {
   // the others until all of them gather the unit.
   void ask_in_forward(UnitId unit);
   void ask_in_backward(const CallHandle& call);
+  // Before a backward goes on in the pass: its ranks go from pass to pass together.
+  void go_to_pass(int64_t pass);
   // At the end of a backward in which other ranks may have asked.
   void serve_others();
   // The others hear of it while this rank goes on to its loss, unless there is much to say.

@@ -138,6 +138,10 @@ class Schedule {
   bool is_next(const CallHandle& call) const;
   // True as pre_backward; a call that is not next in the order has none here (pass -1).
   bool recompute(const CallHandle& call, Actions& out);
+  // Whether a backward that goes on in the pass leaves another one's program.
+  bool leaves_program(int64_t pass) const {
+    return backward_ >= 0 && pass >= 0 && pass < backward_ && passes_.records(pass);
+  }
   // Whether pre_backward is going to unshard the unit out of turn.
   bool is_out_of_turn(const CallHandle& call) const;
   // Carries out the rest of the backward's program; gradients still to come are reduced at its end.

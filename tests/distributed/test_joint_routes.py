@@ -27,20 +27,16 @@ def joint_loss(model: nn.Module, step: int) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def one_backward(stage: int) -> str:
-    """The alarm's error; empty where training is that of one process."""
+def one_backward(stage: int) -> None:
+    """Trains as one process does."""
     torch.manual_seed(0)
     plain: nn.Module = Routed()
     model = wrap("zerocore", copy.deepcopy(plain), stage)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(8):
-        losses = []
-        try:
-            for each in (plain, model):
-                losses.append(joint_loss(each, step))
-                losses[-1].backward()
-        except dist.DistBackendError as error:
-            return str(error)
+        losses = [joint_loss(each, step) for each in (plain, model)]
+        for loss in losses:
+            loss.backward()
         torch.testing.assert_close(losses[0], losses[1])
         for param in plain.parameters():
             dist.all_reduce(param.grad)
@@ -50,16 +46,11 @@ def one_backward(stage: int) -> str:
             optimizer.zero_grad()
     full = zerocore.full_state_dict(model, rank0_only=False)
     torch.testing.assert_close(full, dict(plain.state_dict()))
-    return ""
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_one_backward_through_several_checkpointed_ways(stage: int, world_size: int) -> None:
-    """At stage 3 it may be an error, which names what each rank is in; on all of them."""
-    outcomes = run_to_end(one_backward, world_size, stage, timeout=90, group_timeout=600.0)
-    told = [outcome.value for outcome in outcomes]
-    if told != [""] * world_size:
-        assert stage == 3 and all(text and "'shared'" in text for text in told), told
+    run_ranks(one_backward, world_size, stage, timeout=90)
 
 
 class Chain(nn.Module):
