@@ -8,7 +8,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/keyword_type.h"
-#include "bindings/registrar.h"
+#include "bindings/py_engine.h"
 #include "engine/engine.h"
 
 namespace py = pybind11;

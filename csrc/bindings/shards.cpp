@@ -12,7 +12,7 @@
 #include "bindings/bindings.h"
 #include "bindings/exchange.h"
 #include "engine/graph/autograd.h"
-#include "engine/unit/data_writes.h"
+#include "engine/unit/unit_param.h"
 #include "runtime/bucket.h"
 
 namespace zerocore {

@@ -112,9 +112,7 @@ struct Range {
   bool operator==(const Range& other) const = default;
 };
 
-// The text of an error.
-
-// Without the stack that torch's errors have.
+// The text of an error without the stack that torch's errors have.
 inline const char* message_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   return torch_error == nullptr ? error.what() : torch_error->what_without_backtrace();

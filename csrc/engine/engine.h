@@ -1,12 +1,4 @@
 // The one object that Python holds: owns the parts, and does the work between passes.
-//
-// Note [Gathers behind a step]
-// Where full parameters stay, an optimizer's step has changed this rank's part of them. The gathers
-// of the other parts begin when the step ends, on all ranks, so that later reads and forwards ask
-// no rank; they wait for the units that they use. A unit is gathered when optimizers have updated
-// all of its trained parameters: several that share a unit cost one gather. Other changes are
-// gathered by the forward, and so are updates on the host, which go on behind the step, and those
-// of a step inside of a call, where ranks may be at different units.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,13 +8,45 @@
 #include <string>
 #include <vector>
 
-#include "engine/exchange.h"
 #include "engine/model_calls.h"
 #include "engine/order_consensus.h"
 #include "engine/resources.h"
+#include "engine/unit/unit_context.h"
 #include "engine/unit_lifecycle.h"
 
 namespace zerocore {
+
+// All-to-alls of an optimizer of whole matrices, over the model's collectives.
+
+// Stands for a unit's name where no unit communicates.
+inline const std::string kOptimizer = "optimizer";
+
+// One under way. The context outlives it.
+class Exchange {
+ public:
+  // Sends each rank of the group its part of `sent` (1-D, rank after rank). `sizes` are bytes.
+  Exchange(
+      const UnitContext& context,
+      Collectives& group,
+      const at::Tensor& sent,
+      MessageSizes sizes);
+
+  // The received tensor, for work of the compute stream from here on; blocks on the CPU.
+  at::Tensor wait();
+
+ private:
+  const Streams& streams_;
+  at::Tensor received_; // 1-D, of the dtype that was sent
+  PendingCollective pending_;
+};
+
+// Note [Gathers behind a step]
+// Where full parameters stay, an optimizer's step has changed this rank's part of them. The gathers
+// of the other parts begin when the step ends, on all ranks, so that later reads and forwards ask
+// no rank; they wait for the units that they use. A unit is gathered when optimizers have updated
+// all of its trained parameters: several that share a unit cost one gather. Other changes are
+// gathered by the forward, and so are updates on the host, which go on behind the step, and those
+// of a step inside of a call, where ranks may be at different units.
 
 // A unit that an optimizer updates, and which parameters in it; none for all that are trained.
 struct UpdatedUnit {

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "common/math.h"
-#include "watch/issue_guard.h"
+#include "watch/issue_watch.h"
 
 namespace zerocore {
 

@@ -67,8 +67,9 @@ void RecomputedCalls::look_behind() {
   }
   if (next) {
     std::erase_if(group_, [&](const Made* made) { return !is_before(made->recorded.call, *next); });
-    place_ = next->pass > pass && pass >= 0 && group_.empty() ? place_behind(pass)
-                                                              : BackwardPlace{next->pass, next->call};
+    place_ = next->pass > pass && pass >= 0 && group_.empty()
+        ? place_behind(pass)
+        : BackwardPlace{next->pass, next->call};
   } else if (group_.empty()) {
     place_ = place_behind(pass);
   }

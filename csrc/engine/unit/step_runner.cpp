@@ -5,9 +5,9 @@
 
 #include <utility>
 
-#include "engine/unit/full_values.h"
 #include "engine/unit/offloaded_states.h"
 #include "engine/unit/unit.h"
+#include "engine/unit/unit_values.h"
 #include "kernels/ops.h"
 
 namespace zerocore {

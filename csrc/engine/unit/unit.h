@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "engine/unit/main_weights.h"
-#include "engine/unit/param_versions.h"
 #include "engine/unit/step_runner.h"
 #include "engine/unit/unit_context.h"
 #include "engine/unit/unit_memory.h"
