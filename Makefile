@@ -79,9 +79,9 @@ sanitize: $(VENV)/.has-test $(VENV)/.has-cpp
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	TEST_CXX_FLAGS="$(SANITIZED)" \
 	PYTHONPATH=$(CURDIR) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
-	  $(wildcard $(addprefix $(CURDIR)/tests/,io plan kernels runtime engine)) \
+	  $(wildcard $(addprefix $(CURDIR)/tests/,io plan kernels device memory emulation engine)) \
 	  --ignore=$(CURDIR)/tests/kernels/test_ptx.py \
-	  --deselect=tests/runtime/test_host_memory.py::test_a_limit_is_an_error $(ARGS)
+	  --deselect=tests/memory/test_host_memory.py::test_a_limit_is_an_error $(ARGS)
 
 # Two ranks on the test device of tests/async_device, under ThreadSanitizer: it sees the code of
 # zerocore and of the device, and of torch its locks only. Address layouts that it cannot map are

@@ -40,7 +40,7 @@ fsdp/module.py | reduces=requires_gradient_sync, | reduces=True, | fsdp/test_con
 sharding/builder.py | _name_of(ranks.near) | _name_of(ranks.shard) | distributed/test_regather.py
 weights/parked.py | take=state.engine.take_memory | | async_device/test_registered.py
 plan/schedule.cpp | next_entered(1 + prefetch_) | next_entered(prefetch_) | plan/test_schedule.py
-runtime/bucket_pool.cpp | *offset + slot.nbytes} | *offset} | engine/test_hand_overs.py
+memory/bucket_pool.cpp | *offset + slot.nbytes} | *offset} | engine/test_hand_overs.py
 kernels/cpu/adamw.cpp | = ++*call.tensors[i].step | = *call.tensors[i].step | kernels/test_adamw.py
 """
 

@@ -11,12 +11,12 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "comm/control_channel.h"
+#include "device/stream.h"
 #include "engine/offload/step_worker.h"
+#include "memory/host_memory.h"
+#include "memory/registered_memory.h"
 #include "plan/pool_map.h"
-#include "runtime/control_channel.h"
-#include "runtime/host_memory.h"
-#include "runtime/registered_memory.h"
-#include "runtime/stream.h"
 #include "watch/alarm.h"
 #include "watch/watchdog.h"
 

@@ -13,7 +13,7 @@
 #include "bindings/exchange.h"
 #include "engine/graph/autograd.h"
 #include "engine/unit/unit_param.h"
-#include "runtime/bucket.h"
+#include "memory/bucket.h"
 
 namespace zerocore {
 namespace {

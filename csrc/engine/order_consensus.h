@@ -1,6 +1,6 @@
 // Lets ranks that take different ways through a model issue one sequence of collectives.
 //
-// See Note [One order on every rank] in plan/schedule.h, and runtime/control_channel.h for the
+// See Note [One order on every rank] in plan/schedule.h, and comm/control_channel.h for the
 // messages.
 #pragma once
 

@@ -1,7 +1,7 @@
 // How gathers and reductions go over the wire, and what they leave to be summed; integers only.
 //
 // Collectives issue them, and the planner asks the same functions without a process group. A method
-// is a value of an enum and its figures here, and a case in runtime/collectives.cpp.
+// is a value of an enum and its figures here, and a case in comm/collectives.cpp.
 #pragma once
 
 #include <cstdint>

@@ -11,9 +11,9 @@ from tests.compiled import COMPILER, CSRC, ROOT, Extension, has_compiler
 
 _PARTS = {
     "csrc/io/crc32.cpp",
-    *("csrc/runtime/bucket.cpp", "csrc/runtime/bucket_pool.cpp", "csrc/runtime/host_memory.cpp"),
-    *("csrc/runtime/hand_over.cpp", "csrc/runtime/stream.cpp"),
-    "csrc/runtime/registered_memory.cpp",
+    *("csrc/memory/bucket.cpp", "csrc/memory/bucket_pool.cpp", "csrc/memory/host_memory.cpp"),
+    *("csrc/device/hand_over.cpp", "csrc/device/stream.cpp"),
+    "csrc/memory/registered_memory.cpp",
     *("csrc/watch/control_link.cpp", "csrc/watch/issue_guard.cpp"),
     *("csrc/watch/ledger.cpp", "csrc/watch/ledger.cpp"),
     *("csrc/watch/roll_call.cpp", "csrc/watch/roll_call.cpp"),

@@ -1,5 +1,5 @@
 // The bucket pool on the CPU.
-#include "runtime/bucket_pool.h"
+#include "memory/bucket_pool.h"
 
 #include <pybind11/pybind11.h>
 

@@ -178,7 +178,7 @@ def test_random_graphs_train_as_one_process(shape: str) -> None:
 
 # Calls of a unit that nest on some ranks only, and a checkpoint whose backward begins with a loss
 # inside of it, as an evaluation in between has taken other ways; and units that a backward without
-# sync goes through, but not the next one with it; and checkpoints in several forwards of a backward.
+# sync goes through, but not the next one with it; checkpoints in several forwards of one backward.
 FOUND = [(72208, "4"), (73070, "3"), (541320, "2"), (550911, "4")]
 
 

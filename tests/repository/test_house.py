@@ -23,8 +23,10 @@ RANKS = {
     "plan": 1,
     "watch": 2,
     "emulation": 2,
+    "device": 2,
     "kernels": 3,
-    "runtime": 3,
+    "memory": 3,
+    "comm": 3,
     "engine/unit": 4,
     "engine/graph": 5,
     "engine/offload": 6,
@@ -40,10 +42,10 @@ RESERVED = [
         r"torch/csrc/distributed/c10d/",
         r"engine/|watch/(alarm|control_link|issue_guard|roll_call|watchdog)\."
         r"|emulation/(emulated_(group|link|work)|mirrored_call)\."
-        r"|runtime/(collectives|control_channel|pending_collective|registered_memory)\.",
+        r"|comm/|memory/registered_memory\.",
     ),
-    (r"(c10/|ATen/)?cuda", r"kernels/cuda/|emulation/emulated_timer\.cu|runtime/cuda_calls\.cu"),
-    (ANY_TORCH, r"(kernels|watch|emulation|runtime|engine|bindings)/"),
+    (r"(c10/|ATen/)?cuda", r"kernels/cuda/|emulation/emulated_timer\.cu|device/cuda_calls\.cu"),
+    (ANY_TORCH, r"(kernels|watch|emulation|device|memory|comm|engine|bindings)/"),
 ]
 
 
@@ -90,15 +92,15 @@ def test_includes_point_down_the_ladder():
     ("file", "include"),
     [
         ("common/types.h", '"plan/layout.h"'),
-        ("kernels/ops.cpp", '"runtime/stream.h"'),
-        ("runtime/bucket.cpp", '"kernels/ops.h"'),
+        ("kernels/ops.cpp", '"memory/bucket.h"'),
+        ("memory/bucket.cpp", '"kernels/ops.h"'),
         ("engine/unit/unit.h", '"bindings/module.h"'),
         ("engine/unit/unit.h", '"scheduler.h"'),
         ("engine/unit/unit.h", "<pybind11/pybind11.h>"),
-        ("runtime/bucket.h", "<torch/csrc/distributed/c10d/ProcessGroup.hpp>"),
+        ("memory/bucket.h", "<torch/csrc/distributed/c10d/ProcessGroup.hpp>"),
         ("plan/layout.h", "<c10/core/ScalarType.h>"),
         ("plan/layout.h", "<ATen/ATen.h>"),
-        ("runtime/stream.cpp", "<c10/cuda/CUDAStream.h>"),
+        ("device/stream.cpp", "<c10/cuda/CUDAStream.h>"),
     ],
 )
 def test_a_bad_include_is_found(file, include):

@@ -46,7 +46,7 @@ def test_mistakes_are_found() -> None:
     assert not exists("zerocore.emulation.PRESETS") and not exists("zerocore.nothing.here")
     assert (
         is_file("plan/schedule")
-        and is_file("runtime/control_channel.h")
+        and is_file("comm/control_channel.h")
         and not is_file("plan/nothing")
     )
 

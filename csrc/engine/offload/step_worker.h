@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/trace.h"
+#include "device/trace.h"
 
 namespace zerocore {
 

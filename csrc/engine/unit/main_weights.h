@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "engine/unit/unit_context.h"
+#include "memory/bucket.h"
 #include "plan/layout.h"
-#include "runtime/bucket.h"
 
 namespace zerocore {
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "runtime/cuda_calls.h"
+#include "device/cuda_calls.h"
 
 namespace zerocore {
 

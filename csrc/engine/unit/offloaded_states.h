@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "engine/unit/unit.h"
+#include "memory/file_memory.h"
+#include "memory/host_memory.h"
 #include "plan/state_layout.h"
-#include "runtime/file_memory.h"
-#include "runtime/host_memory.h"
 
 namespace zerocore {
 

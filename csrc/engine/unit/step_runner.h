@@ -4,10 +4,10 @@
 
 #include <vector>
 
+#include "comm/collectives.h"
 #include "engine/unit/unit_context.h"
 #include "engine/unit/unit_memory.h"
 #include "plan/steps.h"
-#include "runtime/collectives.h"
 
 namespace zerocore {
 

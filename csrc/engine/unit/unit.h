@@ -14,9 +14,9 @@
 #include "engine/unit/unit_context.h"
 #include "engine/unit/unit_memory.h"
 #include "engine/unit/unit_param.h"
+#include "memory/bucket.h"
 #include "plan/layout.h"
 #include "plan/unsharding.h"
-#include "runtime/bucket.h"
 
 namespace zerocore {
 

@@ -6,14 +6,14 @@
 #include <memory>
 #include <vector>
 
+#include "comm/collectives.h"
+#include "comm/control_channel.h"
+#include "memory/bucket.h"
+#include "memory/bucket_pool.h"
+#include "memory/registered_memory.h"
 #include "plan/shard_options.h"
 #include "plan/state_layout.h"
 #include "plan/unit_mesh.h"
-#include "runtime/bucket.h"
-#include "runtime/bucket_pool.h"
-#include "runtime/collectives.h"
-#include "runtime/control_channel.h"
-#include "runtime/registered_memory.h"
 
 namespace zerocore {
 

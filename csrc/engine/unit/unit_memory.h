@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "engine/unit/unit_context.h"
+#include "memory/bucket.h"
 #include "plan/steps.h"
-#include "runtime/bucket.h"
 
 namespace zerocore {
 

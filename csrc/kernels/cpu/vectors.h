@@ -1,5 +1,5 @@
-// What loops ask of the processor: clones for its generations, casts of float16, memory ahead of
-// the caches or past them.
+// The processor as loops use it: clones for its generations, casts of float16, memory ahead of the
+// caches or past them.
 #pragma once
 
 #include <c10/util/Half.h>

@@ -1,5 +1,5 @@
 // Counts operations and collects trace records.
-#include "runtime/trace.h"
+#include "device/trace.h"
 
 #include <algorithm>
 #include <limits>

@@ -14,8 +14,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "comm/pending_collective.h"
 #include "plan/wire_methods.h"
-#include "runtime/pending_collective.h"
 
 namespace zerocore {
 

@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "device/stream.h"
+#include "memory/registered_memory.h"
 #include "plan/pool_map.h"
-#include "runtime/registered_memory.h"
-#include "runtime/stream.h"
 
 namespace zerocore {
 

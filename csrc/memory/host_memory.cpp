@@ -1,13 +1,13 @@
 // The mapping, its pages and its views.
-#include "runtime/host_memory.h"
+#include "memory/host_memory.h"
 
 #include <ATen/ops/from_blob.h>
 
 #include <cerrno>
 #include <cstring>
 
-#include "runtime/bucket.h"
-#include "runtime/cuda_calls.h"
+#include "device/cuda_calls.h"
+#include "memory/bucket.h"
 
 namespace zerocore {
 

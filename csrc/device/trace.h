@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "common/types.h"
-#include "runtime/stream.h"
+#include "device/stream.h"
 
 namespace zerocore {
 

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "runtime/stream.h"
-#include "runtime/trace.h"
+#include "device/stream.h"
+#include "device/trace.h"
 #include "watch/issue_watch.h"
 
 namespace zerocore {

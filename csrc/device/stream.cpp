@@ -1,5 +1,5 @@
 // Streams by role over c10's device guard interface.
-#include "runtime/stream.h"
+#include "device/stream.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
@@ -8,7 +8,7 @@
 #include <atomic>
 #include <utility>
 
-#include "runtime/cuda_calls.h"
+#include "device/cuda_calls.h"
 
 namespace zerocore {
 

@@ -1,5 +1,5 @@
 // A flat buffer with a layout.
-#include "runtime/bucket.h"
+#include "memory/bucket.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

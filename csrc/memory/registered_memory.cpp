@@ -1,5 +1,5 @@
 // Memory that a process group's backend registers with its communicator.
-#include "runtime/registered_memory.h"
+#include "memory/registered_memory.h"
 
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -10,7 +10,7 @@
 
 #include "common/math.h"
 #include "common/types.h"
-#include "runtime/bucket.h"
+#include "memory/bucket.h"
 
 namespace zerocore {
 

@@ -1,5 +1,5 @@
 // The begin, the end and the wait of a collective.
-#include "runtime/pending_collective.h"
+#include "comm/pending_collective.h"
 
 #include <utility>
 

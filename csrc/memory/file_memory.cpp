@@ -1,5 +1,5 @@
 // The mapping of a file, and what the system is told of it.
-#include "runtime/file_memory.h"
+#include "memory/file_memory.h"
 
 #include <fcntl.h>
 #include <sys/statvfs.h>
@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <cstdlib>
 
-#include "runtime/bucket.h"
+#include "memory/bucket.h"
 
 namespace zerocore {
 

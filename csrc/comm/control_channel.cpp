@@ -1,5 +1,5 @@
 // Control messages between the ranks of a model.
-#include "runtime/control_channel.h"
+#include "comm/control_channel.h"
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

@@ -1,5 +1,5 @@
 // The flat-bucket allocator.
-#include "runtime/bucket_pool.h"
+#include "memory/bucket_pool.h"
 
 #include <c10/util/Exception.h>
 
@@ -7,8 +7,8 @@
 #include <exception>
 
 #include "common/math.h"
-#include "runtime/bucket.h"
-#include "runtime/host_memory.h"
+#include "memory/bucket.h"
+#include "memory/host_memory.h"
 
 namespace zerocore {
 

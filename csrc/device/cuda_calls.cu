@@ -1,5 +1,5 @@
 // Calls of CUDA's runtime that other code asks for.
-#include "runtime/cuda_calls.h"
+#include "device/cuda_calls.h"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>

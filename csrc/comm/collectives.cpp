@@ -1,5 +1,5 @@
 // Collectives over a c10d backend.
-#include "runtime/collectives.h"
+#include "comm/collectives.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
