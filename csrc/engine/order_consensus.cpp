@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "common/math.h"
-#include "watch/issue_watch.h"
+#include "watch/issue_guard.h"
 
 namespace zerocore {
 

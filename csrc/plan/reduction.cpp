@@ -91,7 +91,8 @@ bool Reduction::reduce(UnitId unit, bool sync, Steps& steps) {
     if (!keys.empty()) {
       in_flight_.push_back(keys);
     }
-    if (facts_.runs_across(unit)) { // behind all of the unit's reductions, which may be one launch
+    if (facts_.runs_sums_across(
+            unit)) { // behind all of the unit's reductions, which may be one launch
       for (const Key& key : keys) {
         start_across(key, state_.of(key).result, steps);
       }
@@ -121,7 +122,7 @@ size_t Reduction::most_beside(UnitId unit) const {
   }
   const UnitMesh& mesh = facts_.mesh_of(unit);
   const bool is_limited = mesh.shards_gradients || facts_.takes_scratch(unit) ||
-      facts_.hands_across(unit) ||
+      facts_.hands_sums_across(unit) ||
       (mesh.communicates() &&
        std::ranges::any_of(facts_.layout_of(unit).regions(), &Region::has_wire));
   return is_limited ? facts_.options.sharding.reductions - 1 : in_flight_.size();
@@ -254,7 +255,8 @@ Range Reduction::added(const Step& pack, int param) const {
   }
   // A reduced value enters the next sum once, from one of the ranks that own it. A bare sum (this
   // rank's own, not scaled yet) enters it from every rank.
-  if (mesh.shards_gradients || !state.valid || !(mesh.counts_kept() || state_.of(key).is_bare)) {
+  if (mesh.shards_gradients || !state.valid ||
+      !(mesh.is_first_holder() || state_.of(key).is_bare)) {
     return none;
   }
   const Range kept = intersect(place, facts_.region_of(key).shard_range(mesh.shard()));
@@ -308,7 +310,7 @@ void Reduction::complete(Key key, Steps& steps) {
   steps.run(make_step(StepKind::Wait, key));
   if (facts_.mesh_of(key.first).sums_in_order) {
     complete_in_order(key, steps);
-  } else if (facts_.hands_across(key.first)) {
+  } else if (facts_.hands_sums_across(key.first)) {
     complete_across(key, steps);
   } else if (facts_.offloads_grads()) {
     if (facts_.mesh_of(key.first).parts() > 1) {

@@ -87,11 +87,11 @@ class ReductionFacts {
     return layout_of(key.first).regions()[key.second];
   }
   // The all-reduce over replicas starts once the host knows the sums within them: Note [Replicas].
-  bool hands_across(UnitId unit) const {
+  bool hands_sums_across(UnitId unit) const {
     return options.on_host && sums_at_once_across(unit);
   }
   // They run right behind the first ones.
-  bool runs_across(UnitId unit) const {
+  bool runs_sums_across(UnitId unit) const {
     return !options.on_host && sums_at_once_across(unit);
   }
   // See Note [Gradients on the host].

@@ -109,7 +109,7 @@ struct UnitMesh {
     return sums_in_order ? within * (shards_across ? 1 : replicas.size) : 1;
   }
   // Among the ranks that hold a gradient this is the one whose value counts in a sum.
-  bool counts_kept() const {
+  bool is_first_holder() const {
     return (shards_across || replicas.rank == 0) && (shards_optimizer || state.rank == 0);
   }
   bool gathers_near() const {

@@ -117,7 +117,7 @@ void Alarm::throw_message() const {
 void Alarm::note_failure(const std::string& what) {
   {
     std::unique_lock lock(mutex_);
-    if (call_ != Call::Alarm && !failed_) { // what fails then is a consequence
+    if (call_ != RollKind::Alarm && !failed_) { // what fails then is a consequence
       cause_ = what;
     }
     failed_ = true;
@@ -166,7 +166,7 @@ Silence Alarm::silence() {
 }
 
 // False if it is under way, or one that outranks it.
-bool Alarm::begin(Call call) {
+bool Alarm::begin(RollKind call) {
   const std::lock_guard lock(mutex_);
   if (call_ >= call) {
     return false;
@@ -178,13 +178,13 @@ bool Alarm::begin(Call call) {
 }
 
 // The call that a silence makes, if none is under way.
-Call Alarm::due(const Silence& silence) {
+RollKind Alarm::due(const Silence& silence) {
   const std::lock_guard lock(mutex_);
   if (failed_ || is_certain_ || silence.length > Seconds(limit_)) {
-    return Call::Alarm;
+    return RollKind::Alarm;
   }
-  if (call_ != Call::None || silence.number == -1) {
-    return Call::None;
+  if (call_ != RollKind::None || silence.number == -1) {
+    return RollKind::None;
   }
   if (std::exchange(compared_, silence.number) != silence.number) {
     next_compared_ = std::min(kComparison, Seconds(limit_ / 4));
@@ -193,10 +193,10 @@ Call Alarm::due(const Silence& silence) {
   if (prints_) {
     warned_ = silence.number;
   } else if (silence.length <= next_compared_) {
-    return Call::None;
+    return RollKind::None;
   }
   next_compared_ = 2 * Seconds(silence.length);
-  return Call::Warning;
+  return RollKind::Warning;
 }
 
 void Alarm::tick() {
@@ -207,14 +207,14 @@ void Alarm::tick() {
     Watchdog::of_process().wake();
   }
   std::unique_lock lock(mutex_);
-  if (call_ == Call::None || !(answer_ || Clock::now() - called_ > kPatience)) {
+  if (call_ == RollKind::None || !(answer_ || Clock::now() - called_ > kPatience)) {
     return;
   }
   const std::optional<std::string> answer = std::exchange(answer_, std::nullopt);
-  const bool is_alarm = call_ == Call::Alarm;
+  const bool is_alarm = call_ == RollKind::Alarm;
   const bool prints = !is_alarm && std::exchange(prints_, false) && !is_certain_;
   if (!is_alarm) {
-    call_ = Call::None;
+    call_ = RollKind::None;
   }
   lock.unlock();
   const std::string text = answer ? *answer : describe_alone();
@@ -332,28 +332,28 @@ std::string Alarm::describe(const std::vector<RankReport>& reports) {
 // -- the thread that talks to stores --------------------------------------------------------
 
 void Alarm::talk() {
-  Call wanted = Call::None;
+  RollKind wanted = RollKind::None;
   {
     const std::lock_guard lock(mutex_);
-    wanted = answer_ ? Call::None : call_;
+    wanted = answer_ ? RollKind::None : call_;
   }
   std::string told;
-  Call call = Call::None;
+  RollKind call = RollKind::None;
   try {
     do { // another rank's warning may come before this one's alarm
-      call = raised_ ? Call::None : roll_call_.next(wanted);
-      if (call != Call::None) {
+      call = raised_ ? RollKind::None : roll_call_.next(wanted);
+      if (call != RollKind::None) {
         begin(call);
         roll_call_.tell(report());
         told = roll_call_.hear([this](const auto& all) { return describe(all); });
       }
-    } while (call != Call::None && call < wanted);
+    } while (call != RollKind::None && call < wanted);
   } catch (const std::exception&) {
     roll_call_.give_up();
   }
-  if (!roll_call_.can_ask() && wanted != Call::None) {
+  if (!roll_call_.can_ask() && wanted != RollKind::None) {
     told = describe_alone();
-  } else if (call == Call::None) {
+  } else if (call == RollKind::None) {
     return;
   }
   {

@@ -96,8 +96,8 @@ class Alarm {
   // none.
   std::string waits_without_number() const;
   Silence silence();
-  bool begin(Call call);
-  Call due(const Silence& silence);
+  bool begin(RollKind call);
+  RollKind due(const Silence& silence);
   std::string model() const;
   std::string describe(const std::vector<RankReport>& reports);
   RankReport report() const;
@@ -128,7 +128,7 @@ class Alarm {
   bool is_certain_ = false; // the ranks wait for ever
   bool failed_ = false; // some collective did
   std::string cause_; // what failed here, if that was first
-  Call call_ = Call::None; // under way
+  RollKind call_ = RollKind::None; // under way
   Clock::time_point called_;
   std::optional<std::string> answer_; // to it
   std::string message_; // written once, before raised_

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "plan/dissemination.h"
-#include "watch/issue_watch.h"
+#include "watch/issue_guard.h"
 
 namespace zerocore {
 

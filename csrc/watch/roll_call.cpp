@@ -158,22 +158,23 @@ std::string RollCall::holder() const {
   return "rank " + std::to_string(holder_) + ", which holds the store" + at + ",";
 }
 
-Call RollCall::next(Call wanted) {
+RollKind RollCall::next(RollKind wanted) {
   if (store_ == nullptr) {
-    return Call::None;
+    return RollKind::None;
   }
   std::string made;
-  const std::string own = (wanted == Call::Alarm ? "alarm " : "warning ") + std::to_string(rank_);
-  if (wanted != Call::None) {
+  const std::string own =
+      (wanted == RollKind::Alarm ? "alarm " : "warning ") + std::to_string(rank_);
+  if (wanted != RollKind::None) {
     made = store_->compareSet(key("call"), "", own);
   } else if (store_->check({key("call")})) {
     made = store_->get_to_str(key("call"));
   } else {
-    return Call::None;
+    return RollKind::None;
   }
   is_alarm_ = made.rfind("alarm", 0) == 0;
   is_own_ = made == own;
-  return is_alarm_ ? Call::Alarm : Call::Warning;
+  return is_alarm_ ? RollKind::Alarm : RollKind::Warning;
 }
 
 void RollCall::tell(const RankReport& own) {

@@ -23,7 +23,11 @@
 
 namespace zerocore {
 
-enum class Call : uint8_t { None, Warning, Alarm }; // in order: the later one outranks the others
+enum class RollKind : uint8_t {
+  None,
+  Warning,
+  Alarm
+}; // in order: the later one outranks the others
 
 // Of one model on one rank. Every function may take as long as the store does, which may be for
 // ever; used by one thread.
@@ -41,7 +45,7 @@ class RollCall {
       size_t size);
 
   // The call that is to be answered next: another rank's, or else one of this kind.
-  Call next(Call wanted);
+  RollKind next(RollKind wanted);
   // Answers it.
   void tell(const RankReport& own);
   // Behind tell(): returns what all are told; empty if this rank need not know.

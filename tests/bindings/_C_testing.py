@@ -12,11 +12,10 @@ from tests.compiled import COMPILER, CSRC, ROOT, Extension, has_compiler
 _PARTS = {
     "csrc/io/crc32.cpp",
     *("csrc/memory/bucket.cpp", "csrc/memory/bucket_pool.cpp", "csrc/memory/host_memory.cpp"),
-    *("csrc/device/hand_over.cpp", "csrc/device/stream.cpp"),
+    "csrc/device/stream.cpp",
     "csrc/memory/registered_memory.cpp",
     *("csrc/watch/control_link.cpp", "csrc/watch/issue_guard.cpp"),
-    *("csrc/watch/ledger.cpp", "csrc/watch/ledger.cpp"),
-    *("csrc/watch/roll_call.cpp", "csrc/watch/roll_call.cpp"),
+    *("csrc/watch/ledger.cpp", "csrc/watch/roll_call.cpp"),
 }
 _LISTED = (CSRC / "sources.txt").read_text().split()
 _OWN = sorted(path.relative_to(ROOT) for path in Path(__file__).parent.glob("*.cpp"))

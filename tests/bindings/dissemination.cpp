@@ -10,7 +10,7 @@
 #include "plan/dissemination.h"
 #include "testing.h"
 #include "watch/control_link.h"
-#include "watch/issue_watch.h"
+#include "watch/issue_guard.h"
 
 namespace py = pybind11;
 

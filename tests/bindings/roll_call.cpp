@@ -89,7 +89,7 @@ void register_roll_call(py::module_& module) {
       .def(
           "next",
           [](RollCall& self, bool raises) {
-            return self.next(raises ? Call::Alarm : Call::None) == Call::Alarm;
+            return self.next(raises ? RollKind::Alarm : RollKind::None) == RollKind::Alarm;
           },
           py::arg("raises"))
       .def(
