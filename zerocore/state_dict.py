@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -174,9 +175,10 @@ def load_full_state_dict(
         own = enumerate(keys[param] for param in unit.params)
         given = {i: values[names[0]] if source else None for i, names in own if names}
         state.kind.load(state, unit, given, broadcast)
-    for key, buffer in buffers.items():
-        if source:
-            buffer.copy_(values[key])
+    with torch.no_grad():  # parameters that fully_shard ignores are among the buffers
+        for key, buffer in buffers.items():
+            if source:
+                buffer.copy_(values[key])
     if broadcast:
         broadcast_tensors(buffers.values(), state.ranks, state.device)
     if extra:

@@ -94,7 +94,8 @@ void OrderConsensus::ask_in_backward(const CallHandle& call) {
 
 // Other ranks may still ask in the pass that this one leaves.
 void OrderConsensus::go_to_pass(int64_t pass) {
-  if (ranks_differ_ && schedule_.leaves_program(pass)) {
+  const bool may_ask = ranks_differ_ && schedule_.residency().gathers();
+  if (may_ask && schedule_.leaves_program(pass)) {
     lifecycle_.run([&](Actions& out) { schedule_.finish_program(out); });
     serve_others();
   }

@@ -68,7 +68,7 @@ void BlockQueue::work_until(Lock& lock, const std::function<bool()>& is_so) {
       if (!lock.owns_lock()) {
         lock.lock();
       }
-      error_ = std::current_exception();
+      error_ = error_ == nullptr ? std::current_exception() : error_;
     }
     --num_working_;
     if (has_worked) {

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
@@ -51,6 +52,62 @@ def one_backward(stage: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_one_backward_through_several_checkpointed_ways(stage: int, world_size: int) -> None:
     run_ranks(one_backward, world_size, stage, timeout=90)
+
+
+class Layers(nn.Module):
+    """Calls the layers of a route; those in brackets inside of a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(8, 8) for name in "abc"})
+
+    def forward(self, x: Tensor, route: str) -> Tensor:
+        if route.startswith("("):
+            x = checkpoint(self.layers[route[1]], x, use_reentrant=True)
+            route = route[3:]
+        for name in route:
+            x = self.layers[name](x)
+        return x
+
+
+def drop_a_forward(stage: int) -> None:
+    """The graph of a forward is dropped, in which ranks went different ways."""
+    torch.manual_seed(0)
+    plain: Any = Layers()
+    model: Any = zerocore.shard(copy.deepcopy(plain), stage=stage, units=["Linear"])
+    for step in range(4):
+        for each in (plain, model):
+            x = batch(step).requires_grad_()
+            again = checkpoint(each.layers["c"], x, use_reentrant=True)
+            loss = each(x, "ab").sum() + again.sum()
+            each(x, "ab" if dist.get_rank() == 0 else "(a)b")
+            loss.backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(expected.grad)
+        whole = getattr(param.grad, "full_tensor", lambda grad=param.grad: grad)()
+        torch.testing.assert_close(whole, expected.grad / dist.get_world_size())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_forward_that_is_dropped_beside_checkpoints(stage: int, world_size: int) -> None:
+    run_ranks(drop_a_forward, world_size, stage)
+
+
+def checkpoint_outside(stage: int) -> list[int]:
+    """The collectives of micro-batches."""
+    model: Any = zerocore.shard(Layers(), stage=stage, units=["Linear"])
+    counts = []
+    for step in range(4):
+        with zerocore.reporting.record_events(model) as events:
+            x = checkpoint(model.layers["a"], batch(step), use_reentrant=False)
+            model(x, "bc").sum().backward()
+        counts.append(len(events))
+    return counts
+
+
+def test_a_backward_does_not_do_the_one_before_again(stage: int) -> None:
+    for counts in run_ranks(checkpoint_outside, 2, stage):
+        assert counts[1] == counts[2] == counts[3] <= counts[0]
 
 
 class Chain(nn.Module):

@@ -143,6 +143,23 @@ def test_full_values_are_loaded(dim: int, tmp_path: Path) -> None:
     run_ranks(load_in_full, 2, str(tmp_path / "saved"), dim)
 
 
+def load_with_an_ignored_parameter() -> None:
+    torch.manual_seed(dist.get_rank())
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ignored: Any = plain[1].weight
+    model = zerocore.fsdp.fully_shard(plain, ignored_params={ignored})
+    values = {
+        name: torch.ones(4, *([4] if name.endswith("weight") else []))
+        for name in ("0.weight", "0.bias", "1.weight", "1.bias")
+    }
+    zerocore.load_full_state_dict(model, values if dist.get_rank() == 0 else None)
+    assert ignored.requires_grad and torch.equal(ignored.detach(), values["1.weight"])
+
+
+def test_ignored_parameters_are_loaded() -> None:
+    run_ranks(load_with_an_ignored_parameter, 2)
+
+
 def call_a_method() -> None:
     plain = nn.Linear(3, 3)
     plain.double = lambda: plain.weight * 2  # type: ignore[assignment]

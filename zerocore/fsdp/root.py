@@ -20,6 +20,7 @@ from zerocore.common.eager import eager
 from zerocore.fsdp.collect import collect_rows
 from zerocore.fsdp.collectives import set_collectives
 from zerocore.fsdp.group import Group, Root, RowParam, extensions_of, group_of
+from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of
 from zerocore.fsdp.traced import call_group_traced
 from zerocore.model.buffers import broadcast as broadcast_tensors
@@ -60,7 +61,8 @@ def ready(root: Root) -> ShardState:
 
 def _make(root: Root) -> ShardState:
     ranks = ranks_of(root.group.mesh, "mesh")
-    root.state = build(agreed(ranks, partial(collect_rows, root, Rows())))
+    device = device_of(root.group.mesh)
+    root.state = build(agreed(ranks, partial(collect_rows, root, Rows()), device))
     root.extensions = [each for _, group in root.groups for each in extensions_of(group)]
     for group in root.with_params():
         apply_settings(group)

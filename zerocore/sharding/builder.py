@@ -86,17 +86,22 @@ class Kind(ShardKind):
         """Gives modules their calls."""
 
 
-def agreed(ranks: Ranks, collect: Callable[[], Sharding]) -> Sharding:
+def agreed(
+    ranks: Ranks, collect: Callable[[], Sharding], device: torch.device | None = None
+) -> Sharding:
     """The result of ``collect``, with a name; collective. An error of one rank is raised on all,
-    and a ValueError where the ranks' facts differ."""
-    found = named(ranks, collect, lambda found: found.kind.facts(found, 0))
+    and a ValueError where the ranks' facts differ. ``device``: as of :func:`agree`."""
+    found = named(ranks, collect, lambda found: found.kind.facts(found, 0), device)
     for mesh, others in enumerate(found.meshes[1:], 1):
         agree(others.groups, None, found.kind.facts(found, mesh), found.device)
     return found
 
 
 def named(
-    ranks: Ranks, collect: Callable[[], Sharding], facts_of: Callable[[Sharding], list[Any]]
+    ranks: Ranks,
+    collect: Callable[[], Sharding],
+    facts_of: Callable[[Sharding], list[Any]],
+    device: torch.device | None = None,
 ) -> Sharding:
     """The same, but ``ranks`` compare only the facts that ``facts_of`` gives."""
     found: Sharding | None = None
@@ -107,7 +112,7 @@ def named(
         facts = facts_of(found)
     except Exception as caught:
         error = caught
-    name = agree(ranks.groups, error, facts, None if found is None else found.device)
+    name = agree(ranks.groups, error, facts, device if found is None else found.device)
     assert found is not None  # agree() has raised the error
     return replace(found, name=name)
 

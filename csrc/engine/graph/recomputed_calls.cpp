@@ -45,8 +45,8 @@ RecomputedCalls::Found RecomputedCalls::find(UnitId unit) {
 void RecomputedCalls::look_behind() {
   place_ = {};
   group_.clear();
-  std::optional<CallHandle> next;
-  int64_t pass = -1;
+  std::optional<CallHandle> next; // the first one whose backward has come
+  int64_t pass = -1; // of the calls before the node and around it
   for (auto made = calls_.rbegin(); made != calls_.rend(); ++made) {
     const RecordedCall& recorded = made->recorded;
     if (recorded.thread != node_.thread || recorded.call.pass < 0) {
@@ -65,17 +65,9 @@ void RecomputedCalls::look_behind() {
       next = recorded.call;
     }
   }
-  choose_group(next, pass);
-}
-
-// `next`: the first call whose backward has come; `pass`: that of the calls before the node and
-// around it.
-void RecomputedCalls::choose_group(const std::optional<CallHandle>& next, int64_t pass) {
   if (next) {
     std::erase_if(group_, [&](const Made* made) { return !is_before(made->recorded.call, *next); });
-    // A node behind all calls of its pass: the backward has left the passes after it.
-    const bool is_new_pass = group_.empty() && pass >= 0 && next->pass > pass;
-    place_ = is_new_pass ? place_behind(pass) : BackwardPlace{next->pass, next->call};
+    place_ = {next->pass, next->call};
   } else if (group_.empty()) {
     place_ = place_behind(pass);
   }

@@ -10,7 +10,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <optional>
 #include <vector>
 
 #include "engine/graph/autograd.h"
@@ -44,7 +43,6 @@ class RecomputedCalls {
   };
 
   void look_behind();
-  void choose_group(const std::optional<CallHandle>& next, int64_t pass);
   BackwardPlace place_behind(int64_t pass) const;
 
   std::deque<Made> calls_; // in the order in which they were left
