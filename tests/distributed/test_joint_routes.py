@@ -63,10 +63,10 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor, route: str) -> Tensor:
         if route.startswith("("):
-            x = checkpoint(self.layers[route[1]], x, use_reentrant=True)
+            x = checkpoint(self.layers[route[1]], x.requires_grad_(), use_reentrant=True)
             route = route[3:]
         for name in route:
-            x = self.layers[name](x)
+            x = torch.tanh(self.layers[name](x))
         return x
 
 
@@ -77,10 +77,10 @@ def drop_a_forward(stage: int) -> None:
     model: Any = zerocore.shard(copy.deepcopy(plain), stage=stage, units=["Linear"])
     for step in range(4):
         for each in (plain, model):
-            x = batch(step).requires_grad_()
-            again = checkpoint(each.layers["c"], x, use_reentrant=True)
-            loss = each(x, "ab").sum() + again.sum()
-            each(x, "ab" if dist.get_rank() == 0 else "(a)b")
+            loss = each(batch(step), "ab").sum()
+            x = batch(-step).requires_grad_()
+            loss = loss + checkpoint(each.layers["c"], x, use_reentrant=True).sum()
+            each(batch(step), "(a)b" if dist.get_rank() % 2 else "ab")
             loss.backward()
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         dist.all_reduce(expected.grad)
@@ -99,7 +99,8 @@ def checkpoint_outside(stage: int) -> list[int]:
     counts = []
     for step in range(4):
         with zerocore.reporting.record_events(model) as events:
-            x = checkpoint(model.layers["a"], batch(step), use_reentrant=False)
+            x = batch(step).requires_grad_()
+            x = checkpoint(model.layers["a"], x, use_reentrant=True)
             model(x, "bc").sum().backward()
         counts.append(len(events))
     return counts
