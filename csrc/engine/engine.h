@@ -16,12 +16,10 @@
 
 namespace zerocore {
 
-// All-to-alls of an optimizer of whole matrices, over the model's collectives.
-
-// Stands for a unit's name where no unit communicates.
+// Stands for a unit's name in collectives of an optimizer.
 inline const std::string kOptimizer = "optimizer";
 
-// One under way. The context outlives it.
+// An all-to-all under way, of an optimizer of whole matrices. The context outlives it.
 class Exchange {
  public:
   // Sends each rank of the group its part of `sent` (1-D, rank after rank). `sizes` are bytes.

@@ -39,7 +39,7 @@ class OrderConsensus {
   void ask_in_backward(const CallHandle& call);
   // Before a backward goes on in the pass: its ranks go from pass to pass together.
   void go_to_pass(int64_t pass);
-  // At the end of a backward in which other ranks may have asked.
+  // At the end of a backward, or of its part in a pass, in which other ranks may have asked.
   void serve_others();
   // The others hear of it while this rank goes on to its loss, unless there is much to say.
   void leave_pass();

@@ -52,11 +52,11 @@ class Program {
   const Instructions& list() const {
     return list_;
   }
-  // The one that is due; null at the end.
+  // The instruction that is due; null at the end.
   const Instruction* next() const {
     return cursor_ < list_.size() ? &list_[cursor_] : nullptr;
   }
-  // Goes on to the next one; returns the one that was due.
+  // Returns the instruction that is due, and makes the one behind it due.
   const Instruction& take() {
     return list_[cursor_++];
   }
@@ -66,7 +66,8 @@ class Program {
   void restart() {
     cursor_ = 0;
   }
-  // Index of the first one that is due or later; none if there is none.
+  // Index of the first instruction for which `is` holds, of those that are left; none if it holds
+  // for none.
   template <typename Is>
   std::optional<size_t> find(const Is& is) const {
     for (size_t i = cursor_; i < list_.size(); ++i) {
@@ -76,7 +77,8 @@ class Program {
     }
     return std::nullopt;
   }
-  // Units of the next `count` Enters, each unit once; and of the next Pres that read parameters.
+  // The first `count` units that the rest enters, each of them once; and the units of the next
+  // `count` Pres that read parameters.
   std::vector<UnitId> next_entered(int count) const;
   std::vector<UnitId> next_read(int count) const;
 

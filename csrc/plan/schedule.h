@@ -140,11 +140,12 @@ class Schedule {
   bool recompute(const CallHandle& call, Actions& out);
   // Whether a backward that goes on in the pass leaves another one's program.
   bool leaves_program(int64_t pass) const {
-    return backward_ >= 0 && pass >= 0 && pass < backward_ && passes_.records(pass);
+    return pass < backward_ && passes_.records(pass);
   }
   // Whether pre_backward is going to unshard the unit out of turn.
   bool is_out_of_turn(const CallHandle& call) const;
-  // Carries out the rest of the backward's program; gradients still to come are reduced at its end.
+  // Carries out what is left of the backward's program. Gradients that come after it are reduced
+  // when the backward ends.
   void finish_program(Actions& out);
   // As finish_program, in the midst of a backward: what it uses stays on this rank.
   void leave_program(Actions& out);
@@ -210,7 +211,8 @@ class Schedule {
   int32_t enter_in_order(UnitId unit, Actions& out);
   void leave_calls(Actions& out);
 
-  // The one rule by which a rank that skips calls issues what the others do.
+  // Carries out the instructions before `end` that are left, also those of calls that this rank
+  // does not make: so all ranks issue the same collectives.
   void run_to(Program& program, size_t end, Actions& out);
   void carry_out(const Instruction& due, Actions& out);
   void do_enter(UnitId unit, Actions& out);

@@ -1,5 +1,5 @@
-// The watch over collectives while they are issued and waited for. It tells the alarm of their
-// model and the guard of their group.
+// Reports each collective to the model's alarm, which names it if it hangs, and to the guard of its
+// group, which makes sure that all ranks issue the same one.
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,7 @@ class WatchedCollective {
   int64_t number_ = -1; // in the alarm's ledger
 };
 
-// Of the collectives that a model issues on one group.
+// Reports the collectives that a model issues on one group.
 class IssueWatch {
  public:
   // Both may be null. The alarm outlives this.
@@ -73,7 +73,7 @@ class IssueWatch {
   void set_facts(uint64_t facts) {
     facts_ = facts;
   }
-  // That of the group, shared with its other users.
+  // The guard of the group, which all models that use the group share; null if it needs none.
   const IssueGuard* guard() const {
     return guard_.get();
   }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.group import Group, Root, extensions_of, group_of, note_extensions
-from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import wire_dtype_of
 from zerocore.model.memory import Extent, check_apart
 from zerocore.model.ranks import Ranks, ranks_of, with_near
@@ -17,15 +17,15 @@ from zerocore.options.offload import Offload
 from zerocore.sharding.builder import Kind, Sharding
 
 
-def collect_rows(root: Root, kind: Kind) -> Sharding:
+def collect_rows(root: Root, kind: Kind, all_ranks: Ranks, device: torch.device) -> Sharding:
     """All groups with parameters as units; raises ValueError, RuntimeError or NotImplementedError
-    if the model cannot be trained like this."""
+    if the model cannot be trained like this. ``all_ranks``: of the root's mesh."""
     meshes = list(dict.fromkeys([root.group.mesh, *(group.mesh for _, group in root.groups)]))
     for path, group in root.groups:
         group.path = path
     for number, group in enumerate(root.with_params()):
         group.unit = number
-    ranks = [ranks_of(mesh, "mesh") for mesh in meshes]
+    ranks = [all_ranks, *(ranks_of(mesh, "mesh") for mesh in meshes[1:])]
     _check(root, set(ranks[0].members))
     ranks = [_with_near(root, mesh, each) for mesh, each in zip(meshes, ranks, strict=True)]
     units = [
@@ -48,7 +48,7 @@ def collect_rows(root: Root, kind: Kind) -> Sharding:
         units=units,
         ranks=ranks[0],
         meshes=tuple(ranks),
-        device=device_of(root.group.mesh),
+        device=device,
         stall_seconds=stall_seconds(),
     )
 

@@ -62,7 +62,8 @@ def ready(root: Root) -> ShardState:
 def _make(root: Root) -> ShardState:
     ranks = ranks_of(root.group.mesh, "mesh")
     device = device_of(root.group.mesh)
-    root.state = build(agreed(ranks, partial(collect_rows, root, Rows()), device))
+    collect = partial(collect_rows, root, Rows(), ranks, device)
+    root.state = build(agreed(ranks, collect, device))
     root.extensions = [each for _, group in root.groups for each in extensions_of(group)]
     for group in root.with_params():
         apply_settings(group)

@@ -115,8 +115,8 @@ class ShardKind(ABC):
     def load(
         self, state: ShardState, unit: Unit, given: Mapping[int, Tensor | None], broadcast: bool
     ) -> None:
-        """Sets the parameters at the positions in ``given`` to full values; collective. With
-        ``broadcast`` only those of rank 0 count, which the others need not have."""
+        """Sets parameters of the unit, by their positions, to full values; collective. With
+        ``broadcast`` rank 0's values are taken, and the other ranks may give None."""
 
     @abstractmethod
     def wrap_method(self, module: nn.Module, name: str) -> None:
