@@ -13,6 +13,7 @@ from tests.distributed.programs.models import (
     SIZE,
     Block,
     Net,
+    SometimesTwo,
     Words,
     mean_square,
     sgd,
@@ -248,3 +249,14 @@ def hooked_embedding(run: Run) -> None:
     if run.rank == 0:
         words.embed.register_forward_hook(lambda table, _, found: found * table.weight.norm())
     train_words(run, run.shard(words, [nn.Embedding, nn.Linear]))
+
+
+@program("one backward of two forwards, each on a way of the rank's own", unused=True)
+def joint_ways(run: Run) -> None:
+    model = run.shard(SometimesTwo(), [Block])
+    optimizer = sgd(model)
+    for step in range(4):
+        first, second = run.tensor(4, 8, key=2 * step), run.tensor(4, 8, key=2 * step + 1)
+        ways = (step + run.rank) % 2 == 0, (step // 2 + run.rank) % 2 == 0
+        loss = mean_square(model(first, ways[0])) + mean_square(model(second, ways[1]))
+        update(run, model, optimizer, loss)

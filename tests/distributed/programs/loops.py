@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from tests.distributed.programs.models import (
     Block,
     Net,
+    SometimesTwo,
     Words,
     adamw,
     mean_square,
@@ -55,6 +57,23 @@ def accumulation_no_sync(run: Run) -> None:
             with run.no_sync(model):
                 mean_square(model(run.tensor(4, 8, key=step * 3 + micro))).backward()
         mean_square(model(run.tensor(4, 8, key=step * 3 + 2))).backward()
+        run.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program("micro-batches under no_sync, a layer that one rank uses in the first alone", unused=True)
+def no_sync_some_ranks(run: Run) -> None:
+    model = run.shard(SometimesTwo(), [Block])
+    optimizer = sgd(model)
+    for step in range(3):
+        for micro in range(3):
+            both = step > 0 and micro == 0 and run.rank == 1
+            x = run.tensor(4, 8, key=step * 3 + micro)
+            with run.no_sync(model) if micro < 2 else nullcontext():
+                loss = mean_square(model(x, both))
+                loss.backward()
+            run.record(loss)
         run.average(model)
         optimizer.step()
         optimizer.zero_grad()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.programs.run import Run
 
@@ -23,6 +24,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
+
+
+class SometimesTwo(nn.Module):
+    """Two layers, of which the caller may leave out the second; both under a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = Block(), Block()
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.always(x)
+        return checkpoint(self.sometimes, x, use_reentrant=False) if both else x
 
 
 class Net(nn.Module):
