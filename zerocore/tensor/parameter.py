@@ -368,8 +368,9 @@ class UnreducedGrad(ShardedGrad):
             raise RuntimeError(
                 f"the gradient of '{self.fqn}' is held back: the last backward ran under no_sync, "
                 "where this rank keeps no full gradient of its own. Read, clip and step after a "
-                "backward outside of no_sync; zerocore.shard(model, stage=0) or 1 shows each "
-                "rank's own gradient under no_sync, as DistributedDataParallel"
+                "backward outside of no_sync, or drop it with zero_grad(); under no_sync, "
+                "zerocore.shard(model, stage=0) shows each rank's own gradient, as does stage=1 "
+                "behind a zero_grad(), as DistributedDataParallel"
             )
 
     def replaced_by(self, value: Tensor, param: ShardedParameter) -> UnreducedGrad:

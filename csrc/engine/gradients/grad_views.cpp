@@ -25,6 +25,7 @@ void GradViews::take_changes(UnitId unit) {
       reduction_.set_valid(unit, i, false);
     } else if (!current.defined()) {
       reduction_.drop(unit, i);
+      params_[unit][i].used = false;
     } else if (!current.is_same(own) && !current.is_same(grad(unit, i)) && own.defined()) {
       units_[unit]->memory().keep_grad(units_[unit]->layout().places()[i].region);
       own.copy_(current);
