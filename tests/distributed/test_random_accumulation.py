@@ -44,7 +44,7 @@ class Chosen(nn.Module):
 
 @dataclass(frozen=True)
 class Op:
-    kind: str  # "backward", "zero_grad", "zeros" or "step"
+    kind: str  # "backward", "zero_grad", "zeros", "drop" (of the last layer's weight) or "step"
     sync: bool = True
     chosen: tuple[tuple[int, ...], ...] = ()  # layers by rank
 
@@ -92,6 +92,8 @@ class Trained:
     def run(self, op: Op, number: int) -> None:
         if op.kind == "step":
             self.optimizer.step()
+        elif op.kind == "drop":
+            self.model.layers[-1].weight.grad = None
         elif op.kind != "backward":
             self.optimizer.zero_grad(set_to_none=op.kind == "zero_grad")
         for rank in self.ranks if op.kind == "backward" else ():
