@@ -21,9 +21,11 @@ from torch import Tensor, nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.random_seeds import begin, parser_of, seeds_of, train_all, world_of
+from tests.distributed.test_random_graphs import options_of
 from zerocore.common.alarm import STALL_SECONDS
+from zerocore.optim import AdamW
 
-SHAPES = ("2", "3", "4")
+SHAPES = ("2", "3", "2x2")
 PROGRAMS_OF_A_SHAPE = 12
 PROGRAMS_BY_NIGHT = 100
 LAYERS = 3
@@ -75,19 +77,16 @@ def program_of(seed: int, world_size: int) -> list[Op]:
 class Trained:
     """A model that is sharded, or in one process that does every rank's part."""
 
-    def __init__(self, seed: int, stage: int | None) -> None:
+    def __init__(self, seed: int, shape: str | None) -> None:
         torch.manual_seed(seed)
         self.model = Chosen()
-        self.is_sharded = stage is not None
+        self.is_sharded = shape is not None
         self.ranks = [dist.get_rank()] if self.is_sharded else range(dist.get_world_size())
-        rng = random.Random(f"options {seed}")
-        if stage is not None:
-            how = zerocore.Communication(
-                accumulate=rng.choice(["sharded", "full"]), reductions_in_flight=rng.choice([1, 3])
-            )
-            units = rng.choice([None, ["Linear"]])
-            zerocore.shard(self.model, stage=stage, units=units, communication=how)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, weight_decay=0.5)
+        if shape is not None:
+            units = random.Random(f"units {seed}").choice([None, ["Linear"]])
+            options = options_of(seed, seed % 4, shape)
+            zerocore.shard(self.model, stage=seed % 4, units=units, **options)
+        self.optimizer = AdamW(self.model.parameters(), lr=0.1, weight_decay=0.5)
 
     def run(self, op: Op, number: int) -> None:
         if op.kind == "step":
@@ -119,9 +118,8 @@ def compare(seeds: range, shape: str) -> None:
     os.environ[STALL_SECONDS] = "20"
     for seed in seeds:
         program = program_of(seed, world_of(shape))
-        stage = seed % 4
-        begin(seed, f"stage {stage}, {program}")
-        ours, right = Trained(seed, stage), Trained(seed, None)
+        begin(seed, f"stage {seed % 4}, {program}")
+        ours, right = Trained(seed, shape), Trained(seed, None)
         for number, op in enumerate(program):
             for each in (ours, right):
                 each.run(op, number)
