@@ -46,7 +46,7 @@ class Chosen(nn.Module):
 
 @dataclass(frozen=True)
 class Op:
-    kind: str  # "backward", "zero_grad", "zeros", "drop" (of the last layer's weight) or "step"
+    kind: str  # "backward", "toggle" (requires_grad), "drop" (one gradient), ...
     sync: bool = True
     chosen: tuple[tuple[int, ...], ...] = ()  # layers by rank
 
@@ -69,6 +69,7 @@ def program_of(seed: int, world_size: int) -> list[Op]:
                     Op(rng.choice(["zero_grad", "zeros"] if stage == 0 else ["zero_grad"]))
                 )
             program.append(Op("backward", number == held, chosen))
+        program += [Op("toggle")] if rng.random() < 0.2 else []
         program += [Op("step")] if rng.random() < 0.6 else []
         program += [Op(rng.choice(["zero_grad", "zero_grad", "zeros"]))] * (rng.random() < 0.6)
     return program
@@ -91,6 +92,8 @@ class Trained:
     def run(self, op: Op, number: int) -> None:
         if op.kind == "step":
             self.optimizer.step()
+        elif op.kind == "toggle":
+            self.model.layers[1].requires_grad_(not self.model.layers[1].weight.requires_grad)
         elif op.kind == "drop":
             self.model.layers[-1].weight.grad = None
         elif op.kind != "backward":
