@@ -87,7 +87,8 @@ class Trained:
             units = random.Random(f"units {seed}").choice([None, ["Linear"]])
             options = options_of(seed, seed % 4, shape)
             zerocore.shard(self.model, stage=seed % 4, units=units, **options)
-        self.optimizer = AdamW(self.model.parameters(), lr=0.1, weight_decay=0.5)
+        kind = AdamW if self.is_sharded else torch.optim.AdamW
+        self.optimizer = kind(self.model.parameters(), lr=0.1, weight_decay=0.5)
 
     def run(self, op: Op, number: int) -> None:
         if op.kind == "step":
