@@ -70,6 +70,7 @@ def program_of(seed: int, world_size: int) -> list[Op]:
                 )
             program.append(Op("backward", number == held, chosen))
         program += [Op("toggle")] if rng.random() < 0.2 else []
+        program += [Op("resume")] if rng.random() < 0.2 else []
         program += [Op("step")] if rng.random() < 0.6 else []
         program += [Op(rng.choice(["zero_grad", "zero_grad", "zeros"]))] * (rng.random() < 0.6)
     return program
@@ -79,20 +80,40 @@ class Trained:
     """A model that is sharded, or in one process that does every rank's part."""
 
     def __init__(self, seed: int, shape: str | None) -> None:
-        torch.manual_seed(seed)
-        self.model = Chosen()
+        self.seed, self.shape = seed, shape
         self.is_sharded = shape is not None
         self.ranks = [dist.get_rank()] if self.is_sharded else range(dist.get_world_size())
-        if shape is not None:
-            units = random.Random(f"units {seed}").choice([None, ["Linear"]])
-            options = options_of(seed, seed % 4, shape)
-            zerocore.shard(self.model, stage=seed % 4, units=units, **options)
+        self.start(seed % 4)
+
+    def start(self, stage: int) -> None:
+        torch.manual_seed(self.seed)
+        self.model = Chosen()
+        if self.shape is not None:
+            units = random.Random(f"units {self.seed}").choice([None, ["Linear"]])
+            options = options_of(self.seed, stage, self.shape)
+            zerocore.shard(self.model, stage=stage, units=units, **options)
         kind = AdamW if self.is_sharded else torch.optim.AdamW
         self.optimizer = kind(self.model.parameters(), lr=0.1, weight_decay=0.5)
+
+    def resume(self, number: int) -> None:
+        """In another model, at another stage, without gradients."""
+        if not self.is_sharded:
+            self.optimizer.zero_grad()
+            return
+        values = zerocore.full_state_dict(self.model, rank0_only=False)
+        states = zerocore.full_optimizer_state_dict(self.optimizer, rank0_only=False)
+        trained = [param.requires_grad for param in self.model.parameters()]
+        self.start(self.seed % 4 and 1 + (self.seed + number) % 3)
+        for param, requires_grad in zip(self.model.parameters(), trained, strict=True):
+            param.requires_grad_(requires_grad)
+        zerocore.load_full_state_dict(self.model, values)
+        self.optimizer.load_state_dict(states)
 
     def run(self, op: Op, number: int) -> None:
         if op.kind == "step":
             self.optimizer.step()
+        elif op.kind == "resume":
+            self.resume(number)
         elif op.kind == "toggle":
             self.model.layers[1].requires_grad_(not self.model.layers[1].weight.requires_grad)
         elif op.kind == "drop":
