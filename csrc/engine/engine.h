@@ -53,8 +53,8 @@ struct UpdatedUnit {
   std::optional<std::vector<int>> params;
 };
 
-// The engine of one sharded model. Its own functions do the work between passes; calls() follows
-// the passes.
+// The engine of one sharded model. Its own functions work between passes; calls() handles forward
+// and backward passes.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // `order` has the calls that a forward is expected to make.

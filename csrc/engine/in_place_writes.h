@@ -43,8 +43,8 @@ class InPlaceWrites {
   void set_updating(bool updating) {
     updating_ = updating;
   }
-  // Returns one number for all writes since the last forget(), 0 if there were none. It differs
-  // between ranks if they must exchange their checksums by parameter.
+  // Returns one number for all writes since the last forget(), 0 if there were none. After a write
+  // to a unit that only some ranks share it differs on every rank, so that they compare in detail.
   int64_t sum() const;
   // Returns whether full parameters were written since the last forget().
   bool is_urgent() const {

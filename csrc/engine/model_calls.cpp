@@ -300,7 +300,6 @@ void ModelCalls::leave_if_outside() {
 
 // -- the stack of calls ---------------------------------------------------------------------
 
-// Returns the call's index in the stack.
 size_t ModelCalls::push_call(Call call) {
   call.depth = schedule_.num_entered();
   calls_.push_back(call);

@@ -32,7 +32,7 @@ class OrderConsensus {
       : units_(units), context_(context), schedule_(schedule), lifecycle_(lifecycle) {}
 
   // Notes that this rank gathers units again because their weights have changed. The ranks compare
-  // it at the end of the pass: where they differ, their collectives do not match.
+  // these units at the end of the pass. If they differ, the ranks' collectives no longer match.
   void note_gathers(const std::vector<UnitId>& again);
   // When a call of the unit begins, or its backward: if the call is not in the order, asks for the
   // unit, and serves the other ranks until all of them gather it.

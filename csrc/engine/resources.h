@@ -24,7 +24,6 @@ struct GroupNames {
   int64_t first_rank = 0; // the lowest rank of the mesh, in the default group
 };
 
-// Options of an engine.
 struct EngineOptions {
   ShardOptions sharding;
   // Groups by number of the mesh. The first mesh has all ranks of the model, others some of them.

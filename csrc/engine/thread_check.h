@@ -86,7 +86,7 @@ class ThreadCheck {
   }
 
  private:
-  // Counts the running backward passes, which may outlive the engine.
+  // The number of running backward passes, which may outlive the engine.
   struct Backwards {
     void add(int change) {
       {

@@ -137,7 +137,6 @@ std::vector<UnitId> UnitLifecycle::refresh_all() {
   return again;
 }
 
-// Returns whether the shards have changed.
 bool UnitLifecycle::refresh_one(UnitId id) {
   check_homes(id);
   Unit& unit = *units_[id];

@@ -70,7 +70,7 @@ Instructions CallOrder::events_of(const std::vector<Call>& calls) {
   return events;
 }
 
-// -- a pass ---------------------------------------------------------------------------------
+// -- in a pass ------------------------------------------------------------------------------
 
 void CallOrder::begin(bool grad) {
   calls_ = expected_;
@@ -126,7 +126,7 @@ void CallOrder::leave(int32_t number, bool needs_backward) {
   }
 }
 
-// -- its end --------------------------------------------------------------------------------
+// -- at its end -----------------------------------------------------------------------------
 
 bool CallOrder::skipped() const {
   return std::any_of(calls_.begin(), calls_.end(), [](const Call& call) { return !call.made; });

@@ -2,8 +2,8 @@
 // Note [One order on every rank] in plan/schedule.h.
 //
 // A call is one entry of a unit. All ranks number the calls of a pass alike, whether they make them
-// or not; each rank makes some of them, in the order of their numbers. The end of a call is given
-// by the last call that was entered before it.
+// or not; each rank makes some of them, in the order of their numbers. A call's end is recorded as
+// the number of the last call that was entered before it ended.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ class CallOrder {
  public:
   explicit CallOrder(Instructions events);
 
-  // Returns the enters and exits of the order; of a pass, they are its forward.
+  // Returns the enters and exits of the order, as a forward makes them.
   const Instructions& events() const {
     return program_.list();
   }

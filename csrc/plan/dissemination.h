@@ -31,7 +31,7 @@ constexpr size_t kPassNumbers = 9;
 
 struct ControlMessage {
   MessageKind kind = MessageKind::Hello;
-  int64_t user = 0; // the user of the control group; must be equal on all ranks
+  int64_t user = 0; // number of the channel that shares the link; must be equal on all ranks
   // The number of words; for Lists, of one list. Must be equal on all ranks.
   int64_t width = 0;
   // Lists lie one after the other, in the order of the lowest rank that has each. Each begins with

@@ -17,7 +17,7 @@
 // On the wire values lie in rank order, for the layers in parameter order. A copy leads from one to
 // the other, unless the region has one parameter (or one rank) and no padding. Both have the same
 // size, because torch.chunk leaves gaps only after the last row.
-// A unit with a parameter that gathers itself is laid out by rows, even if other units are not.
+// A unit with a parameter that has fsdp_pre_all_gather is laid out by rows, others need not be.
 #pragma once
 
 #include <cstdint>
@@ -53,8 +53,8 @@ struct ParamSpec {
   // requires grad; by default its own.
   ElementType main = {}, reduce = {}, grad = {};
   ElementType gather = {}; // one-byte dtype on the wire, see common/math.h; by default its own
-  // False if the parameter gathers itself: parts of it are gathered as parameters of their own, and
-  // the unit is laid out by rows.
+  // False for a parameter with fsdp_pre_all_gather (FSDP2): the unit gathers the tensors that this
+  // returns, as parameters of their own, and is laid out by rows.
   bool is_gathered = true;
   bool is_kept = true; // false if the unit does not own the shard's memory; only if !is_gathered
 
@@ -145,7 +145,7 @@ class Layout {
  public:
   // Lays out `params` for `num_shards` equal shards. Parameters of the same types and the same
   // requires_grad share a region; regions appear in the order of their first parameter.
-  // With `by_rows` see Note [Shards of rows], with `num_across` Region::shard_range. A shard is
+  // See Note [Shards of rows] for `by_rows`, Region::shard_range for `num_across`. A shard is
   // padded to `num_cuts` equal parts. Throws c10::ValueError for num_shards < 1 or a parameter
   // without a valid shape or itemsize; by rows, also for one without a dimension.
   static Layout build(

@@ -77,11 +77,11 @@ struct PoolStats {
   int64_t num_allocations = 0; // calls to the device's allocator
 };
 
-// A block that was held. A block of zero bytes was not.
+// A block that was held; zero bytes stand for a block that was not.
 struct HeldBlock {
   int64_t nbytes = 0;
   int64_t first_use = 0; // grows with time
-  BitSet beside; // indices of blocks held at the same time; one of such two names the other
+  BitSet beside; // blocks held at the same time; of two such blocks at least one has the other
 };
 
 // Places such that blocks that were held at the same time do not overlap.

@@ -43,7 +43,6 @@ struct Instruction {
 
 using Instructions = std::vector<Instruction>;
 
-// A list of instructions and a cursor.
 class Program {
  public:
   Program() = default;

@@ -159,7 +159,7 @@ struct RegionState {
   bool kept = false; // the kept gradient has memory
   bool local = false; // FullGrad holds local sums that were not reduced
   bool adds = false; // the running reduction is added to the kept gradient
-  bool across = false; // a later collective of the reduction is to be waited for
+  bool across = false; // the last collective, over the replicas or of sums, must be waited for
   bool is_bare = false; // the local sums are not scaled yet
   Memory result = Memory::Kept; // where the reduction leaves its result
   ByMemory<bool> held; // blocks of the pool that the region holds
@@ -170,7 +170,6 @@ struct ParamState {
   bool local = false; // the local sums include this parameter
 };
 
-// The state of all regions and parameters.
 class ReductionState {
  public:
   explicit ReductionState(const ReductionFacts& facts) : facts_(facts) {
@@ -206,7 +205,6 @@ class ReductionState {
   bool any_local(UnitId unit) const {
     return std::ranges::any_of(regions_.at(unit), &RegionState::local);
   }
-  // Returns the regions of all units.
   std::vector<RegionKey> regions() const {
     std::vector<RegionKey> keys;
     for (UnitId unit = 0; unit < static_cast<UnitId>(regions_.size()); ++unit) {
@@ -234,7 +232,6 @@ class ReductionState {
   std::vector<std::vector<ParamState>> params_; // by unit
 };
 
-// Decides the steps of all reductions of a model.
 class Reduction {
  public:
   // The units' layouts must outlive the object.
@@ -242,8 +239,8 @@ class Reduction {
   Reduction(const Reduction&) = delete;
   Reduction& operator=(const Reduction&) = delete;
 
-  // Packs the unit's gradients and starts their reduction. Returns false if they are only summed on
-  // this rank, which may be so without sync.
+  // Packs the unit's gradients and starts their reduction. Returns false if, without sync, they are
+  // only summed on this rank.
   bool reduce(UnitId unit, bool sync, Steps& steps);
   // Ends a backward: completes all reductions.
   void finish(Steps& steps);
@@ -265,8 +262,8 @@ class Reduction {
   void drop(UnitId unit, int param) {
     state_.params(unit).at(param) = {};
   }
-  // During a Pack, returns the elements of the parameter, as a range of the region, that the Pack
-  // adds to. It overwrites the others. An empty range lies at the parameter's begin.
+  // Returns the elements of the parameter, as a range of the region, that a Pack adds to; it
+  // overwrites the others. If it adds to none, the range is empty, at the parameter's begin.
   Range added(const Step& pack, int param) const;
   // Returns whether the unit's gradients are final in this step: its last reduction was with sync.
   bool is_final(UnitId unit) const {

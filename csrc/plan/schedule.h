@@ -8,13 +8,13 @@
 // All ranks must issue collectives in one order, even if they take different paths. So a root
 // forward (one call of the sharded model) follows an order of calls that is the same on all ranks.
 // When a rank makes a call, it finds the call in the rest of the order, and unshards and reshards
-// the units of the calls that it skips. A call that is not in the order goes to its end: the rank
-// runs the rest of the order and then asks the others. They serve it when they reach the end: they
-// unshard and reshard the unit without using it. So all ranks know all calls of the pass. When they
-// leave it they compare a hash of the calls that each has made. If the hashes agree, these calls
-// are the order of the next pass; else the order stays. The first order is the one in which modules
-// were registered. The backward of a pass goes through the calls of the order and those added to
-// it, as far as any rank needs their backward.
+// the units of the calls that it skips. A call that is not in the order is added at its end: the
+// rank runs the rest of the order and then asks the others. They serve it when they reach the end:
+// they unshard and reshard the unit without using it. So all ranks know all calls of the pass. As
+// they leave it they compare a hash of the calls that each has made. If the hashes agree, these
+// calls are the order of the next pass; else the order stays. The first order is the one in which
+// modules were registered. The backward of a pass goes through the calls of the order and those
+// added to it, as far as any rank needs their backward.
 //
 // Note [Gathers that no rank reads]
 // The backward of an embedding lookup reads indices and no weight, so an all-gather for it would be
@@ -31,9 +31,9 @@
 //
 // Note [Recomputed calls]
 // An activation checkpoint repeats its calls in the order of the forward, and then goes backward
-// through them. Only the last of them is the next in the order of the backward, and begins its
-// program. The earlier calls are unsharded out of turn; the backward of each begins when autograd
-// reaches its output. So no instruction of a call is carried out before autograd gets there.
+// through them. Only the last of them is next in the backward's program, and advances it. The
+// earlier calls are unsharded out of turn; the backward of each begins when autograd reaches its
+// output. So no instruction of a call is carried out before autograd gets there.
 //
 // Calls outside of a root forward are unsharded on demand, without prefetch, and all ranks must
 // make them. The same holds for a pass without gradients in which all units are unsharded already.

@@ -10,11 +10,11 @@
 namespace zerocore {
 
 // Note [States on the host]
-// Offloaded trained parameters have main weights on the host, even if layers compute in the same
-// dtype. The optimizer updates them there, next to its moments. The device keeps the model weights,
-// which the host sends after each update. Parameters that do not require grad when the model is
-// sharded have no states and stay on the device. A state on disk is memory of the host whose bytes
-// are in a file, see Note [Memory of a file].
+// Trained parameters have main weights on the host, even if layers compute in the same dtype. The
+// optimizer updates them there, next to its moments. The device keeps the model weights, which the
+// host sends after each update. Parameters that do not require grad when the model is sharded have
+// no states and stay as they are. A state on disk is memory of the host whose bytes are in a file,
+// see Note [Memory of a file].
 
 // The memory that holds a part of the training state.
 enum class Tier : uint8_t { Device, Host, Disk };
@@ -71,7 +71,6 @@ struct Tiers {
   }
 };
 
-// Options of a sharded model.
 struct ShardOptions {
   int64_t stage = 3; // see UnitMesh
   int prefetch = 1; // how many units are gathered ahead

@@ -130,7 +130,6 @@ bool StepSimulation::gathers_behind_step(UnitId unit) const {
   return meshes_[unit].gathers_behind_step(layouts_[unit], options_.sharding.tiers);
 }
 
-// Changes the trained parameters.
 void StepSimulation::optimizer_step() {
   moment_ = 2 * static_cast<int32_t>(calls_.size()) + 1;
   Actions actions;

@@ -63,7 +63,6 @@ inline BlockKey block_of(const Step& step) {
   return {step.unit, memory, std::max(step.region, 0)};
 }
 
-// Carries out steps.
 class Steps {
  public:
   virtual void run(const Step& step) = 0;

@@ -4,9 +4,9 @@
 //                       | over the replicas | over the ranks that share the state
 //   stage s             | -                 | what stage s shards
 //   hybrid, stage s     | replicated        | what stage s shards
-//   the same, across    | optimizer sharded | what stage s shards, but 0
-//   one rank of each    | replicated        | -
-//   experts             | those of their units alone, over some of the model's ranks
+//   HFSDP, stage s > 0  | optimizer sharded | what stage s shards
+//   replicas alone      | replicated        | -
+//   experts             | as above, on a mesh of some of the model's ranks
 //
 // Note [Near ranks]
 // A rank may have faster links to some of the ranks with which it shares parameters (its node).

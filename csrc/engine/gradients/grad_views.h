@@ -37,7 +37,7 @@ class GradViews {
   const at::Tensor& grad(UnitId unit, int param) const {
     return params_[unit][param].grad;
   }
-  // Takes the tensor that is `shard.grad` after a backward without sync; undefined for bind()'s.
+  // Takes the tensor that is `shard.grad` after a backward without sync; if undefined, bind()'s is.
   void bind_sums(UnitId unit, int param, at::Tensor sums) {
     params_.at(unit).at(param).sums = std::move(sums);
   }

@@ -185,8 +185,8 @@ void on_backward_of(
     uint64_t first,
     const std::function<void()>& run) {
   for (Node* node : first_nodes_on(device, outputs, first)) {
-    // Insert in front: a unit that returns its input puts its hook on the node of the unit before,
-    // and its backward must run first.
+    // Insert in front: if a unit returns its input, its hook sits on the node of the unit before,
+    // and must run before that unit's hook.
     auto& hooks = node->tensor_pre_hooks();
     hooks.insert(hooks.begin(), std::make_unique<BackwardHook>(run));
   }

@@ -25,7 +25,7 @@ namespace zerocore {
 // threads that start later.
 inline void use_host_threads(int num_threads) {
   TORCH_CHECK_VALUE(num_threads >= 1, "expected 1 thread or more, got ", num_threads);
-  at::get_num_threads(); // the first call of a thread sets what torch would
+  at::get_num_threads(); // the first call in a thread sets torch's default
   omp_set_num_threads(num_threads);
 }
 

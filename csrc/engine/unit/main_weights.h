@@ -51,7 +51,8 @@ class MainWeights {
   void fill(int region, const at::Tensor& own) const;
   // Copies those elements of `own`, model weights, that differ from the rounded main weights.
   void copy_changed(int region, int64_t offset, const at::Tensor& own) const;
-  // Casts main to model weights, and sends them if only the main weights are on the host.
+  // Casts main weights to model weights. If only the main weights are on the host, sends the result
+  // to the device.
   void cast() const;
   // Sends weights from the host to the device, after earlier and before later work of the compute
   // stream. The host waits for the copy.

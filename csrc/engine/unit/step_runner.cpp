@@ -154,7 +154,6 @@ int64_t near_square_root(int64_t num_ranks) {
   return factor;
 }
 
-// Returns the factor that gradients get when they are packed.
 double packed_scale(const Region& region, const UnitMesh& mesh, double all) {
   if (static_cast<at::ScalarType>(region.reduce.dtype) == at::kHalf) {
     return 1.0 / static_cast<double>(near_square_root(mesh.world_size()));

@@ -88,8 +88,8 @@ class Unit {
     return written_full_.defined();
   }
   void finish_write();
-  // Marks the full parameters that were written since the last call as to be written back. Returns
-  // false if there were none.
+  // Remembers which full parameters were written since the last call, to write them back. Returns
+  // false if none was.
   bool take_writes();
   // Forgets what was to be written back.
   void drop_writes() {

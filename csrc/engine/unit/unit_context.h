@@ -70,7 +70,6 @@ struct UnitContext {
   }
 };
 
-// Settings of a unit.
 struct UnitSettings {
   double gradient_scale = 1; // multiplies the sum of gradients over the ranks
   bool syncs = true; // backward passes reduce the gradients

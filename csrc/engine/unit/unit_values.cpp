@@ -71,7 +71,7 @@ void FullValues::gather() const {
     }
     wait_for_all(pending, streams_);
   }
-  // A unit with parameters that gather themselves is laid out by rows, whatever the model's option.
+  // A unit with fsdp_pre_all_gather is laid out by rows, whatever the model's option.
   const Layout& layout = unit_.layout();
   for (const int region : layout.by_rows() ? bucket_.regions() : std::vector<int>()) {
     const at::Tensor wire = bucket_.full(region).clone();
