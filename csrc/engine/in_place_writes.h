@@ -25,8 +25,8 @@ class InPlaceWrites {
   // All arguments must outlive the object.
   InPlaceWrites(const Units& units, const UnitContext& context, const Schedule& schedule);
 
-  // Keeps what was written to the unit's full parameters since the last call: before a call of the
-  // unit ends, and before a reshard.
+  // Keeps new writes to the unit's full parameters, when a call of the unit ends and before a
+  // reshard.
   void keep(UnitId unit);
   // Once all ranks have left the pass: writes the kept values to the shards, or drops them.
   void finish();

@@ -109,7 +109,7 @@ class ReductionFacts {
   bool splits_scale(RegionKey key) const {
     return is_wired(key) && (mesh_of(key.first).sums_in_order || !offloads_grads());
   }
-  // Returns whether the collective leaves its result in Scratch.
+  // Returns whether the collective needs Scratch for what it leaves.
   bool takes_scratch(UnitId unit) const {
     return mesh_of(unit).parts() > 1 || mesh_of(unit).shards_across;
   }
