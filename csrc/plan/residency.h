@@ -14,7 +14,7 @@
 
 namespace zerocore {
 
-// What the engine must do with a unit after an event.
+// The actions on a unit that the engine must carry out after an event.
 enum class ActionKind : uint8_t { Unshard, Reshard, Reduce };
 
 struct Action {

@@ -21,7 +21,7 @@ class Alarm;
 class DiskStates;
 class HostStates;
 
-// What the units of one mesh share. Owns nothing; `Resources` owns what the pointers point to.
+// The parts that the units of one mesh share. Owns none of them; `Resources` does.
 struct UnitContext {
   UnitMesh mesh;
   int64_t first_rank = 0; // the lowest rank of the mesh, in the default group

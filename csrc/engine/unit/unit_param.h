@@ -62,7 +62,7 @@ inline std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params) {
   return c10::fmap(params, [](const UnitParam& param) { return param.spec; });
 }
 
-// What a unit is made from.
+// The parameters and options of a unit that is to be made.
 struct UnitSpec {
   std::string name;
   std::vector<UnitParam> params;
