@@ -1,4 +1,4 @@
-// The parts of an engine, and the work between passes but for optimizers' steps.
+// The work between passes; optimizer_steps.cpp has the optimizers' steps.
 #include "engine/engine.h"
 
 #include <ATen/core/functional.h>
@@ -37,8 +37,8 @@ Engine::Engine(
 
 Engine::~Engine() {
   Alarm* alarm = context_.alarm;
-  // Only then may work be in flight that still ends: a model that never started has none, a forked
-  // process never sees its end, and the alarm has ended it.
+  // Waits only for work that can end. A model that never started has no work, a forked process
+  // never sees its end, and a raised alarm has aborted it.
   if (started_ && !calls_.thread_check().is_forked() && (alarm == nullptr || !alarm->is_raised())) {
     consensus_.abandon_pass();
     try {
@@ -48,7 +48,7 @@ Engine::~Engine() {
     }
   }
   if (alarm != nullptr && Watchdog::of_process().remove(alarm)) {
-    alarm->ledger().forget(); // the names of units
+    alarm->ledger().forget(); // it points to names of units
   }
 }
 
@@ -74,7 +74,7 @@ void Engine::hold_unsharded(const std::vector<UnitId>& units) {
       lifecycle_.update_registration(id);
     }
   } catch (...) {
-    Actions dropped; // the reset finds what to reshard
+    Actions dropped; // reset() reshards the units
     for (size_t i = 0; i < num_held; ++i) {
       schedule_.residency().release_unsharded(units[i], dropped);
     }
@@ -91,7 +91,7 @@ void Engine::begin_hold(UnitId id) {
 }
 
 void Engine::gather_held(UnitId id) {
-  pool().set_apart(true); // what is held for long must not shape the arena
+  pool().set_apart(true); // a long hold must not shape the arena
   const auto back = c10::make_scope_exit([this] { pool().set_apart(false); });
   lifecycle_.run([&](Actions& out) { schedule_.residency().hold_unsharded(id, out); });
 }
@@ -148,14 +148,14 @@ void Engine::set_parked(bool parked) {
     offload_.synchronize(); // gradients may be on their way to the host
     for (const auto& unit : units_) {
       lifecycle_.refresh(unit->id());
-      if (!unit->context().mesh.shards_parameters) { // all of it is parked
+      if (!unit->context().mesh.shards_parameters) { // the parked memory is the full parameters
         hold_unsharded({unit->id()});
         release_unsharded({unit->id()}, /*write_back=*/false);
       }
     }
     pool().free_unused();
   }
-  for (const auto& unit : units_) { // exports of a parked model gather from all ranks
+  for (const auto& unit : units_) { // an export of a parked model gathers from all ranks
     unit->set_keeps_near(!parked);
   }
   calls_.set_parked(parked);

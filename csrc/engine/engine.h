@@ -1,4 +1,4 @@
-// The one object that Python holds: owns the parts, and does the work between passes.
+// The object that Python holds for each sharded model: it owns all parts of the engine.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,10 +16,10 @@
 
 namespace zerocore {
 
-// Stands for a unit's name in collectives of an optimizer.
+// The name under which an optimizer's collectives are traced, where others have a unit's name.
 inline const std::string kOptimizer = "optimizer";
 
-// An all-to-all under way, of an optimizer of whole matrices. The context outlives it.
+// A pending all-to-all of an optimizer of whole matrices. The context must outlive it.
 class Exchange {
  public:
   // Sends each rank of the group its part of `sent` (1-D, rank after rank). `sizes` are bytes.
@@ -29,7 +29,7 @@ class Exchange {
       const at::Tensor& sent,
       MessageSizes sizes);
 
-  // The received tensor, for work of the compute stream from here on; blocks on the CPU.
+  // Returns the received tensor. The compute stream waits for it; on the CPU the host waits.
   at::Tensor wait();
 
  private:
@@ -38,23 +38,26 @@ class Exchange {
   PendingCollective pending_;
 };
 
-// Note [Gathers behind a step]
-// Where full parameters stay, an optimizer's step has changed this rank's part of them. The gathers
-// of the other parts begin when the step ends, on all ranks, so that later reads and forwards ask
-// no rank; they wait for the units that they use. A unit is gathered when optimizers have updated
-// all of its trained parameters: several that share a unit cost one gather. Other changes are
-// gathered by the forward, and so are updates on the host, which go on behind the step, and those
-// of a step inside of a call, where ranks may be at different units.
+// Note [Gathers after a step]
+// At stages 1 and 2 an optimizer's step updates this rank's part of the full parameters. When the
+// step ends, all ranks start the all-gathers of the other parts. Later reads and forwards wait for
+// them and need no further collective. A unit is gathered once optimizers have updated all of its
+// trained parameters, so optimizers that share a unit cause one all-gather. The forward gathers
+// all other changes: updates on the host, which go on after the step, and steps inside a call,
+// where ranks may be at different units.
 
-// A unit that an optimizer updates, and which parameters in it; none for all that are trained.
+// A unit that an optimizer has updated. `params` are its updated parameters, or nullopt if the
+// optimizer updated all trained ones.
 struct UpdatedUnit {
   UnitId unit = -1;
   std::optional<std::vector<int>> params;
 };
 
+// The engine of one sharded model. Its own functions work between passes; calls() handles forward
+// and backward passes.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `order` is the expected order of calls.
+  // `order` has the calls that a forward is expected to make.
   Engine(
       const EngineOptions& options,
       c10::Device device,
@@ -97,34 +100,36 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return resources_.hand_overs().entries();
   }
 
-  // All parameters are materialized and bound. `consistent`: all ranks hold the same values.
+  // Begins training, after all parameters were materialized and bound. `consistent` says that all
+  // ranks hold the same values; else the first forward gathers them.
   void start(bool consistent);
 
-  // Unshards the units and shows their full parameters until release_unsharded: all, or none where
-  // it throws.
+  // Unshards the units and shows their full parameters until release_unsharded. If it throws, it
+  // holds none of them.
   void hold_unsharded(const std::vector<UnitId>& units);
-  // Returns the names of parameters that were changed, if they are not written back.
+  // Ends the hold. Without `write_back` it drops changes and returns the names of the changed
+  // parameters.
   std::vector<std::string> release_unsharded(const std::vector<UnitId>& units, bool write_back);
-  // As hold_unsharded of one unit, which modules do not show: begins its gather, behind which
-  // wait_held orders the compute stream. Also of a unit whose memory is back while the model is
-  // parked.
+  // Holds a unit without showing it in modules. begin_hold starts its all-gather; wait_held makes
+  // the compute stream wait for it. Works in a parked model if the unit's memory is back.
   void begin_hold(UnitId unit);
   void wait_held(UnitId unit);
-  // Unshards the unit ahead of its next forward; modules show it once UnitLifecycle::use has waited
-  // for it. Reshards it if nothing uses it. On all ranks.
+  // Starts the unit's all-gather ahead of its next forward; modules show the parameters after
+  // UnitLifecycle::use. Collective.
   void unshard(UnitId unit);
+  // Reshards the unit if nothing uses it. All ranks must call it.
   void reshard(UnitId unit);
   void set_staying(UnitId unit, Staying staying) {
     schedule_.residency().set_staying(unit, staying);
   }
-  // Waits for the host, brings what gathers read up to date and frees the pool's arena: from here
-  // on the memory that units keep on the device may go, and what would read it throws, until
-  // `parked` is false. On all ranks.
+  // Parks the model: waits for the host, updates what all-gathers read, and frees the pool's arena.
+  // The caller may then free the units' memory on the device. Uses of the model throw until it is
+  // unparked. Collective.
   void set_parked(bool parked);
-  // Bytes of a unit that stay on the device between steps: parameters first, then what only
-  // optimizers and reductions use.
+  // Returns the unit's memory that stays on the device between steps, as bytes: the parameters
+  // first, then the memory that only optimizers and reductions use.
   std::vector<at::Tensor> device_memory(UnitId unit) const;
-  // Gives the storage of a tensor on the device memory again where it had it, not initialised.
+  // Allocates the memory of a freed tensor of device_memory() again, uninitialised.
   void take_memory(const at::Tensor& tensor) {
     give_memory(tensor, context_.memory_for(tensor));
   }
@@ -134,30 +139,32 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Agreed agreed() const {
     return consensus_.agreed(calls_.num_backward_shapes());
   }
-  // Sets and reads a unit's parameters; collective. Waits for updates. See Unit.
+  // Set and return a unit's parameters, see Unit. Both are collective and wait for updates on the
+  // host.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);
-  // Around an optimizer's update of main weights, which `casts` if it writes the model weights too.
-  // The first throws if a shard has left its place in memory. The second is true if gathers have
-  // begun, which read the shards until finish_gathers or the next use of their units.
+  // Brackets an optimizer's update of main weights; with `casts` it writes the model weights, too.
+  // Throws if a shard was moved out of the unit's memory.
   void begin_update(const std::vector<UnitId>& units, bool casts);
+  // Returns true if all-gathers have begun. They read the shards until finish_gathers or the next
+  // use of their units.
   bool end_update(const std::vector<UpdatedUnit>& units, bool casts);
-  // Waits for gathers under way, which read shards that are about to change. A unit whose gather
-  // fails is gathered again at its next use.
+  // Waits for the all-gathers that read shards which are about to change. If the all-gather of a
+  // unit fails, its next use gathers it again.
   void finish_gathers();
-  // From here on nothing is reduced, and units that are gathered stay.
+  // Stops reductions and resharding, for the step of a zero-bubble pipeline schedule.
   void begin_deferred();
-  // Units come and go again. Unless all is dropped, finalizes the backward.
+  // Starts them again. With `drops` it resets the model, else it reduces the gradients.
   void end_deferred(bool drops);
-  // For an optimizer of whole matrices, on all ranks: which flags any has set.
+  // Returns for each flag whether any rank has set it. Collective.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
-  // The same, on all ranks of a mesh: an all-to-all `across` those that hold the same shards, else
-  // over those that share them. The engine outlives it.
+  // Starts an all-to-all, with `across` over the ranks that hold the same shards, else over the
+  // ranks that share the state. Collective. The engine must outlive the result.
   Exchange exchange(size_t mesh, bool across, const at::Tensor& sent, MessageSizes sizes);
   void check_process() {
     calls_.thread_check().check_process();
   }
-  // In the child of a fork: from now on each use of units throws if there are other ranks.
+  // To be called in the child of a fork: later uses of units throw if the model has other ranks.
   void mark_forked();
 
  private:
@@ -169,7 +176,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool gather_behind_step();
 
   Resources resources_;
-  const UnitContext& context_; // of the resources
+  const UnitContext& context_; // of the model's own mesh
   bool started_ = false;
   Units units_;
   Offload offload_;

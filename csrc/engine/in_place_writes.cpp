@@ -1,4 +1,3 @@
-// Keeps and compares what programs write to unsharded parameters in place.
 #include "engine/in_place_writes.h"
 
 #include <ATen/ops/arange.h>
@@ -15,9 +14,9 @@ namespace zerocore {
 
 namespace {
 
-constexpr int64_t kChunk = int64_t{1} << 22; // bytes; on a device each needs 16 times its memory
+constexpr int64_t kChunk = int64_t{1} << 22; // bytes; a chunk takes 16 times its size on a device
 
-// Depends on the place of each byte; not negative.
+// Returns a checksum that depends on each byte and its position, and is not negative.
 int64_t checksum(const at::Tensor& values) {
   const at::Tensor bytes = values.view(at::kByte);
   if (bytes.is_cpu()) {
@@ -31,7 +30,7 @@ int64_t checksum(const at::Tensor& values) {
   return static_cast<int64_t>(sum >> 2);
 }
 
-// Not 0, and not negative.
+// Mixes `number` into `sum`, which becomes positive.
 void mix_in(int64_t& sum, int64_t number) {
   sum = static_cast<int64_t>(mix(sum, number) >> 2) + 1;
 }
@@ -49,9 +48,8 @@ InPlaceWrites::InPlaceWrites(
   }
 }
 
-// Code that changed parameters (`with torch.no_grad(): self.weight.clamp_()`) changed what is
-// gathered; this rank's part of it is kept where that is not the shard itself. It counts as a
-// change at every stage: a rank that shows the shards changes those.
+// User code such as `with torch.no_grad(): self.weight.clamp_()` writes to the gathered parameters.
+// Copies this rank's part to the shard, unless the shard is a part of the full parameters.
 void InPlaceWrites::keep(UnitId id) {
   Unit& unit = *units_[id];
   const at::NoGradGuard no_grad;
@@ -96,16 +94,17 @@ void InPlaceWrites::drop() {
   }
 }
 
-// -- what ranks compare ----------------------------------------------------------------------
+// -- checksums -------------------------------------------------------------------------------
 
-// Where nothing is sharded each rank keeps all that it has written.
+// Returns whether ranks must write the same values to the unit. At stage 0 each rank keeps all that
+// it has written.
 bool InPlaceWrites::is_shared(const Unit& unit) const {
   const UnitMesh& mesh = unit.context().mesh;
   return context_.control != nullptr && mesh.communicates() &&
       (mesh.shards_optimizer || mesh.shards_parameters);
 }
 
-// 0 for all ranks of the model; else a number of those that share the unit.
+// Returns a number for the ranks that share the unit: 0 if all ranks of the model do.
 int64_t InPlaceWrites::sharers_of(const Unit& unit) const {
   const UnitContext& context = unit.context();
   return context.mesh.world_size() == context_.control->size() ? 0 : 1 + context.first_rank;
@@ -131,7 +130,7 @@ void InPlaceWrites::add_rest() {
   }
 }
 
-// With a static graph the ranks have promised to do the same in each pass, so nothing is compared.
+// With a static graph the user promises that all ranks do the same, so no writes are compared.
 bool InPlaceWrites::takes_notes() const {
   const UnitMesh& mesh = context_.mesh;
   return !updating_ && context_.control != nullptr && !context_.control->is_static() &&
@@ -162,7 +161,7 @@ int64_t InPlaceWrites::sum() const {
 void InPlaceWrites::forget() {
   std::ranges::fill(sums_, 0);
   later_.clear();
-  urgent_ = updating_ = false; // an update may have ended with an exception
+  urgent_ = updating_ = false; // an exception may have ended an optimizer's step
 }
 
 const std::string* InPlaceWrites::find_differing() const {
@@ -176,7 +175,7 @@ const std::string* InPlaceWrites::find_differing() const {
     for (size_t param = 0; param < unit->params().size(); ++param) {
       if (differ[first_[unit->id()] + param]) {
         first = first == nullptr ? &unit->params()[param].spec.fqn : first;
-        unit->versions().mark_written(param); // on each rank: all gather it again
+        unit->versions().mark_written(param); // so that every rank gathers it again
       }
     }
   }

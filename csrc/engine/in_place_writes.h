@@ -1,14 +1,14 @@
-// Keeps and compares what programs write to unsharded parameters in place. See Note [Writes in a
-// forward] in engine/unit/unit.h.
+// Keeps in-place writes to unsharded parameters, and compares them between ranks. See Note [Writes
+// in a forward] in engine/unit/unit.h.
 //
 // Note [Writes that differ]
-// Each rank keeps its own part of what it has written, so a write must be the same on all ranks
-// that share the unit. Checksums of written parameters travel as one number in the message at the
-// end of a pass, which is sent anyway. Writes of a backward, and of calls outside of passes, are
-// compared at the end of the next pass. So are writes to shards between steps, of which each rank
-// makes another part: there the checksum is that of the arguments, a full tensor or a number. If
-// the numbers differ, all ranks exchange their checksums parameter by parameter; and also if the
-// ranks wrote to a unit that only some of them share, because one number cannot compare those.
+// Each rank keeps only its own shard of a written parameter, so a write must be the same on all
+// ranks that share the unit. At the end of a pass the ranks exchange a message anyway; it carries
+// the checksums of all written parameters as one number. Writes in a backward pass, and in calls
+// outside of passes, are compared at the end of the next pass. So are writes to shards between
+// steps. Each rank writes another part of those, so their checksum covers the arguments of the
+// write: a full tensor or a number. If the numbers differ, all ranks exchange their checksums
+// parameter by parameter. They also do so after writes to a unit that only some ranks share.
 #pragma once
 
 #include <cstdint>
@@ -22,38 +22,39 @@ namespace zerocore {
 
 class InPlaceWrites {
  public:
-  // All outlive it.
+  // All arguments must outlive the object.
   InPlaceWrites(const Units& units, const UnitContext& context, const Schedule& schedule);
 
-  // The unit's parameters may have been changed in place: a call of it ends, or it is given back.
+  // Keeps new writes to the unit's full parameters, when a call of the unit ends and before a
+  // reshard.
   void keep(UnitId unit);
-  // All ranks have left the pass: the shards take the writes; or its writes are dropped.
+  // Once all ranks have left the pass: writes the kept values to the shards, or drops them.
   void finish();
   void drop();
 
-  // -- what ranks compare
-  // The unit holds a write, which is summed now; and those that were kept in the pass.
+  // -- checksums
+  // Adds the checksums of the unit's written parameters; or of all units kept in the pass.
   void add(UnitId unit);
   void add_rest();
-  // A function has written to a shard; `number` is a checksum of its arguments. Ignored in an
-  // optimizer's step, whose gradients are the same on all ranks.
+  // Adds a write to a shard; `number` is a checksum of its arguments. Ignores writes in an
+  // optimizer's step, because their gradients are the same on all ranks.
   void note(UnitId unit, size_t param, int64_t number);
   bool takes_notes() const;
   void set_updating(bool updating) {
     updating_ = updating;
   }
-  // A number of all that was written since the last forget(), 0 for nothing. It is not the same on
-  // all ranks if they have to compare.
+  // Returns one number for all writes since the last forget(), 0 if there were none. After a write
+  // to a unit that only some ranks share it differs on every rank, so that they compare in detail.
   int64_t sum() const;
-  // Whether unsharded parameters were written to since the last forget().
+  // Returns whether full parameters were written since the last forget().
   bool is_urgent() const {
     return urgent_;
   }
   void forget();
-  // The first parameter to which ranks that share it have written other values; null for none.
-  // Collective of all ranks.
+  // Returns the first parameter whose ranks have written different values, or null. Collective over
+  // all ranks.
   const std::string* find_differing() const;
-  // Throws c10::ValueError that names the parameter.
+  // Throws a c10::ValueError that names the parameter.
   [[noreturn]] static void fail(const std::string& fqn);
 
  private:
@@ -63,9 +64,9 @@ class InPlaceWrites {
   const Units& units_;
   const UnitContext& context_;
   const Schedule& schedule_;
-  std::vector<size_t> first_; // by unit: number of its first parameter
-  std::vector<int64_t> sums_; // by parameter; 0 of one that was not written to
-  std::vector<UnitId> later_; // of the pass, to be summed at its end
+  std::vector<size_t> first_; // by unit: the index of its first parameter in sums_
+  std::vector<int64_t> sums_; // checksum by parameter; 0 if it was not written
+  std::vector<UnitId> later_; // units written in the pass, whose checksums are added at its end
   bool urgent_ = false, updating_ = false;
 };
 

@@ -1,4 +1,4 @@
-// Follows a backward through the model's units: what the hooks on autograd's graph call.
+// The backward pass of ModelCalls: hooks on autograd's graph call these functions.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/functional.h>
@@ -14,7 +14,7 @@ namespace zerocore {
 
 namespace {
 
-constexpr size_t kMaxBackwardShapes = 4096; // routers may make a new one in every step
+constexpr size_t kMaxBackwardShapes = 4096; // a router may produce a new shape in every step
 
 bool uses_autocast_cache(c10::Device device) {
   return at::autocast::is_autocast_enabled(device.type()) &&
@@ -23,7 +23,7 @@ bool uses_autocast_cache(c10::Device device) {
 
 } // namespace
 
-// `first_node`: the first one that the model recorded of the outputs' graph.
+// `first_node` is the number of the first autograd node that the call recorded.
 void ModelCalls::on_backward(
     const std::vector<at::Tensor>& outputs,
     uint64_t first_node,
@@ -70,12 +70,12 @@ void ModelCalls::begin_backward() {
   choose_reduced();
   on_backward_end(while_owned([this, running = std::move(running)]() mutable {
     end_backward();
-    running.reset(); // autograd may keep what it has called
+    running.reset(); // autograd may keep this callback alive
   }));
 }
 
-// A backward for other gradients than the unit's (of inputs, or of chosen parameters) must not be
-// taken for one in which its gradients are zero.
+// Excludes a unit from reduction if this backward pass computes no gradient of its parameters
+// (torch.autograd.grad, or backward(inputs=...)). Otherwise the unit would reduce zeros.
 void ModelCalls::choose_reduced() {
   const bool selective = backward_is_selective();
   if (!selective && !selective_) {
@@ -118,7 +118,7 @@ void ModelCalls::pre_backward(const RecordedCall& recorded, int64_t number) {
   }
 }
 
-// Of a backward within another one all gradients of the unit come, so none that came before count.
+// Forgets gradients that fired earlier if a new (perhaps nested) backward pass reaches the unit.
 void ModelCalls::go_through(UnitId id) {
   const int64_t backward = current_backward();
   if (std::exchange(progress_[id].backward, backward) != backward) {
@@ -126,7 +126,7 @@ void ModelCalls::go_through(UnitId id) {
   }
 }
 
-// Observers of nodes must not throw; the hook that comes next does, or the end of the backward.
+// An observer of autograd nodes must not throw. The next hook, or the end of the backward, throws.
 void ModelCalls::enter_untracked(const RecordedCall& recorded) noexcept {
   try {
     pre_backward(recorded, -1);
@@ -148,8 +148,8 @@ void ModelCalls::note_changes(UnitId id) {
   }
 }
 
-// A checkpoint is about to make a call of the unit again, in a backward that begins here at the
-// latest. Autograd asks nothing of what the checkpoint reads.
+// An activation checkpoint is about to recompute a call of the unit. Begins the backward pass if no
+// hook has. Autograd does not check the versions of parameters that the checkpoint reads.
 void ModelCalls::begin_recompute(UnitId id) {
   TORCH_CHECK(
       runs_node_of(context_.streams->device()),
@@ -169,7 +169,7 @@ void ModelCalls::begin_recompute(UnitId id) {
       "step or a load). Run backward before the step, or run the forward again.");
 }
 
-// See Note [Recomputed calls]. A lookup that is made again needs the unit, out of turn.
+// See Note [Recomputed calls]. A recomputed embedding lookup unshards the unit out of turn.
 void ModelCalls::recompute(UnitId id) {
   const auto [place, made] = recomputed_calls_.find(id);
   consensus_.go_to_pass(place.pass);
@@ -188,8 +188,8 @@ void ModelCalls::recompute(UnitId id) {
 void ModelCalls::grad_ready(UnitId id, int param) {
   begin_backward();
   UnitProgress& progress = progress_[id];
-  // In a backward within the one that goes through the unit (reentrant checkpoints inside of it)
-  // gradients may come again: the unit is reduced when the outer backward leaves it.
+  // In a nested backward pass (reentrant checkpoints inside the unit) gradients may come again. The
+  // unit is reduced when the outer backward pass leaves it.
   if (progress.backward == -1) {
     go_through(id);
   }
@@ -217,7 +217,7 @@ void ModelCalls::end_backward() {
   reduce_rest();
   reduce_held_back();
   for (const auto& unit : units_) {
-    lifecycle_.writes().keep(unit->id()); // of one that stays unsharded
+    lifecycle_.writes().keep(unit->id()); // a unit that stays unsharded has not kept its writes yet
   }
   forget_progress();
   const std::vector<bool> reduced = reducer_.finish();
@@ -228,10 +228,10 @@ void ModelCalls::end_backward() {
   run_user_hooks(reduced);
 }
 
-// Other ranks may have made a backward of units that this one did not use.
+// Asks all ranks: another rank may hold gradients of a unit that this rank did not use.
 void ModelCalls::finalize_backward() {
   const auto use = this->use();
-  consensus_.finish_pass(); // also in the backward of another model
+  consensus_.finish_pass(); // use() skips it inside another model's backward pass
   const std::vector<bool> held = context_.any_rank(
       c10::fmap(units_, [this](const auto& unit) { return reducer_.holds_back(unit->id()); }));
   for (const auto& unit : units_) {
@@ -242,10 +242,10 @@ void ModelCalls::finalize_backward() {
   run_user_hooks(reducer_.finish());
 }
 
-// Gradients that came when the calls said that there are no more: of a unit that this rank used
-// when the order of all ranks had left it, or that is used outside of calls. The reductions
-// must not depend on one rank's gradients, so ranks ask each other after the first backward of each
-// sequence of calls, which is the same on all ranks, and from then on if there were such gradients.
+// Reduces gradients that came after their unit's reduction: this rank used the unit after the
+// shared order had left it, or outside of calls. One rank alone must not decide on a collective.
+// So the ranks ask each other after the first backward pass of each sequence of calls, and after
+// later ones if any rank had such gradients.
 void ModelCalls::reduce_rest() {
   std::vector<bool> rest = c10::fmap(units_, [this](const auto& unit) {
     return unit->settings().syncs && !reducer_.deferred() && reducer_.has_grads(unit->id());
@@ -256,7 +256,7 @@ void ModelCalls::reduce_rest() {
       rest_by_shape_.clear(); // on all ranks at once
     }
     const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.shape(), false);
-    // The order knows a call when it has ended. In a backward inside of it ranks always ask.
+    // The order learns a call when the call ends. In a backward inside it the ranks always ask.
     const bool is_inside = schedule_.in_root_forward() || schedule_.num_entered() > 0;
     if (is_new || known->second || is_inside || consensus_.ranks_differ()) {
       rest = context_.any_rank(rest);
@@ -285,8 +285,8 @@ void ModelCalls::reduce_rest() {
   }
 }
 
-// Backwards without sync have left sums of units that this one does not go through. Ranks have made
-// the same reductions of them, so they hold the same units' sums back.
+// Reduces sums that backward passes without sync left in units which this pass did not reach. All
+// ranks hold sums of the same units, because they made the same reductions.
 void ModelCalls::reduce_held_back() {
   for (const auto& unit : units_) {
     if (schedule_.is_reduced(unit->id()) && reducer_.has_late_sums(unit->id())) {
@@ -295,8 +295,8 @@ void ModelCalls::reduce_held_back() {
   }
 }
 
-// Users register hooks on the shards, which is where optimizers look; gradients come to be there
-// without autograd.
+// Runs the users' post-accumulate-grad hooks, which sit on the shards. Autograd does not run them,
+// because it accumulates into the full parameters.
 void ModelCalls::run_user_hooks(const std::vector<bool>& reduced) {
   for (const auto& unit : units_) {
     for (const UnitParam& param : unit->params()) {

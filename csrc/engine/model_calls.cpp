@@ -1,4 +1,4 @@
-// Follows the forward: the calls of the model and of its units, and the stack of those under way.
+// Forward, resets and the stack of running calls; model_backward.cpp has the backward pass.
 #include "engine/model_calls.h"
 
 #include <ATen/record_function.h>
@@ -14,8 +14,8 @@ namespace zerocore {
 
 namespace {
 
-// Whether a backward will come through one of them. None comes through a leaf, such as the output
-// of a frozen module that a hook has made require a gradient.
+// Returns whether a backward pass can reach one of the tensors. It never reaches a leaf, such as
+// the output of a frozen module that a hook has made require a gradient.
 bool any_recorded(const std::vector<at::Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
     return tensor.requires_grad() && !tensor.is_leaf();
@@ -49,7 +49,7 @@ ModelCalls::ModelCalls(
   }
 }
 
-// Ends the call, and those inside of it, where `run` has failed half-way.
+// If `run` throws, drops the call and all calls inside it.
 template <typename Run>
 void ModelCalls::run_in(size_t call, const Run& run) {
   const size_t depth = calls_[call].depth;
@@ -67,16 +67,16 @@ void ModelCalls::enter(UnitId id) {
   recover("a unit of a sharded model was called");
   const bool recomputing = in_backward();
   if (recomputing) {
-    begin_recompute(id); // before this thread touches the calls of another one
+    begin_recompute(id); // throws before this thread touches another thread's calls
   }
   run_in(push_call({recomputing, next_node(), c10::GradMode::is_enabled()}), [&] {
-    recomputing ? recompute(id) : enter_forward(id); // gathers it, and others ahead
+    recomputing ? recompute(id) : enter_forward(id); // starts all-gathers
     lifecycle_.regather_changed(id);
-    lifecycle_.use(id); // waits
+    lifecycle_.use(id); // waits for the unit's all-gather
   });
 }
 
-// Gathers the unit and those of the next calls.
+// Starts the all-gathers of the unit and of those that the next calls use.
 void ModelCalls::enter_forward(UnitId id) {
   if (!schedule_.in_root_forward()) {
     lifecycle_.refresh(id);
@@ -89,7 +89,7 @@ void ModelCalls::enter_forward(UnitId id) {
 void ModelCalls::adopt(UnitId id) {
   TORCH_INTERNAL_ASSERT(has_calls(), "adopt outside of a call");
   const bool held = schedule_.is_entered(id) || schedule_.is_held_unsharded(id);
-  if (!held || in_backward()) { // there it may be released before this call ends
+  if (!held || in_backward()) { // a backward may reshard the unit before this call ends
     enter(id);
     calls_.back().adopted = id;
   }
@@ -138,17 +138,17 @@ void ModelCalls::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool k
   }
 }
 
-// Sets the call's handle.
+// Leaves the call in the schedule, which gives it its handle.
 void ModelCalls::leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep) {
   const UnitId id = recorded.call.unit;
-  // Outputs that are nowhere to be found, see Note [Untracked backward]; and without grad mode in a
-  // pass that records: reentrant checkpointing, whose backward comes.
+  // Tensors may leave the call other than as outputs, see Note [Untracked backward]. Without grad
+  // mode this may be a reentrant checkpoint, whose backward recomputes the call.
   const bool wanted = c10::GradMode::is_enabled() ? recorded.last > recorded.first
                                                   : lifecycle_.trainable().count(id) > 0;
   try {
     lifecycle_.writes().keep(id);
   } catch (...) {
-    refused_ = std::current_exception(); // the call ends anyway
+    refused_ = std::current_exception(); // first end the call; see exit()
   }
   units_[id]->note_use();
   lifecycle_.run([&](Actions& out) {
@@ -157,7 +157,7 @@ void ModelCalls::leave_forward(RecordedCall& recorded, bool has_output, bool rea
   lifecycle_.update_registration(id);
 }
 
-// Returns the call's number among untracked calls, -1 if it is none.
+// Records the call's range of autograd nodes. Returns its number in UntrackedBackward, or -1.
 int64_t ModelCalls::note_call(const RecordedCall& recorded, const Call& entered) {
   if (recorded.call.pass >= 0 && schedule_.passes().records(recorded.call.pass)) {
     recomputed_calls_.add(recorded, entered.has_graph, entered.recomputing);
@@ -196,11 +196,11 @@ void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
   }
   const Call call = pop_call();
   if (call.recomputing || call.dropped) {
-    return; // nested, or there is no pass any more
+    return; // the call was nested, or a reset has dropped the pass
   }
   consensus_.leave_pass();
   for (const auto& unit : units_) {
-    unit->wait_for_unshard(); // of a skipped unit: must not meet the optimizer's update
+    unit->wait_for_unshard(); // the optimizer must not write a skipped unit while it is gathered
   }
   if (any_recorded(outputs)) {
     on_backward(outputs, call.first_node, [this] { begin_backward(); });
@@ -210,7 +210,7 @@ void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
   untracked_.expect_backward();
 }
 
-// Ranks may raise in other places than this one, or not at all; see OrderConsensus::fail_pass.
+// Other ranks may fail elsewhere or not at all; see OrderConsensus::fail_pass.
 void ModelCalls::fail_pass() {
   const auto own = innermost();
   if (!own) {
@@ -223,7 +223,7 @@ void ModelCalls::fail_pass() {
     // The user must see the error of the call itself.
   }
   abandon(*own, call.depth);
-  if (!call.recomputing && !call.dropped) { // else nested, or there is no pass any more
+  if (!call.recomputing && !call.dropped) { // else the call was nested, or the pass was dropped
     consensus_.fail_pass();
     reset();
   }
@@ -238,9 +238,9 @@ void ModelCalls::check_not_parked() const {
       "first; zerocore.export takes weights from a parked model.");
 }
 
-// Before a use of units: ends what an exception has left, and what other ranks wait for. A backward
-// that ended with an exception never reached end_backward(). Throws in the capture of a graph, with
-// `what` was called.
+// Prepares a use of units: resets the model if the last backward pass or another rank's forward
+// failed, and finishes the last pass. A failed backward pass never reached end_backward(). Throws
+// during the capture of a graph; `what` begins the message.
 void ModelCalls::recover(const char* what, bool may_be_parked) {
   check_not_capturing(context_.streams->device(), what);
   if (!may_be_parked) {
@@ -264,14 +264,14 @@ void ModelCalls::recover(const char* what, bool may_be_parked) {
   }
   consensus_.finish_pass();
   if (consensus_.failed()) {
-    reset(); // as the rank that raised has done
+    reset(); // the rank whose forward raised has reset, too
   }
   thread_check_.enter_forward();
 }
 
 void ModelCalls::reset() {
   drop_calls();
-  consensus_.reset(); // the others count on its message
+  consensus_.reset(); // the other ranks wait for this rank's message
   lifecycle_.set_in_backward_pass(false);
   untracked_error_ = nullptr;
   rest_by_shape_.clear();
@@ -279,14 +279,14 @@ void ModelCalls::reset() {
   recomputed_calls_.reset();
   lifecycle_.reset();
   reducer_.reset();
-  if (context_.streams->has_streams()) { // where nothing is resharded: the memory may be freed next
+  if (context_.streams->has_streams()) { // the caller may free memory that all-gathers still write
     std::ranges::for_each(units_, [](const auto& unit) { unit->wait_for_unshard(); });
   }
   forget_progress();
 }
 
 void ModelCalls::fail_backward() {
-  if (lifecycle_.in_backward_pass() && !in_backward()) { // one within another one fails with it
+  if (lifecycle_.in_backward_pass() && !in_backward()) { // a nested one fails with the outer one
     thread_check_.check_no_backward();
     reset();
   }
@@ -300,15 +300,14 @@ void ModelCalls::leave_if_outside() {
 
 // -- the stack of calls ---------------------------------------------------------------------
 
-// Returns the call's place in the stack.
 size_t ModelCalls::push_call(Call call) {
   call.depth = schedule_.num_entered();
   calls_.push_back(call);
   return calls_.size() - 1;
 }
 
-// The innermost call that this thread has to end, without adopted units; none after a reset of
-// another thread.
+// Returns the index of the innermost call that is not an adopted unit. Returns nullopt if the call
+// belongs to another thread, or if there is no call because another thread has reset the model.
 std::optional<size_t> ModelCalls::innermost() const {
   for (size_t call = calls_.size(); call-- > 0;) {
     if (calls_[call].adopted < 0) {
@@ -323,7 +322,7 @@ void ModelCalls::abandon(size_t call, size_t depth) {
   end_calls(std::min(call, calls_.size()));
 }
 
-// All but the first `num` calls have ended, and with them steps in which an optimizer has raised.
+// Removes all but the first `num` calls, and the optimizer steps that failed inside the others.
 void ModelCalls::end_calls(size_t num) {
   calls_.resize(num);
   std::erase_if(steps_, [num](size_t depth) { return depth > num; });
@@ -332,7 +331,7 @@ void ModelCalls::end_calls(size_t num) {
   }
 }
 
-// See Note [Calls and resets]. Calls of another thread are those of one that has died.
+// See Note [Calls and resets]. A call of another thread is removed: that thread has died.
 void ModelCalls::drop_calls() {
   std::erase_if(calls_, [](const Call& call) { return call.thread != std::this_thread::get_id(); });
   end_calls(calls_.size());

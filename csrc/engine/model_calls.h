@@ -1,8 +1,8 @@
-// Follows a model's forward and its backward: the calls of the model and of its units, and what the
-// hooks on autograd's graph tell.
+// Follows a model's forward and backward pass: hooks of its modules and of autograd's graph report
+// here.
 //
-// Calls come from one thread at a time (backward may run on another one); others get an error.
-// enter/exit bracket a module call; begin_pass/end_pass bracket a call of the sharded model.
+// One thread at a time may call a model; a second one gets an error. The backward pass may run on
+// another thread. enter/exit bracket a unit's call; begin_pass/end_pass bracket the root forward.
 //
 // Note [The states of a pass]
 //
@@ -16,22 +16,22 @@
 //      +----------------------------------------------------------------------+
 //                                    end_backward
 //
-// `fail_pass` and `reset` lead from each state to the first one. FSDP2's pre_forward and
-// post_forward are `enter` and `exit`:
-//   enter         enter_forward: the schedule runs its program up to this call, and what it skips
-//                 on the way is gathered and resharded as on the ranks that call it;
-//   gather ahead  Schedule::do_enter: the unit, and those of the next calls;
-//   wait          UnitLifecycle::use: the compute stream is behind the unit's gather;
+// `fail_pass` and `reset` lead from each state to the first one. `enter` and `exit` are FSDP2's
+// pre_forward and post_forward:
+//   enter         enter_forward: the schedule runs its program up to this call. It unshards and
+//                 reshards each unit that this rank skips, as the ranks that call it do;
+//   prefetch      Schedule::do_enter: starts the all-gathers of the unit and of the next ones;
+//   wait          UnitLifecycle::use: the compute stream waits for the unit's all-gather;
 //   compute       the module's own forward;
-//   leave         leave_forward, from which Schedule::do_exit reshards.
-// In a backward `pre_backward` and `grad_ready` tell the schedule how far autograd has come, and
-// the schedule runs the program of the backward up to there.
+//   leave         leave_forward: Schedule::do_exit reshards the unit.
+// In a backward pass, `pre_backward` and `grad_ready` tell the schedule how far autograd has come.
+// The schedule then runs the backward's program up to that point.
 //
 // Note [Calls and resets]
-// A reset may come while calls run: a backward inside of a forward fails, or the program calls
+// A reset may come while calls run: a backward pass inside a forward fails, or the user calls
 // zerocore.reset there. The reset drops those calls, but Python still ends each of them. So a
-// dropped call stays on the stack until its end, which pops it and does nothing else. Each enter
-// and begin_pass that returned has one end, and one that threw has none.
+// dropped call stays on the stack until Python ends it, which only pops it. Each enter and
+// begin_pass that returned has one matching end; one that threw has no end.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -55,9 +55,10 @@
 
 namespace zerocore {
 
+// The stack of calls of one model, and its progress through a backward pass.
 class ModelCalls {
  public:
-  // All outlive it.
+  // All arguments must outlive the object.
   ModelCalls(
       const Units& units,
       const UnitContext& context,
@@ -66,7 +67,7 @@ class ModelCalls {
       UnitLifecycle& lifecycle,
       OrderConsensus& consensus);
 
-  // Hooks on the graph do nothing when the owner is gone.
+  // Hooks on autograd's graph do nothing once the owner (the engine) has been destroyed.
   void set_owner(std::weak_ptr<void> owner) {
     untracked_.set_owner(owner);
     owner_ = std::move(owner);
@@ -80,24 +81,24 @@ class ModelCalls {
   void end_pass(const std::vector<at::Tensor>& outputs);
   void fail_pass();
   void enter(UnitId unit);
-  // `keep`, `reads`: see Schedule::exit.
+  // See Schedule::exit for `keep` and `reads`.
   void exit(
       UnitId unit,
       const std::vector<at::Tensor>& outputs,
       bool keep = false,
       bool reads = true);
-  // A parameter of a unit that was not entered is read: the innermost call that runs owns
-  // the unit from here to its end.
+  // Enters a unit whose parameter is read although its module was not called. The unit belongs to
+  // the innermost running call until that call ends.
   void adopt(UnitId unit);
   bool has_calls() const {
     return !calls_.empty();
   }
-  // Whether reads of parameters belong to a call: not in an optimizer's step inside of one, which
-  // works with shards as it does outside. A closure of the step may call the model again.
+  // Returns whether reads of parameters belong to a running call. In an optimizer's step inside a
+  // call they do not: the step works with shards. Its closure may call the model again.
   bool in_call() const {
     return calls_.size() > (steps_.empty() ? 0 : steps_.back());
   }
-  // Around an optimizer's step inside of a call.
+  // Bracket an optimizer's step inside a call.
   void begin_step() {
     if (has_calls()) {
       steps_.push_back(calls_.size());
@@ -111,17 +112,17 @@ class ModelCalls {
 
   // -- backward
   void grad_ready(UnitId unit, int param);
-  // The call of a backward ended with an exception: as reset() if it came through this model.
+  // Resets the model if a backward pass through it ended with an exception.
   void fail_backward();
-  // Reduces, outside of backwards, gradients that they have held back. On all ranks.
+  // Reduces the gradients that backward passes without sync have summed locally. Collective.
   void finalize_backward();
   size_t num_backward_shapes() const {
     return rest_by_shape_.size();
   }
 
-  // -- around both
-  // A use of units that is no call of the model: nothing of an exception is left, and no rank waits
-  // for this one. Any thread may be next when the result ends.
+  // -- forward and backward
+  // Begins a use of units outside the model's calls. Cleans up after a failed call and finishes the
+  // last pass with the other ranks. The result's destructor lets any thread use the model next.
   [[nodiscard]] auto use(bool may_be_parked = false) {
     recover("a sharded model was used", may_be_parked);
     return c10::make_scope_exit([this] { leave_if_outside(); });
@@ -135,20 +136,20 @@ class ModelCalls {
 
  private:
   struct Call {
-    bool recomputing = false; // in a recompute, not a forward
-    uint64_t first_node = 0; // of the graph that the call records
-    bool has_graph = false; // grad mode was on at its beginning
-    UnitId adopted = -1; // the unit, if it is left with the call that is around this one
-    CallHandle again = {}; // that a recompute makes once more; of pass -1 if it is not known
-    size_t depth = 0; // calls around it that the schedule knows
-    std::thread::id thread = std::this_thread::get_id(); // that made it
-    bool dropped = false; // by a reset; see Note [Calls and resets]
+    bool recomputing = false; // an activation checkpoint recomputes it
+    uint64_t first_node = 0; // number of the first autograd node that the call records
+    bool has_graph = false; // grad mode was on when the call began
+    UnitId adopted = -1; // the adopted unit, which the enclosing call leaves; see adopt()
+    CallHandle again = {}; // the call that a recompute repeats; its pass is -1 if unknown
+    size_t depth = 0; // number of enclosing calls that the schedule knows
+    std::thread::id thread = std::this_thread::get_id(); // the thread that made the call
+    bool dropped = false; // a reset dropped the call; see Note [Calls and resets]
   };
   struct UnitProgress {
     int num_fired = 0;
-    int64_t backward = -1; // the one that goes through the unit
-    std::vector<uint8_t> fired; // in it, by parameter
-    bool changed = false; // trained parameters, since the last forward
+    int64_t backward = -1; // the backward pass that goes through the unit
+    std::vector<uint8_t> fired; // by parameter: its gradient came in this backward pass
+    bool changed = false; // trained parameters have changed since the last forward
   };
 
   void recover(const char* what, bool may_be_parked = false);
@@ -202,16 +203,16 @@ class ModelCalls {
   OrderConsensus& consensus_;
   ThreadCheck thread_check_;
   std::weak_ptr<void> owner_;
-  bool parked_ = false; // no use of units but Engine::begin_hold
+  bool parked_ = false; // only begin_hold and reshard of Engine may use units
   std::vector<Call> calls_; // entered and not left
-  std::vector<size_t> steps_; // under way, by the number of calls around each
-  std::exception_ptr refused_; // a call has left its parameters in no order; its end raises it
+  std::vector<size_t> steps_; // running optimizer steps: the number of calls around each
+  std::exception_ptr refused_; // keeping a call's writes failed; the end of the call throws it
   UntrackedBackward untracked_;
   RecomputedCalls recomputed_calls_;
-  std::exception_ptr untracked_error_; // thrown at the next chance
+  std::exception_ptr untracked_error_; // the next hook throws it, or the end of the backward
   std::vector<UnitProgress> progress_; // by unit
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
-  bool selective_ = false; // the last backward: not for all parameters
+  bool selective_ = false; // the last backward pass computed some gradients only
 };
 
 } // namespace zerocore

@@ -1,4 +1,4 @@
-// An engine's part in steps of optimizers, which change shards between passes or inside of them.
+// Engine::begin_update, end_update and exchange: an optimizer's step between passes or inside one.
 #include "engine/engine.h"
 
 #include <ATen/ops/empty.h>
@@ -32,7 +32,7 @@ Exchange::Exchange(
   CollectiveTag tag{&kOptimizer, context.note(TraceOp::AllToAll, -1, leaves)};
   streams_.note_write(StreamRole::Compute, sent, "sends", kOptimizer);
   streams_.order(group.reducing(), StreamRole::Compute);
-  // As bytes: backends know few dtypes.
+  // Exchanges bytes, because backends support few dtypes.
   pending_ = group.all_to_all(
       {received_.view(at::kByte), sent.view(at::kByte), std::move(tag)}, std::move(sizes));
 }
@@ -43,7 +43,6 @@ at::Tensor Exchange::wait() {
   return received_;
 }
 
-// Each pass of the model comes to an end before its weights change.
 void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   check_not_capturing(
       context_.streams->device(), "an optimizer stepped parameters of a sharded model");
@@ -58,7 +57,7 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   for (const UnitId id : units) {
     units_[id]->wait_for_unshard();
     lifecycle_.check_homes(id);
-    if (casts) { // what the update leaves alone must be right already
+    if (casts) { // the optimizer casts only the elements that it updates
       units_[id]->cast_main();
     }
   }
@@ -93,17 +92,17 @@ bool Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   return false;
 }
 
-// A step inside of a call, or of a hold, on all ranks.
+// Returns whether the step runs inside a call or a hold; the answer is the same on all ranks.
 bool Engine::is_in_use() const {
   return calls_.has_calls() || std::ranges::any_of(units_, [this](const auto& unit) {
            return schedule_.is_held_unsharded(unit->id());
          });
 }
 
-// Gathers of calls under way arrive, and the shards take what these calls have written in place.
+// Waits for the all-gathers of running calls, and writes these calls' changes back to the shards.
 void Engine::begin_inner_step() {
   lifecycle_.gather_late();
-  finish_gathers(); // those ahead must not meet the update
+  finish_gathers(); // prefetches must not read shards during the update
   for (const auto& unit : units_) {
     if (schedule_.is_entered(unit->id())) {
       lifecycle_.writes().keep(unit->id());
@@ -113,7 +112,7 @@ void Engine::begin_inner_step() {
   lifecycle_.writes().finish();
 }
 
-// Units that changed are stale: those in use are gathered again at once, others when they are
+// Marks updated units as stale. Gathers those in use again at once; others wait until they are
 // entered.
 void Engine::end_inner_step() {
   const at::NoGradGuard no_grad;
@@ -125,7 +124,7 @@ void Engine::end_inner_step() {
       continue;
     }
     lifecycle_.invalidate(id);
-    // The order of calls may be in a call that this rank skips; it does not release the unit.
+    // A unit may be resident for a call that only other ranks make: they gather it again, too.
     const bool stays = unit->context().mesh.shards_parameters && schedule_.is_resident(id);
     if (stays || schedule_.is_active(id)) {
       in_use.push_back(id);
@@ -150,8 +149,8 @@ std::vector<UnitId> Engine::in_forward_order(const std::vector<UnitId>& units) c
   return order;
 }
 
-// See Note [Gathers behind a step]. Autograd hears of the changes as of others: by the next forward
-// or backward.
+// See Note [Gathers after a step]. Does not bump autograd's versions; the next forward or backward
+// does.
 bool Engine::gather_behind_step() {
   std::vector<UnitId> updated;
   for (const auto& unit : units_) {

@@ -1,4 +1,3 @@
-// Tells the other ranks of this one's calls, and serves them.
 #include "engine/order_consensus.h"
 
 #include <c10/core/GradMode.h>
@@ -57,7 +56,7 @@ void OrderConsensus::ask_in_forward(UnitId id) {
 }
 
 void OrderConsensus::ask_for(UnitId id) {
-  // A backward inside of a call adds none, as on ranks that serve it.
+  // A backward inside a call adds no call to the order, on any rank.
   const bool adds_calls = schedule_.in_root_forward() && !lifecycle_.in_backward_pass();
   for (;;) {
     say({.wanted = id});
@@ -80,8 +79,8 @@ void OrderConsensus::serve(UnitId id, bool in_pass) {
   });
 }
 
-// A unit that was released too early (see Note [Untracked backward]) is gathered once more, which
-// ranks that did not make the call do not know.
+// The program may have resharded the unit too early for this rank (see Note [Untracked backward]).
+// Ranks that did not make the call do not know, so this rank asks them to gather the unit again.
 void OrderConsensus::ask_in_backward(const CallHandle& call) {
   if (ranks_differ_ && schedule_.is_out_of_turn(call)) {
     lifecycle_.run([&](Actions& out) { schedule_.leave_program(out); });
@@ -92,7 +91,7 @@ void OrderConsensus::ask_in_backward(const CallHandle& call) {
   }
 }
 
-// Other ranks may still ask in the pass that this one leaves.
+// Other ranks may still ask for units of the pass that this rank leaves.
 void OrderConsensus::go_to_pass(int64_t pass) {
   const bool may_ask = ranks_differ_ && schedule_.residency().gathers();
   if (may_ask && schedule_.leaves_program(pass)) {
@@ -125,14 +124,14 @@ void OrderConsensus::leave_pass() {
   written_ = lifecycle_.writes().sum();
   const CallOrder& order = schedule_.order();
   if (context_.control->is_static() && written_ == 0 && !order.changed()) {
-    // A call that this rank skips is skipped by all.
+    // A static graph promises that all ranks skip the same calls.
     conclude_pass(/*agreed=*/true, {}, schedule_.reads_more());
     return;
   }
   say({.calls = order.hash(), .failed = failed_});
   leaving_ = true;
-  // Another rank may still ask for a unit, for which the program must not wait in a collective of
-  // its own, such as a sum of losses. Where no unit is gathered nobody asks.
+  // If another rank may still ask for a unit, answer it now: the user's code may run a collective
+  // next, such as a sum of losses. Ranks ask only if units are gathered.
   const bool may_ask = order.changed() || order.skipped() || calls_differ_;
   const bool differs = schedule_.residency().gathers() && may_ask;
   if (differs || lifecycle_.writes().is_urgent() || !c10::GradMode::is_enabled()) {
@@ -173,15 +172,15 @@ void OrderConsensus::finish_pass() {
   conclude_pass(!answer.calls_differ, answer.needs, answer.reads);
 }
 
-// Those of a pass that has failed differ as the ranks' ways through it do.
+// In a failed pass the writes may differ because the ranks' calls do, so they are not compared.
 void OrderConsensus::compare_writes(bool differ) {
   written_ = 0;
   const auto forget = c10::make_scope_exit([this] { lifecycle_.writes().forget(); });
   const std::string* first = differ && !failed_ ? lifecycle_.writes().find_differing() : nullptr;
   if (first != nullptr) {
-    failed_ = 0; // the pass is dropped, on all ranks
+    failed_ = 0; // makes conclude_pass drop the pass, on all ranks
     lifecycle_.writes().drop();
-    conclude_pass(/*agreed=*/false, {}, /*reads_all=*/false); // failed
+    conclude_pass(/*agreed=*/false, {}, /*reads_all=*/false);
     InPlaceWrites::fail(*first);
   }
 }

@@ -1,4 +1,4 @@
-// Lets ranks that take different ways through a model issue one sequence of collectives.
+// Makes ranks that take different paths through a model issue the same sequence of collectives.
 //
 // See Note [One order on every rank] in plan/schedule.h, and comm/control_channel.h for the
 // messages.
@@ -11,18 +11,19 @@
 
 namespace zerocore {
 
-// Sizes of all that is kept of what ranks agree on, for tests: none of it grows for ever.
+// Sizes of the state that ranks agree on. Tests check that they do not grow without limit.
 struct Agreed {
-  size_t num_calls = 0; // in the order of a pass
-  size_t num_shapes = 0; // of backwards
-  size_t num_points = 0; // see Note [Known sequences]; of all groups
+  size_t num_calls = 0; // in the order of calls
+  size_t num_shapes = 0; // of backward passes; see ModelCalls
+  size_t num_points = 0; // see Note [Known sequences]; summed over all groups
   uint64_t num_compared = 0; // collectives that ranks compared before they issued them
-  uint64_t num_messages = 0; // others that this rank has sent
+  uint64_t num_messages = 0; // messages that this rank has sent over the control channel
 };
 
+// This rank's side of the messages by which the ranks of a model agree on one order of collectives.
 class OrderConsensus {
  public:
-  // All outlive it.
+  // All arguments must outlive the object.
   OrderConsensus(
       const Units& units,
       const UnitContext& context,
@@ -30,41 +31,44 @@ class OrderConsensus {
       UnitLifecycle& lifecycle)
       : units_(units), context_(context), schedule_(schedule), lifecycle_(lifecycle) {}
 
-  // This rank gathers units again, behind a step or for the pass that begins, as their weights have
-  // changed since. Where ranks differ in this, their next collectives do not match.
+  // Notes that this rank gathers units again because their weights have changed. The ranks compare
+  // these units at the end of the pass. If they differ, the ranks' collectives no longer match.
   void note_gathers(const std::vector<UnitId>& again);
-  // A call of the unit begins, or the backward of a call. If the order has it not, this rank serves
-  // the others until all of them gather the unit.
+  // When a call of the unit begins, or its backward: if the call is not in the order, asks for the
+  // unit, and serves the other ranks until all of them gather it.
   void ask_in_forward(UnitId unit);
   void ask_in_backward(const CallHandle& call);
-  // Before a backward goes on in the pass: its ranks go from pass to pass together.
+  // Before a backward goes on to another pass: serves ranks that still ask in the last one, so that
+  // all ranks go from pass to pass together.
   void go_to_pass(int64_t pass);
-  // At the end of a backward, or of its part in a pass, in which other ranks may have asked.
+  // Serves the ranks that ask for units, until all have ended the backward, or its part in a pass.
   void serve_others();
-  // The others hear of it while this rank goes on to its loss, unless there is much to say.
+  // Sends this rank's calls to the others. Does not wait for their answers while the ranks make the
+  // same calls, so that this rank can compute its loss.
   void leave_pass();
-  // This rank's call has raised. The pass's collectives are issued to the end, and the others hear
-  // of it, so that all ranks drop the pass.
+  // After an exception in this rank's call: issues the pass's remaining collectives and tells the
+  // others, so that all ranks drop the pass.
   void fail_pass();
-  // Before the next collective of this rank: the others may need units that it did not call.
+  // Must precede this rank's next collective: waits for the others' messages, serves them, and
+  // concludes the pass that this rank has left.
   void finish_pass();
-  // Does without the others' answer to the pass that was left: they free their model, too.
+  // Gives up waiting for the others to leave the pass, because they free their model, too.
   void abandon_pass() {
     leaving_ = false;
   }
 
-  // The ranks took different ways in passes since the last backward.
+  // Returns whether ranks made different calls in a pass since the last backward.
   bool ranks_differ() const {
     return ranks_differ_;
   }
   void end_backward() {
     ranks_differ_ = false;
   }
-  // A rank whose forward has raised in this pass.
+  // Returns a rank whose forward raised in this pass.
   std::optional<int> failed() const {
     return failed_;
   }
-  // As finish_pass, and forgets that a rank has failed.
+  // Finishes the pass, and forgets that a rank has failed.
   void reset() {
     finish_pass();
     failed_.reset();
@@ -74,27 +78,28 @@ class OrderConsensus {
   Agreed agreed(size_t num_backward_shapes) const;
 
  private:
-  // Whether no other rank asks what this one does in the pass.
+  // Returns whether this rank exchanges no messages in the pass: it is the only rank, or the pass
+  // does not follow the order.
   bool is_alone() const;
   void ask_for(UnitId unit);
   void say(ControlChannel::Answer own) const;
   ControlChannel::Answer wait();
-  // See Schedule::finish_pass.
+  // Finishes the pass in the schedule, see Schedule::finish_pass for the arguments.
   void conclude_pass(bool agreed, const std::vector<bool>& needs, bool reads_all);
-  // Throws what the ranks have written in place if it differs.
+  // Throws c10::ValueError if ranks have written different values in place.
   void compare_writes(bool differ);
-  // Gathers a unit that other ranks need.
+  // Gathers and reshards a unit that another rank needs.
   void serve(UnitId unit, bool in_pass);
 
   const Units& units_;
   const UnitContext& context_;
   Schedule& schedule_;
   UnitLifecycle& lifecycle_;
-  bool leaving_ = false; // a pass that other ranks may still be in
+  bool leaving_ = false; // this rank has left a pass that other ranks may still be in
   bool ranks_differ_ = false;
-  bool calls_differ_ = false; // those of the ranks in the pass that was finished last
-  int64_t written_ = 0; // in place, up to the end of the pass; see Note [Writes that differ]
-  uint64_t gathered_ = 0; // again, since the ranks last compared it; see note_gathers()
+  bool calls_differ_ = false; // the ranks' calls differed in the last finished pass
+  int64_t written_ = 0; // checksum of writes in place; see Note [Writes that differ]
+  uint64_t gathered_ = 0; // hash of note_gathers() since the ranks last compared it
   UnitId first_gathered_ = -1;
   std::optional<int> failed_;
 };

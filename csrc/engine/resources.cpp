@@ -33,8 +33,8 @@ std::vector<std::string> names_of(const std::vector<UnitSpec>& units) {
   return names;
 }
 
-// Looks after the collectives of the model's groups. None if `stall_seconds` is 0 or there is no
-// `alarm_name`, as without real peers.
+// Makes the alarm that watches the collectives of the model's groups. Returns null if
+// `stall_seconds` is 0, or if `alarm_name` is empty because peers are simulated.
 std::shared_ptr<Alarm> make_alarm(const EngineOptions& engine, const std::vector<UnitSpec>& units) {
   if (engine.alarm_name.empty() || engine.stall_seconds == 0) {
     return nullptr;
@@ -97,7 +97,7 @@ Resources::Resources(
   for (const MeshGroups& groups : groups_) {
     UnitContext context = make_context(groups, options.sharding);
     context.first_rank = options.meshes.at(contexts_.size()).first_rank;
-    if (!contexts_.empty()) { // ranks that do not hold a parameter have tokens for it
+    if (!contexts_.empty()) { // an expert's gradients come from the tokens of all ranks
       context.mesh.divisor = contexts_.front().mesh.divisor;
     }
     expected.meshes.push_back(context.mesh);

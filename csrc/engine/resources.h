@@ -1,4 +1,4 @@
-// The parts that all units of a rank share; members are made in order and freed in reverse.
+// The parts that all units of a model share on this rank, and the options that they are made from.
 #pragma once
 
 #include <cstdint>
@@ -15,33 +15,32 @@
 
 namespace zerocore {
 
-// The options of an engine.
-
-// Names of the c10d groups of a mesh.
+// Names of the c10d process groups of a mesh; a group without other ranks has no name.
 struct GroupNames {
-  std::optional<std::string> shard; // the ranks to shard over; none for a world of one
-  std::optional<std::string> replicas; // those that hold the same shards; none where nobody does
-  std::optional<std::string> near; // of `shard`, see Note [Near ranks]; none where all are
-  std::optional<std::string> reductions; // as `shard`, for reductions; none for the same one
-  int64_t first_rank = 0; // of all of them, in the default group
+  std::optional<std::string> shard; // the ranks to shard over
+  std::optional<std::string> replicas; // the ranks that hold the same shards as this rank
+  std::optional<std::string> near; // some ranks of `shard`, see Note [Near ranks]
+  std::optional<std::string> reductions; // the ranks of `shard`, if reductions have a second group
+  int64_t first_rank = 0; // the lowest rank of the mesh, in the default group
 };
 
 struct EngineOptions {
   ShardOptions sharding;
-  // By number of the mesh. The first one has all ranks of the model, another one some of them.
+  // Groups by number of the mesh. The first mesh has all ranks of the model, others some of them.
   std::vector<GroupNames> meshes;
-  std::optional<std::string> control; // all ranks, on the CPU; none where they are simulated
-  bool log_hand_overs = false; // on the CPU: as if there were streams
+  std::optional<std::string> control; // all ranks, on the CPU; nullopt if peers are simulated
+  bool log_hand_overs = false; // logs hand-overs between streams on a CPU, which has no streams
   bool static_graph = false; // see Note [Static graphs]
   bool registered = false; // see Note [Registered memory]
   std::string alarm_name; // see AlarmOptions; empty for no alarm
   std::optional<double> stall_seconds = 0; // see AlarmOptions; 0 for no alarm
-  int host_threads = 1; // that share a unit's update on the host
+  int host_threads = 1; // threads that share a unit's update on the host
 };
 
+// Owns the shared parts of a model. The order of the members matters: they are freed in reverse.
 class Resources {
  public:
-  // The pool expects a step of the units in `order`, see BucketPool::expect.
+  // `order` is the expected order of calls, from which the pool plans its arena.
   Resources(
       const EngineOptions& options,
       c10::Device device,
@@ -50,24 +49,25 @@ class Resources {
   Resources(const Resources&) = delete; // the contexts point to its members
   Resources& operator=(const Resources&) = delete;
 
-  // Of a unit, by number of its mesh; the first one is the model's.
+  // Returns the contexts of units, by number of the mesh; the first mesh is the model's.
   const std::vector<UnitContext>& contexts() const {
     return contexts_;
   }
   const HandOverLog& hand_overs() const {
     return hand_overs_;
   }
-  // Memory of the first mesh's shard group; none with one rank or without the option.
+  // Returns the registered memory of the first mesh's shard group; nullopt with one rank or without
+  // the option.
   std::optional<RegisteredStats> registered() const {
     return registered_ ? std::optional(registered_->stats()) : std::nullopt;
   }
-  // As the groups of the mesh were given; null with one rank.
+  // Returns the group of the mesh as its GroupNames named it, or null.
   Collectives* group_of(size_t mesh, AxisName axis) const {
     return groups_.at(mesh).of(axis);
   }
 
  private:
-  // Each null if the mesh has no such group.
+  // The groups of a mesh; null if the mesh has no such group.
   struct MeshGroups {
     std::unique_ptr<Collectives> shard, replicas, near;
 

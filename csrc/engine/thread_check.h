@@ -1,4 +1,5 @@
-// Notices that a second thread, or a forked process, uses an engine: it follows one call at a time.
+// Throws if a second thread, or a forked process, uses an engine. An engine follows one call at a
+// time.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -12,14 +13,15 @@
 
 namespace zerocore {
 
-// All members may be called from any thread.
+// Remembers which thread runs forward and which runs backward. Members may be called from any
+// thread.
 class ThreadCheck {
  public:
-  // `backward_threads`: whether autograd runs hooks on threads of its own (it does for devices), so
-  // that a hook's thread says nothing about who called backward.
+  // `backward_threads` says that autograd runs hooks on its own threads, as it does for devices.
+  // Then a hook's thread does not tell which thread called backward.
   explicit ThreadCheck(bool backward_threads) : backward_threads_(backward_threads) {}
 
-  // A forward call begins, outside of a backward. Throws if another thread is in one.
+  // Begins a forward call outside of a backward pass. Throws if another thread runs forward.
   void enter_forward() {
     check_process();
     std::thread::id owner;
@@ -29,12 +31,12 @@ class ThreadCheck {
         "this model runs forward in another thread. ",
         kAdvice);
   }
-  // The outermost forward call has ended, or the forward was given up.
+  // Ends the outermost forward call, or gives up the forward.
   void leave_forward() {
     forward_.store({});
   }
-  // No backward may be under way, in any thread. One that failed on a thread of autograd's may
-  // still be let go of there when its caller has the exception, so that is waited for.
+  // Throws if any thread runs backward. A failed backward pass may still be unwinding on autograd's
+  // thread when its caller gets the exception, so this waits for its end.
   void check_no_backward() const {
     const auto has_none = [this] { return backwards_->count == 0; };
     std::unique_lock lock(backwards_->mutex);
@@ -44,7 +46,7 @@ class ThreadCheck {
     TORCH_CHECK(has_none(), "this model runs backward in another thread. ", kAdvice);
   }
 
-  // A hook of a backward runs.
+  // Throws if a hook of a backward pass runs while another thread uses the model.
   void check_hook() const {
     if (backward_threads_) {
       return;
@@ -60,15 +62,15 @@ class ThreadCheck {
         "backward through a model that runs backward in another thread. ",
         kAdvice);
   }
-  // A backward begins. It counts as under way as long as the returned object lives, which is to be
-  // kept by the backward itself: one that fails does not tell.
+  // Begins a backward pass, which lasts as long as the returned object lives. Let autograd own the
+  // object, because a failed backward pass calls no hook.
   std::shared_ptr<void> begin_backward() {
     backward_.store(std::this_thread::get_id());
     backwards_->add(1);
     return {nullptr, [backwards = backwards_](void*) { backwards->add(-1); }};
   }
 
-  // This process was forked from the one that has the process group's threads.
+  // To be called in a child of a fork, which lacks the process group's threads.
   void mark_forked() {
     forked_ = true;
   }
@@ -84,7 +86,7 @@ class ThreadCheck {
   }
 
  private:
-  // Those under way, which may outlive the engine.
+  // The number of running backward passes, which may outlive the engine.
   struct Backwards {
     void add(int change) {
       {

@@ -1,4 +1,3 @@
-// Which parameters are trained.
 #include "engine/trainable_params.h"
 
 #include <utility>
@@ -41,7 +40,7 @@ void TrainableParams::sync(UnitId id) {
     }
   }
   schedule_.passes().set_reducible(id, use.count > 0);
-  if (!schedule_.in_root_forward()) { // there it is noted at the beginning, as ranks skip units
+  if (!schedule_.in_root_forward()) { // a root forward notes all units at once when it begins
     note(id);
   }
 }

@@ -1,5 +1,4 @@
-// Which parameters of the units are trained: users set requires_grad on full parameters and on
-// shards.
+// Keeps requires_grad of full parameters and shards equal, whichever of the two the user sets.
 #pragma once
 
 #include <cstdint>
@@ -14,24 +13,24 @@ namespace zerocore {
 
 class TrainableParams {
  public:
-  // Is called when a parameter of a unit has got its gradient.
+  // Called when autograd has accumulated a gradient into a full parameter.
   using OnGradient = std::function<void(UnitId, int)>;
 
-  // All outlive it.
+  // All arguments must outlive the object.
   TrainableParams(const Units& units, Schedule& schedule, Alarm* alarm)
       : units_(units), schedule_(schedule), alarm_(alarm), trainable_(units.size()) {}
 
   void start(OnGradient on_gradient) {
     on_gradient_ = std::move(on_gradient);
   }
-  // Notes which parameters of the unit require grad; ranks compare it.
+  // Hashes which parameters of the unit require grad, so that ranks can compare it.
   void note(UnitId unit);
-  // Makes shards and full parameters agree on requires_grad: before a forward records, and before
-  // a backward, which leaves frozen parameters alone.
+  // Makes shards and full parameters agree on requires_grad: before a forward records a graph, and
+  // before a backward pass, which skips frozen parameters.
   void sync(UnitId unit);
-  // Shards are about to be shown: what programs have set on full parameters holds for them.
+  // Copies requires_grad from the full parameters to the shards, before modules show the shards.
   void take_from_full(UnitId unit);
-  // Parameters that were trained in the unit's last use, or in the backward under way.
+  // Returns how many parameters of the unit required grad at the last sync().
   int count(UnitId unit) const {
     return trainable_[unit].count;
   }
@@ -44,7 +43,7 @@ class TrainableParams {
 
   const Units& units_;
   Schedule& schedule_;
-  Alarm* alarm_; // null for none
+  Alarm* alarm_; // null if the model has no alarm
   OnGradient on_gradient_;
   std::vector<Trainable> trainable_; // by unit
   uint64_t sum_ = 0; // of the units' hashes

@@ -1,4 +1,3 @@
-// Units as calls, backwards and optimizers use them.
 #include "engine/unit_lifecycle.h"
 
 #include <c10/core/GradMode.h>
@@ -23,7 +22,7 @@ void UnitLifecycle::start(bool consistent, TrainableParams::OnGradient on_gradie
 }
 
 void UnitLifecycle::carry_out() {
-  // After an exception the rest is not done later: reset() sets right what is missing.
+  // After an exception the remaining actions are dropped; reset() repairs the units' states.
   const auto forget = c10::make_scope_exit([&] { actions_.clear(); });
   gather_late();
   for (const auto [kind, id] : actions_) {
@@ -52,7 +51,6 @@ bool UnitLifecycle::gathers_later() const {
       schedule_.in_root_forward() && !in_backward_pass_;
 }
 
-// In order.
 void UnitLifecycle::gather_late(std::optional<UnitId> last) {
   if (last && std::ranges::find(late_, *last) == late_.end()) {
     return;
@@ -139,14 +137,13 @@ std::vector<UnitId> UnitLifecycle::refresh_all() {
   return again;
 }
 
-// True if shards have changed.
 bool UnitLifecycle::refresh_one(UnitId id) {
   check_homes(id);
   Unit& unit = *units_[id];
   if (schedule_.is_active(id)) {
     return false;
   }
-  if (unit.is_fresh()) { // maybe by a gather behind a step or in a backward, which told nobody
+  if (unit.is_fresh()) { // a gather after a step or in a backward does not note the change
     if (unit.mark_fresh()) {
       schedule_.passes().note_change(id);
     }
@@ -168,7 +165,8 @@ void UnitLifecycle::invalidate_changed() {
   for (const auto& unit : units_) {
     if (!schedule_.is_active(unit->id()) && unit->cast_shard_changes()) {
       order_gathers();
-      schedule_.invalidate(unit->id(), actions_, /*trained=*/false); // autograd refuses or not
+      // Autograd checks the versions of the tensors that it has saved.
+      schedule_.invalidate(unit->id(), actions_, /*trained=*/false);
       carry_out();
     }
   }
@@ -182,15 +180,14 @@ void UnitLifecycle::regather_changed(UnitId id) {
   }
 }
 
-// Gathers begin behind the compute stream, on which the shards were written.
 void UnitLifecycle::order_gathers() {
   if (schedule_.residency().gathers()) {
     context_.streams->order(StreamRole::AllGather, StreamRole::Compute);
   }
 }
 
-// Resharded or not, each unit gets into the state that the schedule has it in when nothing runs.
-// Actions may have failed, so the two may differ.
+// Actions may have failed half-way, so a unit's state may differ from the schedule's. Makes them
+// agree.
 void UnitLifecycle::reset() {
   schedule_.abort(actions_);
   hides_ = false;
@@ -206,7 +203,7 @@ void UnitLifecycle::reset() {
         unit->reshard();
       }
     } else if (!unit->is_gathered()) {
-      // No action: the unit is gathered when it is used.
+      // The schedule gives no action for this; the next use gathers the unit.
       schedule_.invalidate(unit->id(), actions_);
     }
   }

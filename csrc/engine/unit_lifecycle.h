@@ -1,12 +1,11 @@
-// Units as calls, backwards and optimizers use them: carries out the schedule's actions, shows
-// parameters in modules, and takes note of what the user changes.
+// Carries out the schedule's actions on units, shows their parameters in modules, and notices
+// changes that the user makes to them.
 //
-// Note [Gathers behind a call]
-// A gather of weights that come back from the host cannot be issued before they are on their way,
-// for which the host waits. A gather ahead of its use in a forward is therefore issued when the
-// device has been given the work of the running call: with the next call, or when this one ends.
-// Whether the weights are there is not asked, as ranks must issue collectives in one order. On the
-// CPU nothing computes behind the host, so there it would only come late.
+// Note [Delayed prefetch]
+// To all-gather offloaded weights the host must first wait for their update. A prefetch in a
+// forward is therefore issued after the running call has queued its kernels: at the next call, or
+// when this one ends. The delay does not depend on whether the weights are ready, because all ranks
+// must issue collectives in one order. A CPU has no queue of kernels and would gain nothing.
 #pragma once
 
 #include <deque>
@@ -24,12 +23,13 @@
 
 namespace zerocore {
 
-// Shows a unit's parameters to programs: the full ones, or shards. Called from any thread.
+// Puts a unit's full parameters, or its shards, into the user's modules. Called from any thread.
 using ShowParams = std::function<void(UnitId unit, bool full)>;
 
+// The state of all units of a model: gathered or not, shown to the user or not, changed or not.
 class UnitLifecycle {
  public:
-  // All but the function outlive it.
+  // All arguments but the function must outlive the object.
   UnitLifecycle(
       const Units& units,
       const UnitContext& context,
@@ -49,44 +49,46 @@ class UnitLifecycle {
 
   // See Engine::start.
   void start(bool consistent, TrainableParams::OnGradient on_gradient);
-  // Carries out the actions that `decide` gets from the schedule.
+  // Runs `decide`, which asks the schedule for actions, and carries them out.
   template <typename Decide>
   void run(const Decide& decide) {
     decide(actions_);
     carry_out();
   }
-  // The compute stream works with the unit's full parameters from here on.
+  // Makes the compute stream wait for the unit's all-gather, and shows its full parameters.
   void use(UnitId unit);
-  // The same without showing it to modules.
+  // The same, but does not show the parameters in modules.
   void wait_for(UnitId unit);
-  // Issues the gathers that wait for the next call, see Note [Gathers behind a call]; up to a unit,
-  // if it is among them.
+  // Issues the delayed all-gathers, see Note [Delayed prefetch]. With `last` it stops after that
+  // unit, and issues none if that unit is not among them.
   void gather_late(std::optional<UnitId> last = std::nullopt);
-  // Shows what the schedule says: the unit's full parameters or its shards.
+  // Shows the unit's full parameters or its shards, as the schedule says.
   void update_registration(UnitId unit);
-  // While it hides, all units show shards, also within calls: for an optimizer's step and for
+  // While hiding, all units show shards, even within calls: for an optimizer's step and for
   // state_dict(). The next call of a unit stops the hiding.
   void set_hiding(bool hides);
   bool is_hiding() const {
     return hides_;
   }
-  // Units show what they have to when they are used next.
+  // Stops the hiding; each unit shows the right parameters from its next use on.
   void stop_hiding() {
     hides_ = false;
   }
-  // Units that stay for a backward show shards, too: no backward comes.
+  // Shows the shards of all inactive units, even of units that stay unsharded for a backward pass:
+  // the forward recorded no graph, so no backward pass comes.
   void hide_unused();
-  // Before the unit, or any, is gathered: takes note of changed shards. The second is for the
-  // beginning of a pass, and returns the units that are going to be gathered again.
+  // Notices changed shards before a unit is gathered. refresh_all() does so for all units when a
+  // pass begins, and returns the units that will be gathered again.
   void refresh(UnitId unit);
   std::vector<UnitId> refresh_all();
-  // The unit's shards have changed: what was gathered is stale. The next gather has to be behind
-  // order_gathers().
+  // Marks the gathered parameters as stale, because the unit's shards have changed. Call
+  // order_gathers() before the next all-gather.
   void invalidate(UnitId unit);
+  // Makes later all-gathers wait for the compute stream, which has written the shards.
   void order_gathers();
-  // A backward begins: units whose shards have changed by themselves are gathered again when they
-  // are used. The second gathers one that is unsharded already.
+  // When a backward begins, units whose shards were written directly are marked as stale.
   void invalidate_changed();
+  // Gathers a unit in use again if its shards were written directly.
   void regather_changed(UnitId unit);
   TrainableParams& trainable() {
     return trainable_;
@@ -94,11 +96,12 @@ class UnitLifecycle {
   InPlaceWrites& writes() {
     return writes_;
   }
-  // Throws if a shard has left its place in memory.
+  // Throws c10::ValueError if a shard was moved out of the unit's memory.
   void check_homes(UnitId unit) const;
-  // Nothing runs any more, whatever was under way.
+  // Aborts whatever is under way and brings each unit into its idle state.
   void reset();
-  // A backward goes through the model: units gather at once, requires_grad stays as it is.
+  // Returns whether a backward pass runs through the model. Then all-gathers are not delayed, and
+  // requires_grad is not synchronised.
   bool in_backward_pass() const {
     return in_backward_pass_;
   }
@@ -121,11 +124,11 @@ class UnitLifecycle {
   TrainableParams trainable_;
   InPlaceWrites writes_;
   ShowParams show_params_;
-  Actions actions_; // not carried out yet; reused
+  Actions actions_; // to be carried out; the memory is reused
   bool in_backward_pass_ = false;
   bool hides_ = false;
-  std::vector<bool> full_shown_; // by unit
-  std::deque<UnitId> late_; // to be gathered; see Note [Gathers behind a call]
+  std::vector<bool> full_shown_; // by unit: the modules hold full parameters
+  std::deque<UnitId> late_; // delayed all-gathers; see Note [Delayed prefetch]
 };
 
 } // namespace zerocore

@@ -1,4 +1,3 @@
-// The order of calls that all ranks agree on, and how it changes.
 #include "plan/call_order.h"
 
 #include <c10/util/Exception.h>
@@ -15,7 +14,7 @@ namespace zerocore {
 
 namespace {
 
-// Numbers the calls of `events` by their enters.
+// Numbers the calls in the order of their enters.
 void number_calls(Instructions& events) {
   std::unordered_map<UnitId, std::vector<int32_t>> open;
   int32_t next = 0;
@@ -54,7 +53,7 @@ void CallOrder::take(Instructions events) {
   }
 }
 
-// A call is left as soon as it may be: right after the enter of its last one.
+// Puts each exit right after the enter of the call's `last`.
 Instructions CallOrder::events_of(const std::vector<Call>& calls) {
   std::vector<std::vector<int32_t>> left_after(calls.size());
   for (size_t i = 0; i < calls.size(); ++i) {
@@ -71,7 +70,7 @@ Instructions CallOrder::events_of(const std::vector<Call>& calls) {
   return events;
 }
 
-// -- a pass ---------------------------------------------------------------------------------
+// -- in a pass ------------------------------------------------------------------------------
 
 void CallOrder::begin(bool grad) {
   calls_ = expected_;
@@ -127,7 +126,7 @@ void CallOrder::leave(int32_t number, bool needs_backward) {
   }
 }
 
-// -- its end --------------------------------------------------------------------------------
+// -- at its end -----------------------------------------------------------------------------
 
 bool CallOrder::skipped() const {
   return std::any_of(calls_.begin(), calls_.end(), [](const Call& call) { return !call.made; });
@@ -149,14 +148,14 @@ std::vector<bool> CallOrder::needs() const {
   for (size_t i = 0; i < calls_.size(); ++i) {
     const Call& call = calls_[i];
     const size_t bit = i < num_common ? i : num_common + call.unit;
-    const bool is_served = !call.made && i >= expected_.size(); // for other ranks
+    const bool is_served = !call.made && i >= expected_.size(); // only other ranks make the call
     needs[bit] = needs[bit] || (call.needs_backward && !is_served);
   }
   return needs;
 }
 
-// Calls of the order that nobody made stay where they are if nobody called the unit elsewhere. The
-// order of registration has units that are never called.
+// A call of the order that this pass did not make keeps its place, unless the unit was called
+// elsewhere, or the order was not learned yet and may have units that are never called.
 Instructions CallOrder::take_own() {
   if (!changed_) {
     return events();
@@ -187,8 +186,8 @@ Instructions CallOrder::take_own() {
   return events_of(calls_);
 }
 
-// Where calls are not shared, no rank knows what the others have added but the units. Their
-// backwards come before those of the order.
+// If calls are not shared, a rank knows only the units of calls that other ranks have added. Their
+// backward comes before the one of the order.
 Instructions CallOrder::unite(const std::vector<bool>& needs) {
   Instructions events = this->events();
   for (Instruction& event : events) {
@@ -205,7 +204,7 @@ Instructions CallOrder::unite(const std::vector<bool>& needs) {
     }
     return events_of(calls);
   }
-  constexpr int32_t kNoCall = std::numeric_limits<int32_t>::max(); // of this rank
+  constexpr int32_t kNoCall = std::numeric_limits<int32_t>::max(); // no call of this rank
   for (size_t i = expected_.size(); i < needs.size(); ++i) {
     const auto unit = static_cast<UnitId>(i - expected_.size());
     if (needs[i]) {

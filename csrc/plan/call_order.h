@@ -1,10 +1,9 @@
-// The order in which all ranks go through the calls of a pass, and this rank's own calls in it.
-//
-// See Note [One order on every rank] in plan/schedule.h.
+// The order in which all ranks go through the calls of a pass, and this rank's own calls in it. See
+// Note [One order on every rank] in plan/schedule.h.
 //
 // A call is one entry of a unit. All ranks number the calls of a pass alike, whether they make them
-// or not; each makes some of them, in the order of their numbers. When a call was left is told by
-// the last call that was entered before.
+// or not; each rank makes some of them, in the order of their numbers. A call's end is recorded as
+// the number of the last call that was entered before it ended.
 #pragma once
 
 #include <cstdint>
@@ -20,65 +19,65 @@ class CallOrder {
  public:
   explicit CallOrder(Instructions events);
 
-  // The order, of a pass as its forward.
+  // Returns the enters and exits of the order, as a forward makes them.
   const Instructions& events() const {
     return program_.list();
   }
   Program& program() {
     return program_;
   }
-  // Number of calls of the pass under way.
+  // Returns the number of calls of the running pass.
   size_t num_calls() const {
     return calls_.size();
   }
 
-  // -- a pass
+  // -- in a pass
   void begin(bool grad);
-  // The next call of the unit in what is left of the order; none if there is none.
+  // Returns the next call of the unit in the rest of the order.
   std::optional<int32_t> find(UnitId unit) const;
-  // Whether all ranks add the calls that any of them adds, which is so where units are gathered.
+  // `shared` says that all ranks add the calls that any rank adds, as they must to gather units.
   void set_shared(bool shared, size_t num_units) {
     shared_ = shared;
     num_units_ = num_units;
   }
-  // A call behind all others; returns its number.
+  // Adds a call after all others; returns its number.
   int32_t add(UnitId unit);
-  // Calls that this rank has left later than all ranks know.
+  // Returns by call whether this rank has left it later than the other ranks know.
   std::vector<bool> late() const;
-  // Any rank is in these calls as the next one is added, or has left them late(): all ranks take
-  // them to be left behind that one.
+  // Takes the calls that any rank is still in, or has left late, when the next call is added. All
+  // ranks count them as left after that call.
   void extend(const std::vector<bool>& calls);
-  // This rank makes the call.
+  // This rank enters and leaves a call.
   void enter(int32_t call);
   void leave(int32_t call, bool needs_backward);
-  // Whether the backward of the call reads parameters, as all ranks expect it.
+  // Returns whether all ranks expect the backward of the call to read parameters.
   bool reads(int32_t call) const {
     return calls_.at(call).reads;
   }
 
-  // -- its end
-  // Whether this rank's calls are other ones than the order has, or the order is that of
-  // registration.
+  // -- at its end
+  // Returns whether this rank's calls differ from the order, or the order was not learned yet.
   bool changed() const {
     return changed_;
   }
-  // Whether this rank left out calls.
+  // Returns whether this rank did not make all calls.
   bool skipped() const;
-  // A hash of the calls that this rank has made and of which of them need a backward.
+  // Returns a hash of the calls that this rank has made, and of those that need a backward.
   uint64_t hash() const;
-  // By call, whether this rank needs its backward, or may have to. Behind them, where calls are not
-  // shared, by unit whether it does for a call of the unit that it has added.
+  // Returns by call whether this rank needs, or may need, its backward. If calls are not shared, a
+  // flag by unit follows: whether this rank needs the backward of a call that it has added.
   std::vector<bool> needs() const;
-  // All ranks have made this rank's calls: they are the order of the next pass. Returns the events
-  // of this one.
+  // If all ranks have made the same calls: makes them the order of the next pass. Returns the
+  // events of this pass.
   Instructions take_own();
-  // Ranks have made different calls, and any of them has these needs(): the order stays.
+  // If they have not: keeps the order, and returns the events of this pass. `needs` unites the
+  // needs() of all ranks.
   Instructions unite(const std::vector<bool>& needs);
 
  private:
   struct Call {
     UnitId unit = -1;
-    int32_t last = -1; // number of the last call that was made before this one was left
+    int32_t last = -1; // number of the last call that was entered before this one was left
     int32_t last_of_all = -1; // the same, as all ranks know it
     bool needs_backward = true;
     bool made = false; // by this rank
@@ -89,11 +88,11 @@ class CallOrder {
   void take(Instructions events);
 
   Program program_;
-  std::vector<Call> expected_; // the same as calls
-  bool learned_ = false; // from a pass; else the order is that of registration
+  std::vector<Call> expected_; // the calls of the order
+  bool learned_ = false; // learned from a pass, not the order in which modules were registered
   bool shared_ = true;
   size_t num_units_ = 0;
-  // Of the pass under way.
+  // The running pass:
   std::vector<Call> calls_;
   int32_t last_made_ = -1;
   bool grad_ = false;

@@ -1,4 +1,3 @@
-// Messages that all ranks combine, see Note [Dissemination].
 #include "plan/dissemination.h"
 
 #include <algorithm>
@@ -13,7 +12,7 @@ namespace {
 
 constexpr size_t kWordBits = 64;
 
-// Lists of `width` words behind the lowest rank that has each.
+// Unites lists of `width` words. The first word of each is the lowest rank that has the list.
 void unite(std::vector<int64_t>& words, const std::vector<int64_t>& others, int64_t width) {
   std::map<std::vector<int64_t>, int64_t> ranks; // by list
   for (const auto& part : {std::span(std::as_const(words)), std::span(others)}) {

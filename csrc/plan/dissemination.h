@@ -1,11 +1,11 @@
-// How all ranks hear what any of them says: one hop after the other; integers only.
+// How every rank learns what any rank says, in a logarithmic number of hops; integers only.
 //
 // Note [Dissemination]
-// In hop k a rank sends what it has heard so far to the rank 2^k behind it, and hears the one 2^k
-// before it. After ceil(log2 N) hops every rank has heard all N, whatever N is, over connections to
-// 2 ceil(log2 N) other ranks at most. Where N is no power of two a rank hears some of the others
-// twice, so two messages are combined in a way that does not count: a maximum, an or, a union.
-// Ranks whose messages are not alike all end with MessageKind::Different.
+// In hop k each rank sends what it has heard so far to the rank 2^k after it, and receives from the
+// rank 2^k before it. After ceil(log2 N) hops every rank has heard all N, for any N, over
+// connections to at most 2 ceil(log2 N) other ranks. If N is not a power of two, a rank hears some
+// ranks twice. So messages are combined by a maximum, an or, or a union, to which a repetition adds
+// nothing. If ranks send different kinds of messages, all ranks end with MessageKind::Different.
 #pragma once
 
 #include <cstddef>
@@ -16,76 +16,78 @@
 namespace zerocore {
 
 enum class MessageKind : int64_t {
-  Hello, // connects
-  Pass, // what a rank does in a pass: kPassNumbers numbers as below, then bits as of flags
-  Collective, // it is about to issue: the largest numbers
-  AnyFlags, // the next three are bits, of which any rank's count
+  Hello, // the first message over a connection
+  Pass, // a rank's calls in a pass: kPassNumbers numbers (their maximum), then flags
+  Collective, // the collective that a rank is about to issue: the maximum of each number
+  AnyFlags, // this and the next two are flags: set if any rank sets them
   UsedFlags,
   OptimizerFlags,
-  Lists, // of numbers, of which each different one is kept
+  Lists, // the union of the ranks' lists of numbers
   Different,
 };
 
-// Words of a Pass of which the largest counts; the others are bits.
+// How many words of a Pass are numbers; the others are flags.
 constexpr size_t kPassNumbers = 9;
 
 struct ControlMessage {
   MessageKind kind = MessageKind::Hello;
-  int64_t user = 0; // of those that share the ranks: the same on all ranks, or they differ
-  // The number of words, of a union that of one list: the same on all ranks, or they differ.
+  int64_t user = 0; // number of the channel that shares the link; must be equal on all ranks
+  // The number of words; for Lists, of one list. Must be equal on all ranks.
   int64_t width = 0;
-  // Lists of a union lie one after the other, by the lowest rank that has each, which comes first.
+  // Lists lie one after the other, in the order of the lowest rank that has each. Each begins with
+  // that rank.
   std::vector<int64_t> words;
 
   static ControlMessage of(MessageKind kind, std::vector<int64_t> words);
-  // Of which each bit is one flag.
+  // Returns a message with one bit for each flag.
   static ControlMessage of_flags(MessageKind kind, const std::vector<bool>& flags);
   void add_flags(const std::vector<bool>& flags);
-  // `first`: the word that they begin with.
+  // Returns `count` flags, which begin with the word `first`.
   std::vector<bool> flags(size_t count, size_t first = 0) const;
-  // Both, on a rank that has heard both.
+  // Merges another message into this one.
   void combine(const ControlMessage& other);
 };
 
-// One rank's part of a message of all ranks.
+// One rank's part in a message of all ranks.
 class Dissemination {
  public:
   Dissemination(int64_t rank, int64_t size, ControlMessage own)
       : rank_(rank), size_(size), heard_(std::move(own)) {}
 
-  // ceil(log2 size).
+  // Returns ceil(log2 size).
   static int num_hops(int64_t size);
-  // The ranks that this one is connected with, in ascending order and without itself.
+  // Returns the ranks that `rank` is connected with, in ascending order.
   static std::vector<int64_t> peers(int64_t rank, int64_t size);
 
-  // In which order this rank connects with those that it sends to (true) and hears (false) in each
-  // hop. A rank that connects waits for the other, so all ranks go by one order of connections, in
-  // which those of a hop have nearly no rank in common with the one before.
+  // A connection of a rank in a hop: to the rank it sends to, or to the rank it hears.
   struct Connection {
     int hop = 0;
     bool sends = false;
   };
+  // Returns the order in which the rank makes its connections. Each end of a connection waits for
+  // the other, so all ranks follow one order of connections. Neighbours in it share few ranks, so
+  // that many connections are made at a time.
   static std::vector<Connection> connections(int64_t rank, int64_t size);
 
-  // The one that is next, from 0.
+  // Returns the next hop, from 0 on.
   int hop() const {
     return hop_;
   }
   bool is_done() const {
     return hop_ == num_hops(size_);
   }
-  // Which ranks this one sends to and hears in a hop.
+  // Return the rank that this one sends to in a hop, and the rank that it hears.
   int64_t to(int hop) const {
     return (rank_ + (int64_t{1} << hop)) % size_;
   }
   int64_t from(int hop) const {
     return (rank_ - (int64_t{1} << hop) + size_) % size_;
   }
-  // The message of the next hop; that of all ranks if there is none.
+  // Returns the message to send in the next hop; after the last hop, the message of all ranks.
   const ControlMessage& heard() const {
     return heard_;
   }
-  // Ends the hop with what came.
+  // Ends the hop with the received message.
   void hear(const ControlMessage& message) {
     heard_.combine(message);
     ++hop_;

@@ -1,4 +1,3 @@
-// Keeps the forward passes that a backward may still come for.
 #include "plan/forward_passes.h"
 
 #include <algorithm>
@@ -8,8 +7,8 @@ namespace zerocore {
 
 namespace {
 
-// More forwards than any backward reaches back; without it, forwards that record graphs which
-// nobody wants would pile up.
+// More passes than one backward goes through. Without a limit, forwards whose graphs are never used
+// would pile up.
 constexpr size_t kMaxPasses = 4096;
 
 } // namespace
@@ -27,7 +26,7 @@ ForwardPass& ForwardPasses::open(bool grad) {
   return pass;
 }
 
-// The last ones are asked for most.
+// Searches from the end, because most callers ask for recent passes.
 const ForwardPass* ForwardPasses::find(int64_t id) const {
   const auto found = std::find_if(
       passes_.rbegin(), passes_.rend(), [&](const ForwardPass& pass) { return pass.id == id; });
@@ -74,8 +73,8 @@ std::vector<bool> ForwardPasses::awaited_before(int64_t id) const {
   return awaited;
 }
 
-// Whether no backward can come through the pass: everything it would train has changed. A pass has
-// no events until it is finished.
+// Returns whether no backward can go through the pass, because all that it would train has changed.
+// False for a pass that is not finished: it has no events yet.
 bool ForwardPasses::is_outdated(const ForwardPass& pass) const {
   return !pass.events.empty() &&
       std::all_of(pass.events.begin(), pass.events.end(), [&](const Instruction& event) {

@@ -1,4 +1,4 @@
-// The forward passes that a backward may still come for; integers only.
+// The forward passes that a backward may still go through; integers only.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace zerocore {
 
-// One forward call of a unit, as the backward refers to it.
+// Identifies one forward call of a unit.
 struct CallHandle {
   int64_t pass = -1;
   int32_t call = -1; // its number in the pass
@@ -19,19 +19,19 @@ struct CallHandle {
 struct ForwardPass {
   int64_t id = 0;
   bool grad = false;
-  bool consumed = false; // a backward ran through it
+  bool consumed = false; // a backward has begun its program
   Instructions events;
-  int32_t num_calls = 0; // of a pass that does not follow the order
-  Program backward; // the one under way
+  int32_t num_calls = 0; // counted only in a pass that does not follow the order
+  Program backward; // the program of the running backward
 };
 
 class ForwardPasses {
  public:
   explicit ForwardPasses(int num_units) : units_(num_units) {}
 
-  // A new pass; forgets those that no backward can come for any more.
+  // Begins a new pass, and forgets passes that no backward can go through any more.
   ForwardPass& open(bool grad);
-  // Null if there is none.
+  // Returns null if there is no such pass.
   ForwardPass* find(int64_t id);
   const ForwardPass* find(int64_t id) const;
   void drop(int64_t id);
@@ -39,43 +39,44 @@ class ForwardPasses {
     passes_.clear();
   }
   void forget_backwards();
-  // Passes before this one are forgotten.
+  // Returns the id of the oldest pass that is not forgotten.
   int64_t oldest() const {
     return passes_.empty() ? next_ : passes_.front().id;
   }
 
-  // Whether the unit has gradients to reduce at all.
+  // Sets whether the unit has trained parameters, so that its gradients are reduced.
   void set_reducible(UnitId unit, bool reducible) {
     units_.at(unit).reducible = reducible;
   }
   bool is_reducible(UnitId unit) const {
     return units_[unit].reducible;
   }
-  // Whether the call's backward reads the unit's parameters; so does a call that is not known.
+  // Returns whether the call's backward reads the unit's parameters; true for an unknown call.
   bool reads(const CallHandle& call) const;
-  // Whether the pass records a graph.
+  // Returns whether the pass records a graph.
   bool records(int64_t id) const {
     const ForwardPass* pass = find(id);
     return pass != nullptr && pass->grad;
   }
-  // The unit's parameters changed: no backward comes through it for a pass before.
+  // Notes that the unit's parameters changed, so that no backward of an earlier pass goes through
+  // it.
   void note_change(UnitId unit);
-  // For each unit whether a pass before this one is still to go backward through it. Reads that a
-  // rank may do alone, for a log, are not waited for.
+  // Returns by unit whether an earlier pass than `id` may still go backward through it. Reads that
+  // one rank may do alone, for a log, do not count.
   std::vector<bool> awaited_before(int64_t id) const;
 
  private:
   struct TrainedUnit {
     bool reducible = true;
-    int64_t changed_at = 0; // passes before this one have older parameters
+    int64_t changed_at = 0; // passes with a smaller id used older parameters
   };
 
   bool is_outdated(const ForwardPass& pass) const;
 
   std::vector<TrainedUnit> units_;
-  std::deque<ForwardPass> passes_; // also those that one came for: it may come once more
+  std::deque<ForwardPass> passes_; // also consumed ones: a retained graph may go backward again
   int64_t next_ = 0;
-  bool outdated_ = false; // parameters have changed since passes were last forgotten
+  bool outdated_ = false; // parameters have changed since open() last forgot passes
 };
 
 } // namespace zerocore

@@ -1,4 +1,3 @@
-// Builds and validates the layout of one unit.
 #include "plan/layout.h"
 
 #include <algorithm>
@@ -27,8 +26,8 @@ void check_spec(const ParamSpec& spec, bool by_rows) {
   }
 }
 
-// An empty region for parameters such as `spec`. By rows, all types hold for frozen ones too: they
-// may be thawed later.
+// Returns an empty region for parameters like `spec`. By rows, a frozen parameter keeps all types,
+// because the user may unfreeze it later.
 Region make_region(const ParamSpec& spec, int64_t num_shards, bool by_rows) {
   Region region;
   region.dtype = spec.dtype;
@@ -68,18 +67,18 @@ int find_or_add_region(
   return static_cast<int>(regions.size()) - 1;
 }
 
-// Bytes of the narrowest element that travels: what is aligned in it is aligned in all.
+// Returns the bytes of the narrowest type. Elements aligned in it are aligned in all types.
 int64_t narrowest(const Region& region) {
   return std::min({region.itemsize, region.main.itemsize, region.reduce.itemsize});
 }
 
-// Elements of the largest part that torch.chunk makes of a parameter.
+// Returns how many elements the largest part of torch.chunk has.
 int64_t chunk_numel(const ParamSpec& spec, int64_t num_shards) {
   const int64_t rows = spec.shape.front();
   return rows == 0 ? 0 : ceil_div(rows, num_shards) * (spec.numel() / rows);
 }
 
-// Elements that make up `nbytes`, at least one where an element is larger.
+// Returns how many elements fit into `nbytes`, at least one.
 int64_t aligned_numel(int64_t nbytes, int64_t itemsize) {
   return std::max<int64_t>(1, nbytes / itemsize);
 }
@@ -95,7 +94,7 @@ Layout Layout::build(
   TORCH_CHECK_VALUE(num_shards >= 1, "num_shards must be at least 1, got ", num_shards);
   std::vector<Region> regions;
   std::vector<ParamPlace> places;
-  std::vector<int64_t> used; // elements of each region so far; by rows, of its shards
+  std::vector<int64_t> used; // elements used in each region; by rows, in each of its shards
   places.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const ParamSpec& spec = params[i];
@@ -121,7 +120,7 @@ Layout Layout::build(
     const int64_t multiple = num_cuts * aligned;
     regions[i].num_across = num_across;
     const int64_t numel = by_rows ? used[i] : ceil_div(used[i], num_shards);
-    // Parameters without elements have memory, too: backends differ about collectives of no bytes.
+    // An empty region gets memory, too, because some backends fail on collectives of no bytes.
     regions[i].shard_numel = round_up(std::max<int64_t>(1, numel), multiple);
   }
   Layout layout(std::move(regions), std::move(places), num_shards, by_rows);
@@ -242,7 +241,7 @@ WireRuns Layout::wire_runs(int param) const {
   return {place.shard_offset, place.numel, place.shard_numel, regions_[place.region].shard_numel};
 }
 
-// Between the parameters of every shard, and behind the last row of each.
+// Gaps lie between the parameters of every shard, and after the last row of each parameter.
 std::vector<WireRuns> Layout::wire_gaps(int region) const {
   std::vector<WireRuns> gaps;
   const int64_t shard = regions_.at(region).shard_numel;

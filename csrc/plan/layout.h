@@ -1,4 +1,4 @@
-// Where every parameter of a unit lies: regions, offsets, padding, each rank's part.
+// Where the parameters of a unit lie in its buffer: regions, offsets, padding, each rank's shard.
 //
 //   unit buffer   | region 0 (float32, trainable)        | region 1 (float32, frozen) | ...
 //   region        | weight ....|gap| bias .|gap| ... |tail padding|
@@ -9,15 +9,15 @@
 // keeps every rank's bytes of a collective aligned.
 //
 // Note [Shards of rows]
-// By rows, a rank owns of each parameter the rows that torch.chunk gives it (DTensor's Shard(0)):
+// By rows, a rank owns the rows of each parameter that torch.chunk gives it (DTensor's Shard(0)):
 //
 //   on the wire   | weight, rows of 0 | bias, rows of 0 | weight, rows of 1 | bias, rows of 1 |
 //   unsharded     | weight ....................... |pad| bias ................... |pad|
 //
-// Collectives move rank after rank, layers want parameter after parameter, so the two differ by a
-// copy, unless a region has one parameter (or one rank) and nothing to pad. Both have the same
-// size, as torch.chunk leaves its gaps behind the last row only.
-// A unit with a parameter that gathers itself is laid out by rows, also among others that are not.
+// On the wire values lie in rank order, for the layers in parameter order. A copy leads from one to
+// the other, unless the region has one parameter (or one rank) and no padding. Both have the same
+// size, because torch.chunk leaves gaps only after the last row.
+// A unit with a parameter that has fsdp_pre_all_gather is laid out by rows, others need not be.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ constexpr int64_t kRegionAlignment = 256; // bytes, start of a region in a buffe
 // Type of an element.
 struct ElementType {
   int dtype = 0; // c10::ScalarType as a number; only compared, never interpreted here
-  int64_t itemsize = 0; // bytes; 0 where the type is not given
+  int64_t itemsize = 0; // bytes; 0 if the type is not given
 
   bool operator==(const ElementType& other) const = default;
 };
@@ -46,16 +46,17 @@ struct ElementType {
 struct ParamSpec {
   std::string fqn;
   std::vector<int64_t> shape;
-  int dtype = 0; // what layers compute with and gathers move
+  int dtype = 0; // the dtype that layers compute in and all-gathers move
   int64_t itemsize = 0; // bytes of one element
   bool requires_grad = true;
-  // Of a parameter that requires grad, the parameter's own where not given: the optimizer's copy,
-  // gradients on their way, and gradients as they are kept.
+  // Dtypes of main weights, of gradients on the wire, and of kept gradients, if the parameter
+  // requires grad; by default its own.
   ElementType main = {}, reduce = {}, grad = {};
-  ElementType gather = {}; // of one byte, with scales, see common/math.h; else as it is
-  // Else other parameters of the unit are gathered in its place, and the unit is laid out by rows.
+  ElementType gather = {}; // one-byte dtype on the wire, see common/math.h; by default its own
+  // False for a parameter with fsdp_pre_all_gather (FSDP2): the unit gathers the tensors that this
+  // returns, as parameters of their own, and is laid out by rows.
   bool is_gathered = true;
-  bool is_kept = true; // else its shards are no memory of the unit; only if it is not gathered
+  bool is_kept = true; // false if the unit does not own the shard's memory; only if !is_gathered
 
   int64_t numel() const {
     int64_t numel = 1;
@@ -64,7 +65,7 @@ struct ParamSpec {
     }
     return numel;
   }
-  // The shape of so many rows that they have `part` elements.
+  // Returns the shape of as many rows as have `part` elements.
   std::vector<int64_t> rows_of(int64_t part) const {
     std::vector<int64_t> sizes = shape;
     sizes.front() = part == 0 ? 0 : part / (numel() / shape.front());
@@ -72,21 +73,21 @@ struct ParamSpec {
   }
 };
 
-// Place of one parameter. Offsets and sizes count elements.
+// The place of one parameter. Offsets and sizes count elements.
 struct ParamPlace {
   int region = 0;
-  int64_t offset = 0; // in the region, unsharded
+  int64_t offset = 0; // in the full region
   int64_t numel = 0;
-  int64_t shard_offset = 0; // by rows: in a shard, the same in all
-  int64_t shard_numel = 0; // by rows: of the largest part of it
+  int64_t shard_offset = 0; // by rows: its offset in each shard
+  int64_t shard_numel = 0; // by rows: the size of its largest part
 
   Range range() const {
     return {offset, offset + numel};
   }
 };
 
-// By rows, on the wire: `numel` elements from `begin` on, `run` of them (the last time maybe fewer)
-// every `stride`.
+// Elements on the wire by rows: `numel` elements in runs of `run` (the last may be shorter). The
+// first run starts at `begin`, the next ones each `stride` later.
 struct WireRuns {
   int64_t begin = 0;
   int64_t numel = 0;
@@ -94,32 +95,32 @@ struct WireRuns {
   int64_t stride = 0;
 };
 
-// One contiguous part of a unit's buffer that is moved by one collective.
+// A contiguous part of a unit's buffer, moved by one collective. Its parameters share all types.
 struct Region {
   int dtype = 0;
   int64_t itemsize = 0;
   bool requires_grad = true;
-  bool is_gathered = true; // else nothing of it is in buffers of parameters
-  bool is_kept = true; // else no weights of it either
-  ElementType main, reduce, grad; // as of its parameters; the region's own where frozen
-  ElementType gather; // as of its parameters
+  bool is_gathered = true; // false: buffers of parameters do not hold it
+  bool is_kept = true; // false: the unit has no weights of it either
+  ElementType main, reduce, grad; // see ParamSpec; the region's own type if frozen
+  ElementType gather; // see ParamSpec
   int64_t shard_numel = 0;
   int64_t num_shards = 1;
-  int64_t num_across = 1; // shards of different replicas that follow each other
+  int64_t num_across = 1; // adjacent shards, of different replicas
   std::vector<int> params; // indices into the unit's parameters, in order of offset
 
   ElementType own() const {
     return {dtype, itemsize};
   }
-  // The optimizer has a copy of its own.
+  // Returns whether the optimizer updates main weights with memory of their own.
   bool has_main() const {
     return is_gathered ? main != own() : is_kept;
   }
-  // Gradients travel in another type than they are kept in.
+  // Returns whether gradients travel in another type than they are kept in.
   bool has_wire() const {
     return reduce != grad;
   }
-  // Gathers move numbers of one byte and their scales.
+  // Returns whether all-gathers move numbers of one byte and their scales.
   bool is_encoded() const {
     return gather.itemsize > 0;
   }
@@ -144,7 +145,7 @@ class Layout {
  public:
   // Lays out `params` for `num_shards` equal shards. Parameters of the same types and the same
   // requires_grad share a region; regions appear in the order of their first parameter.
-  // With `by_rows` see Note [Shards of rows], with `num_across` Region::shard_range. A shard is
+  // See Note [Shards of rows] for `by_rows`, Region::shard_range for `num_across`. A shard is
   // padded to `num_cuts` equal parts. Throws c10::ValueError for num_shards < 1 or a parameter
   // without a valid shape or itemsize; by rows, also for one without a dimension.
   static Layout build(
@@ -154,18 +155,20 @@ class Layout {
       int64_t num_across = 1,
       int64_t num_cuts = 1);
 
-  // By rows: where a parameter's elements lie on the wire; and where a region has none.
+  // By rows: returns where a parameter's elements lie on the wire.
   WireRuns wire_runs(int param) const;
+  // By rows: returns the gaps of a region on the wire.
   std::vector<WireRuns> wire_gaps(int region) const;
 
-  // The layout of what one shard holds: the same regions without the other ranks' parts, every
-  // parameter reduced to its owned range (not aligned any more).
+  // Returns the layout of one shard: the same regions without the other ranks' parts, and each
+  // parameter reduced to its owned range (no longer aligned).
   Layout of_shard(int64_t shard) const;
-  // Regions with room for so many shards; places have no meaning in it.
+  // Returns the regions with room for `count` shards; its places have no meaning.
   Layout of_shards(int64_t count) const;
-  // Regions as gathers move them, see Region::is_encoded; places have no meaning in it.
+  // Returns the regions as all-gathers move them, see Region::is_encoded; its places have no
+  // meaning.
   Layout encoded() const;
-  // The same places with elements of another type: &Region::main, &Region::reduce, &Region::grad.
+  // Returns the same places with elements of another type: &Region::main, reduce or grad.
   Layout retyped(ElementType Region::* type) const;
 
   const std::vector<Region>& regions() const {
@@ -180,14 +183,13 @@ class Layout {
   bool by_rows() const {
     return by_rows_;
   }
-  // Whether parameters lie in another order on the wire than layers want them, or are encoded.
+  // Returns whether gathered values must be reordered or decoded before layers can use them.
   bool copies_out() const;
-  // Bytes of the unsharded unit buffer, gaps and padding included.
+  // Returns the bytes of the full buffer, with gaps and padding.
   int64_t nbytes() const {
     return nbytes_;
   }
-  // Indices of the regions for which `is_so(region)`; of those that are gathered, and of those that
-  // the unit keeps.
+  // Returns the indices of the regions for which `is_so(region)` is true.
   template <typename IsSo>
   std::vector<int> regions_where(const IsSo& is_so) const {
     std::vector<int> indices;
@@ -204,16 +206,16 @@ class Layout {
   std::vector<int> kept_regions() const {
     return regions_where(&Region::is_kept);
   }
-  // Bytes of a buffer that holds only some of the regions, one after the other.
+  // Returns the bytes of a buffer that holds only these regions, one after the other.
   int64_t nbytes_of(const std::vector<int>& regions) const;
-  // Bytes that one rank owns of what is gathered.
+  // Returns how many gathered bytes one rank owns, with padding.
   int64_t shard_nbytes() const;
-  // Bytes of the gathered parameters themselves.
+  // Returns the bytes of the gathered parameters, without gaps and padding.
   int64_t param_nbytes() const;
 
-  // The flattened elements of parameter `param` that `shard` owns, possibly empty.
+  // Returns the range of the parameter's flattened elements that `shard` owns; it may be empty.
   Range owned(int param, int64_t shard) const;
-  // Where that range starts in the shard, in elements; 0 for an empty range.
+  // Returns the offset of that range in the shard, in elements; 0 for an empty range.
   int64_t offset_in_shard(int param, int64_t shard) const;
 
  private:
@@ -223,7 +225,7 @@ class Layout {
       int64_t num_shards,
       bool by_rows);
   bool moves_rows() const;
-  // Checks what build() promises; a violation is a bug.
+  // Asserts the invariants that build() promises.
   void validate() const;
 
   std::vector<Region> regions_;

@@ -1,4 +1,3 @@
-// Bytes and events of a step, from the simulation of one.
 #include "plan/memory_plan.h"
 
 #include <algorithm>
@@ -10,7 +9,7 @@ namespace zerocore {
 
 namespace {
 
-// Adds the bytes that one unit holds between steps on the rank's device, and its moments.
+// Adds the bytes that one unit keeps between steps on the device, and its moments.
 void add_unit(
     MemoryPlan& plan,
     const UnitPlan& unit,
@@ -25,7 +24,7 @@ void add_unit(
   if (tiers.states == Tier::Device) {
     plan.main_weights += own.retyped(&Region::main).nbytes_of(tiers.main_regions(layout));
   }
-  int64_t on_disk = 0; // the disk's layout counts them
+  int64_t on_disk = 0; // not used: DiskLayout counts them
   int64_t& moments = tiers.states == Tier::Device ? plan.optimizer
       : tiers.states == Tier::Host                ? plan.host.optimizer
                                                   : on_disk;

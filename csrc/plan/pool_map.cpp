@@ -1,4 +1,3 @@
-// Places of blocks in the arena.
 #include "plan/pool_map.h"
 
 #include <c10/util/Exception.h>
@@ -14,7 +13,7 @@ namespace zerocore {
 
 namespace {
 
-// The device's allocator aligns blocks to so many bytes, and so does the arena.
+// The alignment of torch's CUDA allocator; blocks in the arena have it, too.
 constexpr int64_t kBlockAlignment = 512;
 
 using Neighbours = std::vector<std::vector<int>>;
@@ -64,9 +63,9 @@ Arrangement place_in_order(
   return result;
 }
 
-// Greedy (Pisarchyk and Lee 2020, arXiv:2001.03288): one block after the other, each at the lowest
-// offset that is free of those it was held beside; once in the order of first use and once with
-// the most bytes in and beside a block first. The better of the two.
+// Places blocks greedily (Pisarchyk and Lee 2020, arXiv:2001.03288), each at the lowest offset that
+// no block held at the same time has. Tries the order of first use, and the order by the bytes of a
+// block and its neighbours, largest first. Returns the smaller arrangement.
 Arrangement arrange(std::vector<HeldBlock> blocks) {
   for (HeldBlock& block : blocks) {
     block.nbytes = round_up(block.nbytes, kBlockAlignment);
@@ -207,8 +206,9 @@ std::vector<HeldBlock> PoolMap::all_blocks() const {
   return result;
 }
 
-// Everything known is worth up to a quarter more than what is held at a time. Beyond that it is
-// what this period did that counts, unless it was a small part of a step (an evaluation, say).
+// Keeps places for everything known if the arena is at most a quarter larger than the most bytes
+// held at a time. Otherwise it keeps places for this period alone, if that gives a smaller arena,
+// unless the period was a small part of a step (an evaluation, say).
 void PoolMap::rearrange() {
   std::vector<HeldBlock> blocks = all_blocks();
   Arrangement next = arrange(blocks);
@@ -231,7 +231,7 @@ void PoolMap::rearrange() {
 void PoolMap::adopt(std::vector<HeldBlock> blocks, const Arrangement& arrangement) {
   for (size_t i = 0; i < blocks_.size(); ++i) {
     blocks_[i].known = std::move(blocks[i]);
-    blocks_[i].recent = {}; // is known now, or to be forgotten
+    blocks_[i].recent = {}; // `known` has it now
     blocks_[i].place = arrangement.places[i];
   }
   arena_nbytes_ = arrangement.nbytes;

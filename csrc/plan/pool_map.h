@@ -1,4 +1,18 @@
 // Where the blocks of the bucket pool lie in its arena; integers only.
+//
+// Note [Places in the arena]
+// A block is the memory that a unit takes from the pool for one purpose: its full parameters, or a
+// bucket of gradients. It lies at the same place in every step. Two blocks may share bytes if they
+// were never held at the same time, so the map remembers which ones were. For a step of the Llama
+// presets, the arena then needs no more than the step holds at a time.
+//
+// The first places come from the expected step, before anything is allocated. A step may do
+// something else: a block without a place, or whose place is taken, gets memory of its own until it
+// is released. When no block is held any more, usually at the end of a backward, the map then
+// arranges all places again: for the blocks that it knew and those held since the last such moment.
+// If these together pack badly, as after a change of the order of calls, it keeps the latter only.
+//
+// The planner drives the same object as the runtime, so both count the same bytes.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +27,7 @@
 
 namespace zerocore {
 
-// A set of small numbers.
+// A set of small integers.
 class BitSet {
  public:
   void add(int index) {
@@ -46,21 +60,6 @@ class BitSet {
   std::vector<uint64_t> words_;
 };
 
-// Note [Places in the arena]
-// A block is what a unit takes from the pool for one purpose: its gathered parameters, a bucket of
-// gradients. It lies at the same place in every step. Blocks may share bytes if they were never
-// held at a time, so the map remembers which were. For a step of the Llamas that ship as presets
-// the arena then needs no more than is held at a time.
-//
-// The first places come from the expected step, before anything is allocated. A step that does
-// something else is served all the same: a block without a place, or whose place is taken, gets
-// memory of its own until it is released. Once nothing is held (the end of a backward, mostly)
-// all places are given anew, to suit what was done since the last such moment as well as what was
-// known. Where both together pack badly, as with another order of calls, what was known is
-// forgotten.
-//
-// The planner drives the same object as the runtime, so their bytes are equal.
-
 struct BlockKey {
   UnitId unit = -1;
   Memory memory = Memory::Full;
@@ -73,31 +72,31 @@ struct PoolStats {
   int64_t in_use_nbytes = 0;
   int64_t peak_nbytes = 0; // highest in_use_nbytes so far
   int64_t recent_peak_nbytes = 0; // the same since forget_recent_peak()
-  int64_t reserved_nbytes = 0; // taken from the device's allocator: arena and blocks beside it
+  int64_t reserved_nbytes = 0; // from the device's allocator: the arena and blocks outside of it
   int64_t peak_reserved_nbytes = 0; // highest reserved_nbytes so far
   int64_t num_allocations = 0; // calls to the device's allocator
 };
 
-// A block, which others name by its index. One of two blocks that were held at the same time has to
-// name the other; a block of zero bytes is not there.
+// A block that was held; zero bytes stand for a block that was not.
 struct HeldBlock {
   int64_t nbytes = 0;
-  int64_t first_use = 0; // grows with the time of it
-  BitSet beside; // blocks that were held at the same time
+  int64_t first_use = 0; // grows with time
+  BitSet beside; // blocks held at the same time; of two such blocks at least one has the other
 };
 
-// Places in which no two blocks overlap that were held at the same time.
+// Places such that blocks that were held at the same time do not overlap.
 struct Arrangement {
-  std::vector<Range> places; // of each block, aligned; empty for a block of zero bytes
+  std::vector<Range> places; // by block, aligned; empty for a block of zero bytes
   int64_t nbytes = 0;
 };
 
+// The places of all blocks of a pool, and the blocks that are held.
 class PoolMap {
  public:
-  // Offset at which a block is to be placed; none where it gets memory of its own. `learn` says
-  // whether a step is expected to do the same again; if not, it stays out of the arena.
+  // Returns the block's offset in the arena; nullopt if it gets memory of its own. `learn` says
+  // that later steps will probably do the same; without it the block stays out of the arena.
   std::optional<int64_t> find_place(const BlockKey& key, int64_t nbytes, bool learn = true) const;
-  // `place`: what find_place() says.
+  // Takes a block; `place` is the result of find_place().
   void acquire(
       const BlockKey& key,
       int64_t nbytes,
@@ -105,14 +104,14 @@ class PoolMap {
       bool learn = true);
   void release(const BlockKey& key);
 
-  // The map of a pool that nothing was taken from, with a place for every block learned so far.
-  // Nothing is held.
+  // Returns the map of a new pool, with a place for every block learned so far. No block may be
+  // held.
   PoolMap arranged() const;
 
   int64_t arena_nbytes() const {
     return arena_nbytes_;
   }
-  // How often places were given anew; the arena is another one each time.
+  // Returns how often places were arranged again; each time the arena must be allocated again.
   int64_t arrangement() const {
     return arrangement_;
   }
@@ -126,10 +125,10 @@ class PoolMap {
  private:
   enum class Where : uint8_t { Nowhere, Arena, Own };
   struct Block {
-    HeldBlock known; // what its place suits, with the most bytes that were asked for
-    HeldBlock recent; // the same, of the last period that it was acquired in
+    HeldBlock known; // all that its place takes into account
+    HeldBlock recent; // the last period in which it was acquired
     int64_t period = -1; // that period
-    Range place; // empty for none
+    Range place; // empty if it has no place
     Where where = Where::Nowhere;
     int64_t held_nbytes = 0;
   };
@@ -144,13 +143,13 @@ class PoolMap {
 
   std::map<BlockKey, int> indices_;
   std::vector<Block> blocks_;
-  std::vector<int> held_; // indices of blocks held that places are learned from
+  std::vector<int> held_; // indices of held blocks that were acquired with `learn`
   BitSet held_set_; // the same
-  int64_t held_nbytes_ = 0; // their sizes as they would be in the arena
+  int64_t held_nbytes_ = 0; // their sizes, aligned as in the arena
   int64_t highest_nbytes_ = 0, recent_highest_nbytes_ = 0; // highest held_nbytes_
   int64_t num_acquired_ = 0;
-  int64_t period_ = 0; // counts the moments at which nothing was held
-  bool missed_ = false; // in this period a block had no place
+  int64_t period_ = 0; // how often held_ became empty
+  bool missed_ = false; // a block had no place in this period
   bool taken_ = false; // the arena was allocated
   int64_t arena_nbytes_ = 0;
   int64_t arrangement_ = 0;

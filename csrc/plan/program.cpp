@@ -1,4 +1,3 @@
-// Compiles the backward of a forward, and looks ahead in programs.
 #include "plan/program.h"
 
 #include <algorithm>
@@ -30,7 +29,7 @@ std::vector<UnitId> Program::next_read(int count) const {
 
 namespace {
 
-// The calls that take part in the backward, last first.
+// Returns the calls that have a backward, last first.
 Instructions pres_of(const Instructions& forward) {
   Instructions pres;
   for (auto event = forward.rbegin(); event != forward.rend(); ++event) {
@@ -41,7 +40,7 @@ Instructions pres_of(const Instructions& forward) {
   return pres;
 }
 
-// The call's own unit, and those of the next `ahead` calls that read parameters.
+// Adds a Gather for the call's own unit, and for the next `ahead` calls that read parameters.
 void add_gathers(const Instructions& pres, size_t call, int ahead, Instructions& list) {
   if (pres[call].reads) {
     list.push_back({InstructionKind::Gather, pres[call].unit});
@@ -61,18 +60,18 @@ Program backward_program(
     int prefetch,
     const std::function<bool(UnitId)>& reduces) {
   const Instructions pres = pres_of(forward);
-  std::unordered_map<UnitId, size_t> first; // instruction of the unit
+  std::unordered_map<UnitId, size_t> first; // by unit: index of its first Enter
   for (size_t i = 0; i < forward.size(); ++i) {
     first.emplace(forward[i].unit, i);
   }
-  std::unordered_map<UnitId, int> depth; // calls of the unit around the place in the list
+  std::unordered_map<UnitId, int> depth; // by unit: its calls that are open at this point
   Instructions list;
   size_t next_pre = 0;
   for (size_t i = forward.size(); i-- > 0;) {
     const Instruction& event = forward[i];
     if (event.kind == InstructionKind::Enter) {
       if (--depth[event.unit] > 0) {
-        continue; // a call of the unit is around this one, and its backward goes on
+        continue; // the backward of an enclosing call of the unit goes on
       }
       const bool reduce = first.at(event.unit) == i && reduces(event.unit);
       const auto kind = reduce ? InstructionKind::Reduce : InstructionKind::Release;

@@ -1,10 +1,9 @@
-// The instructions of a forward and of its backward, and how far this rank has come in them.
+// The instructions of a forward and of its backward, and how far this rank has run them.
 //
-// The program of a forward is the order of calls (plan/call_order.h); that of a backward is
-// compiled from the calls of its forward. Either is the same on every rank, whichever of the calls
-// the rank makes, and each collective is a position in it. A rank that finds a later instruction
-// due first carries out all before it, so no rank waits for a collective that another one leaves
-// out.
+// The program of a forward is the order of calls (plan/call_order.h). The program of a backward is
+// compiled from the calls of its forward. Both are the same on every rank, whichever of the calls
+// the rank makes. Before a rank runs a later instruction it runs all instructions before it, so no
+// rank waits for a collective that another rank leaves out.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +17,21 @@
 namespace zerocore {
 
 enum class InstructionKind : uint8_t {
-  Enter, // a call of the unit begins: the unit must be unsharded, and the next ones on their way
+  Enter, // a call of the unit begins: unshard the unit and prefetch the next ones
   Exit, // the call ends
   Pre, // the backward of the call is about to run
-  Gather, // the unit must be (on its way to be) unsharded
-  Release, // the unit is not needed any more, and other calls of it follow or nothing is reduced
-  Reduce, // the unit's gradients are complete: reduce them and release the unit
+  Gather, // start the unit's all-gather unless it is unsharded
+  Release, // reshard the unit without a reduction: an earlier call reduces it, or no call does
+  Reduce, // the unit's gradients are complete: reshard the unit and reduce them
 };
 
 struct Instruction {
   InstructionKind kind = InstructionKind::Enter;
   UnitId unit = -1;
-  bool needs_backward = true; // of an Exit: its outputs require grad
-  int32_t call = -1; // number of the call in its pass; not of a Gather
-  bool reads = true; // of an Exit or a Pre: the call's backward reads the unit's parameters
-  bool alone = false; // of an Exit: a read outside of calls, which a rank may do alone
+  bool needs_backward = true; // Exit: the call's outputs require grad
+  int32_t call = -1; // number of the call in its pass; -1 for a Gather
+  bool reads = true; // Exit, Pre: the call's backward reads the unit's parameters
+  bool alone = false; // Exit: a read outside of calls, which one rank may do alone
 
   bool is_enter(UnitId of) const {
     return kind == InstructionKind::Enter && unit == of;
@@ -52,11 +51,11 @@ class Program {
   const Instructions& list() const {
     return list_;
   }
-  // The instruction that is due; null at the end.
+  // Returns the next instruction; null at the end.
   const Instruction* next() const {
     return cursor_ < list_.size() ? &list_[cursor_] : nullptr;
   }
-  // Returns the instruction that is due, and makes the one behind it due.
+  // Returns the next instruction and moves past it.
   const Instruction& take() {
     return list_[cursor_++];
   }
@@ -66,8 +65,7 @@ class Program {
   void restart() {
     cursor_ = 0;
   }
-  // Index of the first instruction for which `is` holds, of those that are left; none if it holds
-  // for none.
+  // Returns the index of the first instruction in the rest for which `is` holds.
   template <typename Is>
   std::optional<size_t> find(const Is& is) const {
     for (size_t i = cursor_; i < list_.size(); ++i) {
@@ -77,9 +75,9 @@ class Program {
     }
     return std::nullopt;
   }
-  // The first `count` units that the rest enters, each of them once; and the units of the next
-  // `count` Pres that read parameters.
+  // Returns the first `count` different units that the rest enters.
   std::vector<UnitId> next_entered(int count) const;
+  // Returns the units of the next `count` Pres that read parameters.
   std::vector<UnitId> next_read(int count) const;
 
  private:
@@ -87,8 +85,8 @@ class Program {
   size_t cursor_ = 0;
 };
 
-// The backward through the calls of a forward. `prefetch`: calls for which gathers run ahead.
-// `reduces(unit)`: whether the unit's gradients are reduced when its first call is left.
+// Compiles the backward through the calls of a forward, with a prefetch for the next `prefetch`
+// calls. `reduces(unit)` says whether the backward of the unit's first call reduces its gradients.
 Program backward_program(
     const Instructions& forward,
     int prefetch,

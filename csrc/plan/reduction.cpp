@@ -1,4 +1,3 @@
-// Where gradients are packed, whether they add, when they are reduced.
 #include "plan/reduction.h"
 
 #include <array>
@@ -10,7 +9,7 @@ namespace zerocore {
 
 namespace {
 
-// In the order in which they are given back.
+// The blocks of the pool that a reduction takes, in the order in which it gives them back.
 constexpr std::array kBlocks = {Memory::Sums, Memory::Scratch, Memory::Wire, Memory::FullGrad};
 
 Step make_step(StepKind kind, RegionKey key, Memory from = Memory::Kept, Memory to = Memory::Kept) {
@@ -23,15 +22,15 @@ Step make_move(How how, RegionKey key, Memory from = Memory::Kept, Memory to = M
   return step;
 }
 
-// Collectives that start from here on read what was packed until now.
+// Makes later collectives wait for the gradients that were packed until now.
 void order(RegionKey key, Steps& steps) {
   Step step = make_step(StepKind::Order, key);
   step.stream = StreamRole::ReduceScatter;
   steps.run(step);
 }
 
-// Sums the parts that have come, with what `last` says of the last sum, see Note [Sums in order].
-// Returns whether a last gather has to be waited for.
+// Sums the received parts, see Note [Sums in order]; `last` has the target and scale of the last
+// sum. Returns whether an all-gather of the sums is still to be waited for.
 bool sum_in_order(const ReductionFacts& facts, Step last, Steps& steps) {
   const RegionKey key{last.unit, last.region};
   const UnitMesh& mesh = facts.mesh_of(last.unit);
@@ -46,7 +45,7 @@ bool sum_in_order(const ReductionFacts& facts, Step last, Steps& steps) {
   };
   last.from = Memory::Scratch;
   last.parts = mesh.parts();
-  if (mesh.sums_across()) { // each replica gets its part of the sums of all
+  if (mesh.sums_across()) { // each replica receives its part of all replicas' sums
     Step first = make_move(How::Sum, key, Memory::Scratch, Memory::Sums);
     first.parts = mesh.parts();
     steps.run(first);
@@ -91,8 +90,7 @@ bool Reduction::reduce(UnitId unit, bool sync, Steps& steps) {
     if (!keys.empty()) {
       in_flight_.push_back(keys);
     }
-    if (facts_.runs_sums_across(
-            unit)) { // behind all of the unit's reductions, which may be one launch
+    if (facts_.runs_sums_across(unit)) { // after all reductions of the unit: they may be one launch
       for (const Key& key : keys) {
         start_across(key, state_.of(key).result, steps);
       }
@@ -114,8 +112,8 @@ bool Reduction::reduce(UnitId unit, bool sync, Steps& steps) {
   return !holds;
 }
 
-// Units that may be in flight beside this one: few where they hold blocks of the pool, which the
-// next ones then take, and where the sums over the replicas wait for the host.
+// Returns how many units may still be reducing beside this one. The number is limited if they hold
+// blocks of the pool, which the next units need, or if sums over the replicas wait for the host.
 size_t Reduction::most_beside(UnitId unit) const {
   if (is_in_flight(unit)) {
     return 0; // a second reduction in one backward
@@ -143,14 +141,14 @@ void Reduction::finish(Steps& steps) {
   }
 }
 
-// Steps that were decided may not have been carried out, so all blocks are given back.
+// A failed step leaves it unknown which blocks are held, so a Free is issued for all.
 void Reduction::reset(Steps& steps) {
   in_flight_.clear();
   for (const Key& key : state_.regions()) {
     RegionState& state = state_.of(key);
     state.local = false;
     state.across = false;
-    state.result = Memory::Kept; // whoever resets has waited for copies to the host
+    state.result = Memory::Kept; // Reducer::reset() has waited for copies to the host
     steps.run(make_step(StepKind::Wait, key));
     for (const Memory memory : kBlocks) {
       state.held[memory] = true;
@@ -169,8 +167,8 @@ Memory Reduction::target(Key key, bool holds) const {
   return to_wire ? Memory::Wire : Memory::FullGrad;
 }
 
-// Whether sums of this rank get their scale later: they are shown as they are, unless this rank has
-// only its part of an average among them.
+// Returns whether local sums stay unscaled, to be shown in `.grad`. They cannot if they are added
+// to a reduced gradient, of which this rank has only its own part.
 bool Reduction::holds_bare(Key key) const {
   const UnitMesh& mesh = facts_.mesh_of(key.first);
   return !mesh.shards_gradients &&
@@ -208,7 +206,7 @@ void Reduction::pack(Key key, bool holds, Steps& steps) {
     steps.run(step);
     state.is_bare = false;
   }
-  // Reduced values that lie in memory of their own, or in a part that the sums leave alone.
+  // Reduced values, if there are any, are not among the packed ones and must be added.
   state.adds = (to_wire || facts_.mesh_of(key.first).shards_gradients) && state_.any_valid(key);
   state.local = holds;
   for (const int param : facts_.region_of(key).params) {
@@ -253,8 +251,8 @@ Range Reduction::added(const Step& pack, int param) const {
   if (state_.of(key).local) {
     return state.local ? place : none;
   }
-  // A reduced value enters the next sum once, from one of the ranks that own it. A bare sum (this
-  // rank's own, not scaled yet) enters it from every rank.
+  // A reduced value must enter the next sum once, from one of the ranks that hold it. An unscaled
+  // local sum must enter it from every rank.
   if (mesh.shards_gradients || !state.valid ||
       !(mesh.is_first_holder() || state_.of(key).is_bare)) {
     return none;
@@ -277,7 +275,7 @@ void Reduction::issue(Key key, Steps& steps) {
   steps.run(step);
 }
 
-// Where the collective leaves its result: in the gradient itself if it can.
+// Chooses where the collective leaves its result: in the kept gradient if it can.
 void Reduction::choose_result(Key key, Steps& steps) {
   RegionState& state = state_.of(key);
   const bool wired = facts_.is_wired(key);
@@ -296,7 +294,7 @@ void Reduction::complete_until(size_t most, Steps& steps) {
     oldest.insert(oldest.end(), in_flight_.front().begin(), in_flight_.front().end());
   }
   if (!facts_.options.on_host && oldest.size() > 1) {
-    // The last one first: on a stream it is behind the others, so one wait is enough.
+    // Wait for the last one first. On a stream the others end before it, so one wait is enough.
     steps.run(make_step(StepKind::Wait, oldest.back()));
   }
   for (const Key& key : oldest) {
@@ -304,7 +302,7 @@ void Reduction::complete_until(size_t most, Steps& steps) {
   }
 }
 
-// Waits for a reduction and adds its result to the gradient that is kept.
+// Waits for a reduction and brings its result into the kept gradient.
 void Reduction::complete(Key key, Steps& steps) {
   RegionState& state = state_.of(key);
   steps.run(make_step(StepKind::Wait, key));
@@ -349,13 +347,13 @@ void Reduction::complete_in_order(Key key, Steps& steps) {
   }
 }
 
-// The host may have it.
+// If states are on the host: tells the engine that the kept gradient is final.
 void Reduction::grad_ready(Key key, Steps& steps) {
   if (!facts_.options.sharding.tiers.has_host_states() || !final_[key.first]) {
     return;
   }
   Step step = make_step(StepKind::Ready, key);
-  if (!facts_.offloads_grads()) { // else it was counted when it was copied
+  if (!facts_.offloads_grads()) { // else the copy to the host has counted it
     step.op = TraceOp::ToHost;
     step.nbytes = facts_.region_of(key).grad.itemsize * facts_.region_of(key).shard_numel;
   }
@@ -378,7 +376,7 @@ void Reduction::complete_across(Key key, Steps& steps) {
   }
 }
 
-// Of what an exchange has left.
+// Sums the parts that an exchange has left in Scratch.
 void Reduction::sum_parts(Key key, Memory to, ScalePart scale, Steps& steps) {
   Step step = make_move(How::Sum, key, Memory::Scratch, to);
   step.scale = scale;
@@ -401,7 +399,7 @@ void Reduction::wait_across(Key key, Steps& steps) {
   }
 }
 
-// A gradient that is added to holds no old value.
+// Zeroes stale gradients before the reduction adds to them.
 void Reduction::zero_invalid(Key key, Steps& steps) {
   for (const int param : facts_.region_of(key).params) {
     if (state_.of(key).adds && !is_valid(key.first, param)) {

@@ -1,42 +1,42 @@
-// Decides where gradients are packed, whether they add, and when they are reduced; integers only.
+// Decides where gradients are packed, when they are added to, and when they are reduced; integers
+// only.
 //
 // Note [Where gradients live]
-// stage 0, 1   packed into memory that stays, reduced in place. The gradient that the optimizer
-//              sees is this rank's slice of it (stage 0: all of it).
-// stage 2, 3   packed into a block of the pool, reduced into a shard that stays, the block given
-//              back.
-// While gradients accumulate without communication the full bucket holds this rank's own sums
-// (`local`). Gradients are scaled by 1 / world size when they are packed; sums that are shown, as
-// DistributedDataParallel shows them, when they are reduced.
+// stage 0, 1   Gradients are packed into memory that stays, and reduced in place. The optimizer
+//              sees this rank's slice of it (stage 0: all of it).
+// stage 2, 3   Gradients are packed into a block of the pool, and reduced into a shard that stays.
+//              The block is given back.
+// While gradients accumulate without communication, FullGrad holds this rank's own sums (`local`).
+// Packing scales gradients by 1 / world size. Local sums that `.grad` shows, as in
+// DistributedDataParallel, are scaled when they are reduced.
 //
 // Note [Gradients on the wire]
-// Where gradients travel in another type than they are kept in, they are packed (local sums: cast)
-// into a block of the pool of that type, reduced there, and added to the gradient that is kept.
+// If gradients travel in another dtype than they are kept in, they are packed (local sums: cast)
+// into a block of that dtype, reduced there, and added to the kept gradient.
 //
 // Note [Replicas]
-// With hybrid sharding the reduced shards are summed once more, over the ranks that hold the same
-// one. On a device that runs on a stream of its own, right behind the unit's reductions. On the
-// CPU it starts when the first sum is known, which is asked for when the next unit is reduced;
-// where that sum is in its final place the second one is only waited for at the end of the
-// backward.
+// In hybrid sharding a second collective sums the reduced shards over the replicas. On a device it
+// runs on a stream of its own, right after the unit's reductions. On the CPU it starts when the
+// host knows the first sum, which the reduction of the next unit waits for. If the first sum is in
+// its final place, the second one is waited for only at the end of the backward.
 //
-// Where the optimizer's states are sharded over the replicas, too, the second collective is a
+// If the optimizer's states are sharded over the replicas, too, the second collective is a
 // reduce-scatter. Its result is added to the gradient before the next reduction.
 //
 // Note [Sums in order]
-// Gradients travel in a type of their own, and every rank sums its part of them in the type that
-// they are kept in, in the order of ranks: the sum does not depend on what else travels. Where
-// there are replicas, they exchange parts of these sums (`Sums`), too. A rank that keeps more than
-// it sums gathers the rest from the others, last.
+// Gradients travel in a dtype of their own. Each rank sums its part of them in the dtype that they
+// are kept in, in the order of ranks, so the sum does not depend on what else is reduced with it.
+// Replicas exchange parts of these sums (`Sums`) in the same way. A rank that keeps more than it
+// sums gathers the rest from the others at the end.
 //
 // Note [Scale of gradients]
-// Gradients that are summed in another type than they travel in get only a part of their scale when
-// they are packed, and the rest with the sum. Local sums have all of it, and lose the rest where
-// they are cast.
+// If gradients are summed in another dtype than they travel in, packing applies only a part of
+// their scale, and the sum applies the rest. Local sums have the full scale already, so the cast to
+// the wire's dtype takes the rest off again.
 //
 // Note [Gradients on the host]
-// Where a device keeps its gradients on the host, a reduction leaves its result in a block, which
-// is copied from there. Without a collective it is the packed gradients themselves.
+// If a device keeps its gradients on the host, a reduction leaves its result in a block of the
+// pool, from which it is copied. Without a collective, the block has the packed gradients.
 #pragma once
 
 #include <algorithm>
@@ -53,11 +53,11 @@
 
 namespace zerocore {
 
-// -- facts: the rank that sums, the sizes of blocks, and what has been done -----------------------
+// -- facts that do not change ---------------------------------------------------------------------
 
 struct ReductionOptions {
   ShardOptions sharding;
-  bool on_host = false; // collectives run on no stream: the host waits for them
+  bool on_host = false; // the host waits for collectives, which run on no stream
 };
 
 // A unit whose gradients are reduced.
@@ -68,9 +68,11 @@ struct ReducedUnit {
 
 using RegionKey = std::pair<UnitId, int>; // unit and region
 
+// Answers questions about a unit's mesh and layout: which collectives run, in which memory, and its
+// size.
 class ReductionFacts {
  public:
-  // The units' layouts outlive it.
+  // The units' layouts must outlive the object.
   ReductionFacts(const ReductionOptions& options_, std::vector<ReducedUnit> units_)
       : options(options_), units(std::move(units_)) {}
 
@@ -86,11 +88,12 @@ class ReductionFacts {
   const Region& region_of(RegionKey key) const {
     return layout_of(key.first).regions()[key.second];
   }
-  // The all-reduce over replicas starts once the host knows the sums within them: Note [Replicas].
+  // Returns whether the collective over the replicas starts when the host knows the first sum, see
+  // Note [Replicas].
   bool hands_sums_across(UnitId unit) const {
     return options.on_host && sums_at_once_across(unit);
   }
-  // They run right behind the first ones.
+  // Returns whether it starts right after the first collective, on its own stream.
   bool runs_sums_across(UnitId unit) const {
     return !options.on_host && sums_at_once_across(unit);
   }
@@ -106,15 +109,15 @@ class ReductionFacts {
   bool splits_scale(RegionKey key) const {
     return is_wired(key) && (mesh_of(key.first).sums_in_order || !offloads_grads());
   }
-  // Whether the collective leaves its parts in a block of their own.
+  // Returns whether the collective needs Scratch for what it leaves.
   bool takes_scratch(UnitId unit) const {
     return mesh_of(unit).parts() > 1 || mesh_of(unit).shards_across;
   }
-  // Where the last collective leaves its result, unless it is as the first one does.
+  // Returns where the last collective leaves its result; `first` is where the first one does.
   Memory last_result(UnitId unit, Memory first) const {
     return mesh_of(unit).shards_across ? Memory::Across : first;
   }
-  // Of a place; of this rank's part of the sum over the ranks that share the state.
+  // Returns the size of a region's memory.
   int64_t nbytes_at(RegionKey key, Memory place) const {
     const Region& region = region_of(key);
     const UnitMesh& mesh = mesh_of(key.first);
@@ -125,7 +128,7 @@ class ReductionFacts {
         return region.grad.itemsize * region.numel();
       case Memory::Wire:
         return region.reduce.itemsize * region.numel();
-      case Memory::Sums: // and what comes from the replicas
+      case Memory::Sums: // with replicas, also the parts that they send
         return region.grad.itemsize * region.shard_numel * mesh.num_across() *
             (mesh.sums_across() ? 2 : 1);
       case Memory::Scratch:
@@ -137,6 +140,7 @@ class ReductionFacts {
         return 0;
     }
   }
+  // Returns the size of this rank's part of the sum over the ranks that share the state.
   int64_t result_nbytes(RegionKey key) const {
     const Region& region = region_of(key);
     return region.reduce.itemsize * region.shard_numel * region.num_across;
@@ -148,15 +152,17 @@ class ReductionFacts {
   }
 };
 
+// -- state ----------------------------------------------------------------------------------------
+
 struct RegionState {
   bool trainable = true;
-  bool kept = false; // has memory that stays
-  bool local = false; // the full bucket holds sums that were not reduced
-  bool adds = false; // what is being reduced is added to the gradient
-  bool across = false; // what started last is to be waited for
-  bool is_bare = false; // the local sums have no scale yet
-  Memory result = Memory::Kept; // of the reduction
-  ByMemory<bool> held; // blocks of the pool
+  bool kept = false; // the kept gradient has memory
+  bool local = false; // FullGrad holds local sums that were not reduced
+  bool adds = false; // the running reduction is added to the kept gradient
+  bool across = false; // the last collective, over the replicas or of sums, must be waited for
+  bool is_bare = false; // the local sums are not scaled yet
+  Memory result = Memory::Kept; // where the reduction leaves its result
+  ByMemory<bool> held; // blocks of the pool that the region holds
 };
 
 struct ParamState {
@@ -199,7 +205,6 @@ class ReductionState {
   bool any_local(UnitId unit) const {
     return std::ranges::any_of(regions_.at(unit), &RegionState::local);
   }
-  // Of all units.
   std::vector<RegionKey> regions() const {
     std::vector<RegionKey> keys;
     for (UnitId unit = 0; unit < static_cast<UnitId>(regions_.size()); ++unit) {
@@ -229,58 +234,58 @@ class ReductionState {
 
 class Reduction {
  public:
-  // The units' layouts outlive it.
+  // The units' layouts must outlive the object.
   Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units);
   Reduction(const Reduction&) = delete;
   Reduction& operator=(const Reduction&) = delete;
 
-  // Packs the unit's gradients and starts their reduction. Without sync they may only be summed on
-  // this rank; false then.
+  // Packs the unit's gradients and starts their reduction. Returns false if, without sync, they are
+  // only summed on this rank.
   bool reduce(UnitId unit, bool sync, Steps& steps);
-  // Ends a backward: completes everything.
+  // Ends a backward: completes all reductions.
   void finish(Steps& steps);
-  // Forgets reductions and local sums. Gives back all blocks, whatever was carried out.
+  // Forgets reductions and local sums. Gives back all blocks, whichever steps were carried out.
   void reset(Steps& steps);
 
-  // Whether the region's parameters get gradients; at first as its layout says.
+  // Sets whether the region's parameters get gradients; at first its layout says so.
   void set_trainable(UnitId unit, int region, bool trainable) {
     state_.of({unit, region}).trainable = trainable;
   }
-  // Whether the parameter's kept gradient holds a value.
+  // Returns whether the parameter's kept gradient holds a value.
   bool is_valid(UnitId unit, int param) const {
     return state_.params(unit).at(param).valid;
   }
   void set_valid(UnitId unit, int param, bool valid) {
     state_.params(unit).at(param).valid = valid;
   }
-  // Forgets what is known of the parameter's gradient, sums of this rank included.
+  // Forgets the parameter's gradient and its local sums.
   void drop(UnitId unit, int param) {
     state_.params(unit).at(param) = {};
   }
-  // During a Pack: the parameter's elements of the region that are added to; empty, at its
-  // beginning, for none. The others are overwritten.
+  // Returns the elements of the parameter, as a range of the region, that a Pack adds to; it
+  // overwrites the others. If it adds to none, the range is empty, at the parameter's begin.
   Range added(const Step& pack, int param) const;
-  // Whether the ranks are not to add to the unit's gradients in this step: it was reduced last with
-  // sync.
+  // Returns whether the unit's gradients are final in this step: its last reduction was with sync.
   bool is_final(UnitId unit) const {
     return final_.at(unit);
   }
-  // Whether this rank has sums of the unit that were not reduced.
+  // Returns whether this rank has local sums of the unit that were not reduced.
   bool has_local(UnitId unit) const {
     return state_.any_local(unit);
   }
-  // Whether the memory that stays holds this rank's sums of the region as they are.
+  // Returns whether the memory that stays holds unscaled local sums of the region, which `.grad`
+  // shows.
   bool shows_sums(UnitId unit, int region) const {
     const RegionState& state = state_.of({unit, region});
     return state.local && state.is_bare && !facts_.mesh_of(unit).shards_gradients;
   }
-  // Bytes of memory that stays.
+  // Returns the bytes of the unit's kept gradients.
   int64_t kept_nbytes(UnitId unit) const;
 
  private:
   using Key = RegionKey;
 
-  // Sums of this rank, unless its backward communicates.
+  // Returns whether the unit's gradients are only summed on this rank.
   bool holds(UnitId unit, bool sync) const {
     return !sync && (!facts_.mesh_of(unit).shards_gradients || facts_.options.sharding.hold_full);
   }
@@ -290,8 +295,9 @@ class Reduction {
   Memory target(Key key, bool holds) const;
   bool holds_bare(Key key) const;
   void pack(Key key, bool holds, Steps& steps);
-  // Takes a block of the pool unless it is held; gives all back, of which the host copies `copied`.
+  // Takes a block of the pool unless the region holds it.
   void take(Key key, Memory memory, Steps& steps);
+  // Gives all blocks back; `copied` is still copied to the host if gradients are kept there.
   void free_all(Key key, Memory copied, Steps& steps);
 
   void issue(Key key, Steps& steps);
@@ -312,7 +318,7 @@ class Reduction {
   ReductionFacts facts_;
   ReductionState state_;
   std::vector<bool> final_; // by unit
-  std::deque<std::vector<Key>> in_flight_; // by unit, oldest first
+  std::deque<std::vector<Key>> in_flight_; // regions of the units being reduced, oldest first
 };
 
 } // namespace zerocore

@@ -1,4 +1,3 @@
-// Unshards and reshards units as their uses allow.
 #include "plan/residency.h"
 
 #include <algorithm>
@@ -85,7 +84,7 @@ void Residency::leave_backward(UnitId unit, Actions& out) {
   units_[unit].uses.in_backward = false;
   units_[unit].uses.kept_for_backward = false;
   end_backward(unit);
-  if (units_[unit].uses.entered == 0) { // else the backward runs inside of a call of the unit
+  if (units_[unit].uses.entered == 0) { // else the backward runs inside a call of the unit
     end_late(unit, out);
   }
 }

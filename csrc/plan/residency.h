@@ -1,8 +1,9 @@
-// Which units are unsharded, and the uses that keep them so; integers only.
+// Which units are unsharded, and which uses keep them unsharded; integers only.
 //
-// Which ones are resident follows from the order of calls alone. If a rank leaves a call later than
-// the order has it, the unit counts as resharded and keeps its memory until then (`late`). So does
-// a unit that a rank asks for in its backward, and what it then uses, until that ends.
+// The order of calls alone decides which units are resident, so it is the same on all ranks. If a
+// rank leaves a call later than the order does, the unit counts as resharded, but keeps its memory
+// on this rank until then (`late`). The same holds for a unit that a rank asks for in its backward,
+// and for the units that this backward uses, until it ends.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 
 namespace zerocore {
 
-// Answers of a schedule to an event.
+// The actions on a unit that the engine must carry out after an event.
 enum class ActionKind : uint8_t { Unshard, Reshard, Reduce };
 
 struct Action {
@@ -23,34 +24,34 @@ struct Action {
 
 using Actions = std::vector<Action>;
 
-// Where a unit stays unsharded although nothing uses it.
+// When a unit stays unsharded although nothing uses it.
 struct Staying {
-  bool after_forward = false; // until its backward
-  bool after_backward = false; // until its parameters change
+  bool after_forward = false; // from its forward to its backward
+  bool after_backward = false; // from its backward until its parameters change
 };
 
 class Residency {
  public:
-  // A unit in use is not resharded.
+  // The uses that keep a unit from being resharded.
   struct Uses {
-    int active = 0; // calls entered and not left, by the order
-    int entered = 0; // calls that this rank has entered and not left
+    int active = 0; // open calls, by the order
+    int entered = 0; // open calls of this rank
     int holds = 0; // hold_unsharded() without its release_unsharded()
-    bool in_backward = false; // by the order
-    bool kept_for_backward = false; // by this rank, to the end of its backward
-    bool stays = false; // as its Staying says, or because it was asked for ahead of its use
+    bool in_backward = false; // its backward runs, by the order
+    bool kept_for_backward = false; // this rank keeps it until its backward ends
+    bool stays = false; // as its Staying says, or after unshard_ahead()
   };
 
   explicit Residency(const std::vector<UnitMesh>& meshes); // by unit
 
-  // Whether any unit is gathered, and whether any is released.
+  // Return whether any unit is gathered, and whether any is resharded after use.
   bool gathers() const {
     return gathers_;
   }
   bool releases() const {
     return releases_;
   }
-  // Whether this one is, when nothing uses it.
+  // Returns whether the unit is resharded after use.
   bool is_released(UnitId unit) const {
     return units_.at(unit).releases;
   }
@@ -64,44 +65,45 @@ class Residency {
   void set_staying(UnitId unit, Staying staying) {
     units_.at(unit).staying = staying;
   }
-  // A forward or a backward of the unit has ended: whether it stays from here on.
+  // End a forward or a backward of the unit; its Staying decides whether it stays.
   void leave_forward(UnitId unit) {
     units_[unit].uses.stays = units_[unit].staying.after_forward;
   }
   void end_backward(UnitId unit) {
     units_[unit].uses.stays = units_[unit].uses.stays && units_[unit].staying.after_backward;
   }
-  // Unsharded, or on its way, by the order; and on this rank.
+  // Return whether the unit is unsharded, or its all-gather was issued: by the order, or on this
+  // rank.
   bool is_resident(UnitId unit) const {
     return units_.at(unit).resident;
   }
   bool is_here(UnitId unit) const {
     return units_.at(unit).resident || units_.at(unit).late;
   }
-  // Whether forwards neither gather nor release any unit.
+  // Returns whether forwards neither gather nor reshard any unit.
   bool all_stay() const;
 
   void unshard(UnitId unit, Actions& out);
-  // Where parameters are released, and nothing uses the unit.
+  // Reshards the unit if nothing uses it, unless full parameters always stay.
   void release(UnitId unit, Actions& out);
   void release_all_but(const std::vector<UnitId>& keep, Actions& out);
-  // This rank has left a call that kept the unit longer than the order does.
+  // Reshards a late unit when this rank has left its last call.
   void release_late(UnitId unit, Actions& out);
-  // Unshards and releases a unit that other ranks need. One that this rank uses, because it asked
-  // for it before, is gathered anew and kept.
+  // Unshards and reshards a unit that other ranks need. If this rank uses the unit, it is gathered
+  // again and kept here.
   void serve(UnitId unit, Actions& out);
-  // The backward is through with the unit.
+  // Ends the unit's uses by the backward.
   void leave_backward(UnitId unit, Actions& out);
-  // The unit's parameters changed.
+  // Marks gathered parameters as stale.
   void invalidate(UnitId unit, Actions& out);
-  // A unit in use holds stale parameters: gathers it into the memory that it has.
+  // Gathers a unit in use again, into the memory that it has, because its parameters are stale.
   void regather(UnitId unit, Actions& out);
-  // Everything but what is held unsharded comes to its end.
+  // Ends all uses but holds, and reshards the units.
   void abort(Actions& out);
 
   void hold_unsharded(UnitId unit, Actions& out);
   void release_unsharded(UnitId unit, Actions& out);
-  // Unshards a unit ahead of its use, and reshards one that stays; neither while it is in use.
+  // Unshards a unit ahead of its use; end_stay() reshards it unless it is in use.
   void unshard_ahead(UnitId unit, Actions& out);
   void end_stay(UnitId unit, Actions& out);
 
@@ -109,13 +111,13 @@ class Residency {
   struct UnitEntry {
     Uses uses;
     Staying staying;
-    bool gathers = true; // full parameters have to be gathered at all
-    bool releases = true; // they are given back after use (stage 3)
-    bool resident = false;
-    bool late = false; // not resident any more, but held, or used by this rank's backward
+    bool gathers = true; // its full parameters are gathered (stages 1 to 3)
+    bool releases = true; // it is resharded after use (stage 3)
+    bool resident = false; // unsharded by the order
+    bool late = false; // resharded by the order, but this rank keeps its memory
   };
 
-  // `late`: this rank keeps its memory.
+  // Reshards the unit by the order; with `late` this rank keeps its memory.
   void leave(UnitId unit, bool late, Actions& out);
   void end_late(UnitId unit, Actions& out);
 

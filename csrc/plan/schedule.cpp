@@ -1,4 +1,4 @@
-// Carries out the programs of forwards and backwards as far as events say.
+// Runs the programs of forward and backward passes as far as the engine's events allow.
 #include "plan/schedule.h"
 
 #include <c10/util/Exception.h>
@@ -12,7 +12,7 @@ namespace zerocore {
 
 namespace {
 
-// Where the call's backward begins, if that is still to come.
+// Returns where the call's backward begins in the rest of the program.
 std::optional<size_t> find_pre(const Program& program, int32_t call) {
   return program.find([call](const Instruction& each) { return each.is_pre(call); });
 }
@@ -27,8 +27,8 @@ void Schedule::close_loose_pass() {
   }
 }
 
-// A backward, or a change of parameters, inside of calls has closed the pass they began in. They go
-// on in this one, or a backward through their outputs would go back and forth between the two.
+// A backward, or a change of parameters, inside running calls has closed the pass in which they
+// began. They move to the new pass; else a backward would alternate between the two.
 void Schedule::open_loose_pass() {
   if (in_root_forward_ || open_ >= 0) {
     return;
@@ -44,8 +44,7 @@ void Schedule::open_loose_pass() {
   }
 }
 
-// Ranks go through a pass together where it has a backward or where units come and go. A unit that
-// the forward before has left for its backward is one of these.
+// A pass follows the order if it has a backward, or if units are unsharded or resharded in it.
 void Schedule::begin_pass(bool grad, Actions& out) {
   close_loose_pass();
   open_ = passes_.open(grad).id;
@@ -147,7 +146,7 @@ int32_t Schedule::enter_in_order(UnitId unit, Actions& out) {
   } else {
     finish_order(out);
     call = order_.add(unit);
-    ++residency_.uses(unit).entered; // by the call that is made
+    ++residency_.uses(unit).entered; // so that serve() keeps the unit on this rank
     residency_.serve(unit, out);
     --residency_.uses(unit).entered;
   }
@@ -191,7 +190,7 @@ void Schedule::cancel_calls(size_t num) {
     frames_.pop_back();
     Residency::Uses& uses = residency_.uses(frame.unit);
     --uses.entered;
-    uses.active -= frame.follows ? 0 : 1; // the order has its own exits
+    uses.active -= frame.follows ? 0 : 1; // the exits of the order count down its own calls
   }
 }
 
@@ -219,7 +218,7 @@ void Schedule::finish_order(Actions& out) {
   run_to(order_.program(), order_.events().size(), out);
 }
 
-// Goes through the exits that come next, but for those of calls that this rank is in.
+// Runs the exits that come next in the order, up to one of a call that this rank is still in.
 void Schedule::leave_calls(Actions& out) {
   Program& program = order_.program();
   while (const Instruction* due = program.next()) {
@@ -305,7 +304,7 @@ void Schedule::do_exit(const Instruction& due, Actions& out) {
   }
 }
 
-// Released first: packing the gradients then finds the slot free.
+// Reshards the unit before its reduction, so that the pool can reuse its block for the gradients.
 void Schedule::do_release(const Instruction& due, Actions& out) {
   const UnitId unit = due.unit;
   const bool reduces = due.kind == InstructionKind::Reduce;
@@ -345,7 +344,7 @@ bool Schedule::pre_backward(const CallHandle& call, Actions& out) {
       return true;
     }
   }
-  // A second output of a call that is under way, or a call that no program has.
+  // This is a second output of a call whose backward has begun, or a call that no program has.
   if (!residency_.is_here(call.unit) && passes_.reads(call)) {
     residency_.uses(call.unit).in_backward = true;
     residency_.unshard(call.unit, out);
@@ -393,13 +392,13 @@ bool Schedule::recompute(const CallHandle& call, Actions& out) {
 
 void Schedule::ready(UnitId unit, Actions& out) {
   if (residency_.is_released(unit)) {
-    return; // the gradient of its input may still need it, frozen or read detached
+    return; // the input's gradient may still need parameters that are frozen or read detached
   }
   units_[unit].ready = true;
   ForwardPass* pass = passes_.find(backward_);
   while (const Instruction* due = pass == nullptr ? nullptr : pass->backward.next()) {
     const BackwardUnit& next = units_[due->unit];
-    // Gradients of a call inside of the one that is to be left say nothing of it.
+    // The gradients must be of the call that is left next, not of a nested call of the same unit.
     if (due->kind != InstructionKind::Reduce || !next.ready || next.call != due->call) {
       return;
     }
@@ -432,8 +431,8 @@ void Schedule::forget_backward() {
   }
 }
 
-// Units that are not reduced in the backward of `pass`: an earlier pass still has to go backward
-// through them (see Note [Passes whose backward never comes]), or somebody holds them unsharded and
+// Returns the units that the backward of `pass` does not reduce: an earlier pass will go backward
+// through them (see Note [Passes whose backward never comes]), or the user holds them unsharded and
 // may use them outside of all calls.
 std::vector<bool> Schedule::reduced_later(const ForwardPass& pass) const {
   std::vector<bool> later =

@@ -1,43 +1,42 @@
 // Decides when a unit is unsharded, resharded and reduced; integers only.
 //
-// The engine reports what happens (a unit is entered, left, about to run backward, has all its
-// gradients) and carries out the actions it gets back, in order. The planner drives the very same
-// object with the expected events, which is why its prediction is what the runtime does.
+// The engine reports events (a unit is entered, left, about to run backward, has all its gradients)
+// and carries out the actions that it gets back, in order. The planner drives the same object with
+// the expected events, so it predicts exactly what the runtime does.
 //
 // Note [One order on every rank]
-// Collectives must be issued in one order on all ranks, also when they take different ways. A
-// forward of the root (one call of the sharded model) therefore follows an order of calls that is
-// the same on all ranks: a call is looked up in what is left of it, and what lies before is
-// unsharded and resharded in its turn. A call that is not found comes behind all others: this rank
-// goes through the rest of the order and then asks the others, who, when they have come to the end,
-// serve it (unshard and reshard the unit without using it). So all ranks know all calls of the
-// pass. As they leave it they compare a hash of the calls that each has made. If all ranks have
-// made the same, these are the order of the next pass; else the order stays. The first order is
-// that of registration. The pass's backward follows from the calls of the order, then those that
-// were added to it, and from which of them need a backward on any rank.
+// All ranks must issue collectives in one order, even if they take different paths. So a root
+// forward (one call of the sharded model) follows an order of calls that is the same on all ranks.
+// When a rank makes a call, it finds the call in the rest of the order, and unshards and reshards
+// the units of the calls that it skips. A call that is not in the order is added at its end: the
+// rank runs the rest of the order and then asks the others. They serve it when they reach the end:
+// they unshard and reshard the unit without using it. So all ranks know all calls of the pass. As
+// they leave it they compare a hash of the calls that each has made. If the hashes agree, these
+// calls are the order of the next pass; else the order stays. The first order is the one in which
+// modules were registered. The backward of a pass goes through the calls of the order and those
+// added to it, as far as any rank needs their backward.
 //
-// Note [Gathers that nobody reads]
-// The backward of an embedding's lookup reads indices and no weight, so gathering the weight for it
-// moves bytes for nothing. Which calls of the order are lookups follows from the classes of
-// modules, which are the same on all ranks. Hooks, or another module of the same weight, may read
-// it all the same: if any rank says so as it leaves the pass, all calls of this pass count as
-// reading.
+// Note [Gathers that no rank reads]
+// The backward of an embedding lookup reads indices and no weight, so an all-gather for it would be
+// wasted. The classes of modules, equal on all ranks, tell which calls of the order are lookups.
+// Hooks, or another module that shares the weight, may read it all the same. If any rank says so as
+// it leaves the pass, all calls of this pass count as reading.
 //
 // Note [Passes whose backward never comes]
-// A unit of several passes is reduced in the backward of the first of them: in one backward through
-// all of them that is once, at the end. The backward of a pass may never come (its output was
-// detached), so what is still due when the backward ends is reduced then. That follows from the
-// calls alone, never from which gradients this rank has: another rank may have others. After such
-// an end the next backwards reduce pass by pass.
+// If several passes use a unit, the backward of the first pass reduces it. One backward through all
+// of them therefore reduces it once, at the end. The backward of a pass may never come, because its
+// output was detached. So when a backward ends, it reduces all units that are still due. This
+// depends on the calls alone, never on this rank's gradients, since another rank may have others.
+// After such an end, later backwards reduce pass by pass.
 //
 // Note [Recomputed calls]
-// A checkpoint makes its calls again in the order of the forward, and then goes backward through
-// them. Only the last of them is what comes next in the order of the backward, and begins it. The
-// ones before are unsharded out of turn, and each one's backward begins when it comes, by its
-// output. So no instruction of a call is carried out before the backward is there.
+// An activation checkpoint repeats its calls in the order of the forward, and then goes backward
+// through them. Only the last of them is next in the backward's program, and advances it. The
+// earlier calls are unsharded out of turn; the backward of each begins when autograd reaches its
+// output. So no instruction of a call is carried out before autograd gets there.
 //
-// Units called outside of the sharded model's own call are served on demand, without prefetch; all
-// ranks must make these calls. So it is in a pass without gradients that finds all units there.
+// Calls outside of a root forward are unsharded on demand, without prefetch, and all ranks must
+// make them. The same holds for a pass without gradients in which all units are unsharded already.
 #pragma once
 
 #include <cstdint>
@@ -53,15 +52,16 @@
 
 namespace zerocore {
 
-// How far a backward has come: it has left the calls of the pass that are numbered `end` and more.
+// The position of a backward: it has left all calls of the pass from number `end` on.
 struct BackwardPlace {
-  int64_t pass = -1; // -1 if it is not known
+  int64_t pass = -1; // -1 if unknown
   int32_t end = 0;
 };
 
+// The schedule of one model: its order of calls, its programs, and which units are unsharded.
 class Schedule {
  public:
-  // Meshes by unit; `order` is the expected sequence of enters and exits in a forward of the root.
+  // `meshes` is by unit. `order` has the enters and exits that a root forward is expected to make.
   Schedule(const std::vector<UnitMesh>& meshes, const ShardOptions& sharding, Instructions order)
       : prefetch_(sharding.prefetch),
         retain_last_(sharding.retain_last),
@@ -71,102 +71,104 @@ class Schedule {
         units_(meshes.size()) {
     order_.set_shared(residency_.gathers(), meshes.size());
   }
-  Schedule(const Schedule&) = delete; // its parts refer to each other
+  Schedule(const Schedule&) = delete;
   Schedule& operator=(const Schedule&) = delete;
 
-  // A forward of the root, from begin_pass to end_pass; grad says whether it records a graph.
+  // Bracket a root forward; `grad` says that it records a graph.
   void begin_pass(bool grad, Actions& out);
   void enter(UnitId unit, bool grad, Actions& out);
-  // `reads`: the call's backward may read the unit's parameters, which outside of a pass is taken
-  // for granted. `keep`: outside of a pass the unit stays unsharded until another one is entered.
+  // `reads` says that the call's backward may read the unit's parameters; it counts as true if the
+  // pass does not follow the order. With `keep`, outside of a root forward, the unit stays
+  // unsharded until another unit is entered.
   CallHandle exit(UnitId unit, bool needs_backward, bool reads, Actions& out, bool keep = false);
-  // Calls of this rank that were entered and not left.
+  // Returns how many calls of this rank were entered and not left.
   size_t num_entered() const {
     return frames_.size();
   }
-  // Forgets all but the first `num` of them: they have failed, and have no exit.
+  // Forgets all but the first `num` of these calls. The others have failed and will not exit.
   void cancel_calls(size_t num);
-  // leave_pass and finish_pass, where there are no other ranks.
+  // Does leave_pass and finish_pass at once, if there are no other ranks.
   void end_pass(Actions& out);
 
-  // Between ranks, see Note [One order on every rank].
-  // Whether the pass under way (or left last) has the same calls on all ranks.
+  // -- messages between ranks, see Note [One order on every rank]
+  // Returns whether the running pass (or the one left last) follows the order.
   bool follows_order() const {
     return follows_;
   }
-  // Goes through what is left of the order.
+  // Runs the rest of the order.
   void finish_order(Actions& out);
-  // Calls that this rank is in, or has left late, as CallOrder::needs; and those of any rank,
-  // before a call is added or the pass finished.
+  // Returns by call whether this rank is in it, or has left it late.
   std::vector<bool> open_calls() const;
+  // Takes the open calls of all ranks, before a call is added or the pass is finished.
   void hear_open_calls(const std::vector<bool>& open) {
     order_.extend(open);
   }
-  // A call that other ranks make and the order does not have.
+  // Adds a call that only other ranks make, and unshards and reshards its unit.
   void serve(UnitId unit, Actions& out);
-  // This rank has left the pass; ranks that have not may have to be served.
+  // Leaves the pass on this rank, which may still have to serve the others.
   void leave_pass(Actions& out);
   const CallOrder& order() const {
     return order_;
   }
-  // The events of the order. Whether the backward of a call reads parameters is as it was in the
-  // pass that was finished last.
+  // Returns the events of the order, with `reads` as in the last finished pass.
   Instructions expected() const;
-  // Whether the backward of a call reads parameters on this rank which the order has as a lookup.
+  // Returns whether, on this rank, the backward of a lookup reads parameters.
   bool reads_more() const {
     return reads_more_;
   }
-  // Finishes the pass that was left. `agreed`: all ranks have made the same calls; else `needs`
-  // has CallOrder::needs of all ranks. `reads_all`: any rank reads_more().
+  // Finishes the pass that was left. `agreed` says that all ranks have made the same calls; if not,
+  // `needs` unites their CallOrder::needs. `reads_all` says that any rank has reads_more().
   void finish_pass(bool agreed, const std::vector<bool>& needs, bool reads_all);
-  // In place of finish_pass: no rank runs a backward through the pass.
+  // Replaces finish_pass if the pass failed: no rank may run a backward through it.
   void drop_pass();
-  // The pass ended with an exception: gives everything back, forgets the pass.
+  // Forgets all passes after an exception, and reshards all units that are not held.
   void abort(Actions& out);
 
-  // Backward: carries out the program of the pass that runs backward.
+  // -- the backward pass: runs the program of the pass that goes backward
   void begin_backward();
-  // The call's backward is about to run. True when this is the first news of it.
+  // Reports that the call's backward is about to run. Returns whether this is the first report.
   bool pre_backward(const CallHandle& call, Actions& out);
-  // All gradients of the unit exist. One that is released is reduced when the backward has left it.
+  // Reports that all gradients of the unit exist. A unit that is resharded after use is reduced
+  // later, when the backward has left it.
   void ready(UnitId unit, Actions& out);
   void end_backward(Actions& out);
-  // A call is made again in the backward (activation checkpointing). See Note [Recomputed calls].
-  // Comes to where the backward is: carries out what is due of calls that it has left.
+  // For a recomputed call, see Note [Recomputed calls]: runs the instructions of all calls that the
+  // backward has left.
   void reach(const BackwardPlace& place, Actions& out);
-  // Whether the call's backward is what comes next in the order.
+  // Returns whether the call's backward is the next instruction.
   bool is_next(const CallHandle& call) const;
-  // True as pre_backward; a call that is not next in the order has none here (pass -1).
+  // Reports a recomputed call; returns as pre_backward does. Give a call that is not is_next() the
+  // pass -1.
   bool recompute(const CallHandle& call, Actions& out);
-  // Whether a backward that goes on in the pass leaves another one's program.
+  // Returns whether a backward that goes on in `pass` leaves the program of a later pass.
   bool leaves_program(int64_t pass) const {
     return pass < backward_ && passes_.records(pass);
   }
-  // Whether pre_backward is going to unshard the unit out of turn.
+  // Returns whether pre_backward would unshard the unit out of turn.
   bool is_out_of_turn(const CallHandle& call) const;
-  // Carries out what is left of the backward's program. Gradients that come after it are reduced
-  // when the backward ends.
+  // Runs the rest of the backward's program. Gradients that come later are reduced when the
+  // backward ends.
   void finish_program(Actions& out);
-  // As finish_program, in the midst of a backward: what it uses stays on this rank.
+  // The same in the middle of a backward: units that the backward uses stay on this rank.
   void leave_program(Actions& out);
-  // Whether the backward that begins reduces the unit's gradients; until the next one begins.
+  // Sets whether the backward that begins reduces the unit's gradients.
   void set_reduced(UnitId unit, bool reduced) {
     units_.at(unit).reduced = reduced;
   }
   bool is_reduced(UnitId unit) const {
     return units_.at(unit).reduced;
   }
-  // A number for the calls whose backward has begun, the same on all ranks; of the last backward.
+  // Returns a hash of the programs that the last backward has begun; it is the same on all ranks.
   uint64_t shape() const {
     return shape_;
   }
-  // As Residency::serve, on a rank that needs the unit: it keeps it to the end of the backward.
+  // Serves a unit that this rank also needs itself: keeps it until the backward ends.
   void serve_and_keep(UnitId unit, Actions& out);
 
-  // The unit's parameters changed: what was gathered is stale, and, if `trained` ones did, no
-  // backward comes through it for a forward before.
+  // Marks the unit's gathered parameters as stale. With `trained`, parameters that require grad
+  // have changed, so no backward of an earlier forward goes through the unit.
   void invalidate(UnitId unit, Actions& out, bool trained = true);
-  // For what is gathered or kept for other reasons than calls.
+  // For units that are gathered or kept by other means than calls.
   Residency& residency() {
     return residency_;
   }
@@ -174,20 +176,20 @@ class Schedule {
   ForwardPasses& passes() {
     return passes_;
   }
-  // The unit's full parameters are there, or on their way.
+  // Returns whether the unit is unsharded on this rank, or its all-gather was issued.
   bool is_resident(UnitId unit) const {
     return residency_.is_here(unit);
   }
-  // In use by forward or backward.
+  // Returns whether a call, a backward or a hold uses the unit.
   bool is_active(UnitId unit) const {
     const Residency::Uses& uses = residency_.uses(unit);
     return uses.entered > 0 || uses.in_backward || uses.kept_for_backward || uses.holds > 0;
   }
-  // The modules show the unsharded parameters.
+  // Returns whether modules show the unit's full parameters.
   bool is_shown(UnitId unit) const {
     return residency_.is_here(unit) && (is_active(unit) || residency_.uses(unit).stays);
   }
-  // A call of the unit that this rank makes has not been left.
+  // Returns whether this rank is in a call of the unit.
   bool is_entered(UnitId unit) const {
     return residency_.uses(unit).entered > 0;
   }
@@ -199,11 +201,12 @@ class Schedule {
   }
 
  private:
+  // A call of a unit that was entered and not left.
   struct Frame {
     UnitId unit = -1;
-    int64_t pass = -1; // -1 if it is not recorded
+    int64_t pass = -1; // -1 if the call is not recorded
     int32_t call = -1;
-    bool follows = false; // is a call of the order
+    bool follows = false; // it is a call of the order
   };
 
   void close_loose_pass();
@@ -211,8 +214,8 @@ class Schedule {
   int32_t enter_in_order(UnitId unit, Actions& out);
   void leave_calls(Actions& out);
 
-  // Carries out the instructions before `end` that are left, also those of calls that this rank
-  // does not make: so all ranks issue the same collectives.
+  // Runs the program up to `end`, even the calls that this rank does not make, so that all ranks
+  // issue the same collectives.
   void run_to(Program& program, size_t end, Actions& out);
   void carry_out(const Instruction& due, Actions& out);
   void do_enter(UnitId unit, Actions& out);
@@ -229,24 +232,24 @@ class Schedule {
   CallOrder order_;
   ForwardPasses passes_;
   Residency residency_;
-  std::vector<Frame> frames_; // units entered and not left
-  int64_t open_ = -1; // id of the forward pass under way
-  int64_t left_ = -1; // id of the pass that this rank has left and others may not
+  std::vector<Frame> frames_; // innermost last
+  int64_t open_ = -1; // id of the running forward pass
+  int64_t left_ = -1; // id of the pass that this rank has left and others may still be in
   bool in_root_forward_ = false;
-  bool follows_ = false; // the pass under way follows the order
-  bool reads_more_ = false, reads_all_ = false; // the pass under way; the one finished last
-  UnitId retained_ = -1; // left last; kept for the backward
-  // Of the backward under way.
+  bool follows_ = false; // the running pass follows the order
+  bool reads_more_ = false, reads_all_ = false; // of the running pass; of the last finished one
+  UnitId retained_ = -1; // the forward left this unit last; it stays for the backward
+  // State of a unit in the running backward.
   struct BackwardUnit {
-    int32_t call = -1; // whose backward began last
-    bool ready = false; // that call is
-    bool reduced = true; // in this backward
-    bool due = false; // to be reduced in this backward, at its end at the latest
+    int32_t call = -1; // the call whose backward began last
+    bool ready = false; // all gradients of that call exist
+    bool reduced = true; // this backward reduces the unit
+    bool due = false; // the reduction is still to come, at the latest when the backward ends
   };
   std::vector<BackwardUnit> units_;
-  int64_t backward_ = -1; // id of the pass whose program is carried out
-  uint64_t shape_ = 0; // of the passes whose programs were begun in this backward
-  bool waits_ = true; // one backward through several passes reduces each unit once
+  int64_t backward_ = -1; // id of the pass whose program runs
+  uint64_t shape_ = 0; // hash of the programs that this backward has begun
+  bool waits_ = true; // a unit waits for its earlier passes, see reduced_later()
 };
 
 } // namespace zerocore

@@ -1,4 +1,3 @@
-// Where the parts of units lie on the host and on disk.
 #include "plan/state_layout.h"
 
 #include <algorithm>
@@ -41,7 +40,7 @@ void HostLayout::add_gradients(const Layout& layout, HostUnit& unit) {
     return;
   }
   int64_t begin = all.begin;
-  for (const int region : Tiers::trained_regions(layout)) { // as a bucket has them
+  for (const int region : Tiers::trained_regions(layout)) { // laid out as in a bucket
     begin = round_up(begin, kRegionAlignment);
     const Region& kept = layout.regions()[region];
     const int64_t nbytes = kept.grad.itemsize * kept.shard_numel;
@@ -64,7 +63,7 @@ int64_t HostLayout::moment_elements(const Layout& layout, int64_t shard) const {
   return nbytes;
 }
 
-// A page that is pinned has no moments in it.
+// Moments begin on a page of their own, so that no pinned page has any.
 int64_t HostLayout::moments_begin() const {
   return moments_nbytes_ == 0 ? copied_nbytes() : round_up(copied_nbytes(), page_nbytes());
 }

@@ -12,12 +12,12 @@
 
 namespace zerocore {
 
-// In the order in which they lie on the host or on disk.
+// The parts of a unit's state, in the order in which they lie on the host or on disk.
 inline constexpr std::array kStateParts =
     {Memory::Shard, Memory::Main, Memory::Sent, Memory::ExpAvg, Memory::ExpAvgSq, Memory::Kept};
 
-// Bytes of the parts of a unit that the mesh's rank has on the host or on disk. Gradients are kept,
-// or sent for the update.
+// Returns the bytes of a unit's parts that the mesh's rank has in the tier, Host or Disk. Kept has
+// gradients that are kept on the host, or sent there for the update.
 inline ByMemory<int64_t> part_sizes(
     Tier tier,
     const Layout& layout,
@@ -40,48 +40,49 @@ inline ByMemory<int64_t> part_sizes(
 
 // -- on the host: one mapping ---------------------------------------------------------------------
 //
-// Memory that is copied to and from a device comes first, unit after unit, so that it can be pinned
-// by itself, and behind it two buffers where gradients come off a device, see Note [Gradients of a
-// device on the host]; then, from a page on, the moments, which take memory once an optimizer
-// touches them. Each part begins where a region may begin.
+// Memory that is copied to and from a device comes first, unit after unit, so that it alone can be
+// pinned. Two buffers for gradients of a device follow, see Note [Gradients of a device on the
+// host]. The moments come last, on pages of their own; they take memory when an optimizer touches
+// them. Each part has the alignment of a region.
 
 class HostLayout {
  public:
-  // Of no unit yet. `lands`: gradients that are kept come off a device.
+  // `lands` says that kept gradients are copied from a device.
   HostLayout(const Tiers& tiers, bool lands) : tiers_(tiers), lands_(lands) {}
-  // The next unit.
+  // Adds the next unit.
   void add(const Layout& layout, const UnitMesh& mesh);
 
-  // Bytes of the mapping; empty for what is not on the host. Of all units that will be added.
+  // Returns a part's bytes in the mapping; empty if it is not on the host. Add all units first.
   Range part(UnitId unit, Memory which) const;
-  // The gradient of a region that is trained.
+  // Returns the bytes of a trained region's gradient.
   Range gradient(UnitId unit, int region) const;
 
-  // One of the two in which gradients come that are added to others; empty where none come.
+  // Returns one of the two buffers for gradients that are added to others; empty without them.
   Range landing_buffer(int index) const;
 
   int64_t nbytes() const {
     return moments_begin() + moments_nbytes_;
   }
-  // The first so many are copied to and from a device.
+  // Returns how many bytes, from the beginning on, are copied to and from a device.
   int64_t copied_nbytes() const {
     return landing_buffer(1).end;
   }
-  // Of main weights, these as layers compute with them and parameters; and of gradients.
+  // Return the bytes of weights (main weights, their casts for sending, shards of parameters) and
+  // of gradients.
   int64_t weights_nbytes() const {
     return weights_nbytes_;
   }
   int64_t gradients_nbytes() const {
     return gradients_nbytes_;
   }
-  // All that is neither of these nor an element of a moment.
+  // Returns all other bytes but the elements of moments.
   int64_t gaps_nbytes() const {
     return nbytes() - weights_nbytes_ - gradients_nbytes_ - moment_elements_nbytes_;
   }
 
  private:
   struct HostUnit {
-    ByMemory<Range> parts; // moments from the begin of all moments on
+    ByMemory<Range> parts; // moments count from moments_begin()
     std::vector<Range> gradients; // by region
   };
 
@@ -98,23 +99,22 @@ class HostLayout {
 
 // -- on disk: one mapped file, see Note [Memory of a file] ----------------------------------------
 //
-// The parts of a unit lie one after the other, each from a page on. An update reads and writes them
-// from the first weight that is trained on; a gather reads the parameters alone.
+// The parts of a unit lie one after the other, each on pages of its own. An update reads and writes
+// them from the first trained weight on; an all-gather reads only the parameters.
 
 struct DiskUnit {
-  ByMemory<Range> parts; // bytes of the file, empty for what is not on disk
-  Range updated; // bytes of the file that an update reads and writes
+  ByMemory<Range> parts; // ranges of the file; empty if the part is not on disk
+  Range updated; // the range of the file that an update reads and writes
 };
 
 class DiskLayout {
  public:
-  // Units in memory at a time. One is read and one written while one is updated.
+  // Units in memory at a time: one is read and one is written while a third is updated.
   static constexpr int kNumUpdated = 3;
   static constexpr int kNumLoaded = 2; // one is copied while the next is read
 
-  // Of no unit yet.
   explicit DiskLayout(const Tiers& tiers) : tiers_(tiers) {}
-  // The next unit.
+  // Adds the next unit.
   void add(const Layout& layout, const UnitMesh& mesh);
 
   const std::vector<DiskUnit>& units() const {
@@ -123,7 +123,7 @@ class DiskLayout {
   int64_t file_nbytes() const {
     return file_nbytes_;
   }
-  // Memory that updates and loads take, at most.
+  // Returns the most memory that updates and loads take.
   int64_t buffers_nbytes() const;
 
  private:

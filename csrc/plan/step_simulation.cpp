@@ -1,4 +1,3 @@
-// Plays one step on integers.
 #include "plan/step_simulation.h"
 
 #include <algorithm>
@@ -7,8 +6,8 @@ namespace zerocore {
 
 namespace {
 
-// The backward that mirrors a forward: outputs of each call, last first, and gradients when the
-// unit's first call is left.
+// Returns the backward that mirrors a forward: the calls, last first, and a unit's gradients when
+// the backward leaves its first call.
 std::vector<BackwardEvent> backward_of(const Instructions& order) {
   std::vector<BackwardEvent> events;
   for (size_t i = order.size(); i-- > 0;) {
@@ -25,7 +24,7 @@ std::vector<BackwardEvent> backward_of(const Instructions& order) {
   return events;
 }
 
-// The backward goes on through the moments that mirror those of the forward.
+// Returns the events of a forward and its backward. The times of the backward mirror the forward's.
 std::vector<Told> micro_batch_of(
     const Instructions& order,
     const std::vector<BackwardEvent>& backward) {
@@ -118,7 +117,7 @@ void StepSimulation::step() {
     sync_ = index == options_.micro_batches - 1;
     std::ranges::for_each(micro_batch_, [this](const Told& told) { tell(told); });
   }
-  // Gradients are dropped after the optimizer's step.
+  // zero_grad() drops the gradients.
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
     for (size_t param = 0; param < layouts_[unit].places().size(); ++param) {
       reduction_.drop(static_cast<UnitId>(unit), static_cast<int>(param));
@@ -131,7 +130,6 @@ bool StepSimulation::gathers_behind_step(UnitId unit) const {
   return meshes_[unit].gathers_behind_step(layouts_[unit], options_.sharding.tiers);
 }
 
-// Changes what is trained.
 void StepSimulation::optimizer_step() {
   moment_ = 2 * static_cast<int32_t>(calls_.size()) + 1;
   Actions actions;
@@ -211,7 +209,7 @@ void StepSimulation::run(Actions& actions) {
   actions.clear();
 }
 
-// Where full parameters stay, those that nothing updates are not gathered again.
+// If full parameters stay, frozen ones are not gathered again.
 void StepSimulation::unshard(UnitId unit) {
   const Layout& layout = layouts_[unit];
   const bool again = gathered_[unit];

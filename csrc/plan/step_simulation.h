@@ -1,5 +1,5 @@
-// Plays one step on integers: tells a schedule what the engine would, and carries out its actions
-// and the steps of gathers and reductions with sizes in place of memory.
+// Simulates a step on integers: drives a schedule as the engine would, and carries out its actions,
+// all-gathers and reductions with sizes instead of memory.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@
 
 namespace zerocore {
 
-// The engine tells its schedule of this.
+// An event that the engine reports to its schedule.
 struct Told {
   enum Kind : uint8_t { BeginPass, Enter, Exit, EndPass, BeginBackward, Pre, Ready, EndBackward };
   Kind kind = BeginPass;
-  int32_t index = -1; // in the order; of a Ready the unit
+  int32_t index = -1; // index in the order; the unit of a Ready
   int32_t moment = 0; // see PlannedEvent
 };
 
@@ -30,10 +30,10 @@ class StepSimulation final : private Steps {
       const Instructions& order,
       const PlanOptions& options,
       PoolMap pool);
-  StepSimulation(const StepSimulation&) = delete; // the reduction points to the layouts
+  StepSimulation(const StepSimulation&) = delete; // reduction_ points to layouts_
   StepSimulation& operator=(const StepSimulation&) = delete;
 
-  // The first step and a steady one; events() are those of the second.
+  // Simulates the first step and a steady one; events() has the second.
   void run_steps();
 
   const std::vector<PlannedEvent>& events() const {
@@ -48,7 +48,7 @@ class StepSimulation final : private Steps {
   const UnitMesh& mesh(size_t unit) const {
     return meshes_[unit];
   }
-  // Bytes of gradients that stay between steps.
+  // Returns the bytes of gradients that stay between steps.
   int64_t kept_gradients(size_t unit) const {
     return reduction_.kept_nbytes(static_cast<UnitId>(unit));
   }
@@ -70,12 +70,12 @@ class StepSimulation final : private Steps {
   Schedule schedule_;
   std::vector<Layout> layouts_;
   Reduction reduction_;
-  std::vector<CallHandle> calls_; // by instruction of the order; empty of an Enter
+  std::vector<CallHandle> calls_; // by instruction of the order; set for Exits
   std::vector<PlannedEvent> events_;
   PoolMap pool_;
   std::vector<Unsharding> unsharding_; // by unit
-  std::vector<bool> gathered_; // units whose parameters have not changed since a gather
-  bool sync_ = true; // the last micro-batch of the step
+  std::vector<bool> gathered_; // by unit: no parameter has changed since its last all-gather
+  bool sync_ = true; // this is the last micro-batch of the step
   int32_t moment_ = 0;
 };
 

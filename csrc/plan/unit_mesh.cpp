@@ -1,4 +1,3 @@
-// The shards of each stage.
 #include "plan/unit_mesh.h"
 
 #include <c10/util/Exception.h>

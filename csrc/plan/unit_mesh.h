@@ -1,24 +1,25 @@
-// The ranks of a unit as axes of a mesh, and the placement of its state over them; the only place
-// that knows the numbers of stages.
+// The ranks of a unit as axes of a mesh, and the placement of its state over them. Only this file
+// knows what each stage shards.
 //
 //                       | over the replicas | over the ranks that share the state
 //   stage s             | -                 | what stage s shards
 //   hybrid, stage s     | replicated        | what stage s shards
-//   the same, across    | optimizer sharded | what stage s shards, but 0
-//   one rank of each    | replicated        | -
-//   experts             | those of their units alone, over some of the model's ranks
+//   HFSDP, stage s > 0  | optimizer sharded | what stage s shards
+//   replicas alone      | replicated        | -
+//   experts             | as above, on a mesh of some of the model's ranks
 //
 // Note [Near ranks]
-// Where ranks that share parameters have faster links to some of the others, these are `near`: the
-// first gather after a change of the parameters comes from all, and from then on each of k near
-// ranks keeps a k-th of them, from which it gathers again.
+// A rank may have faster links to some of the ranks with which it shares parameters (its node).
+// These are its near ranks. The first all-gather after a change of the parameters goes over all
+// ranks. Then each of k near ranks keeps a k-th of the parameters, and later all-gathers go over
+// the near ranks only.
 //
 // Note [Sharded across]
-// Where the optimizer's states are sharded over the replicas, too (HFSDP), each rank owns a part of
-// what its replica's shard would be, and updates that alone. Gradients are reduce-scattered over
-// the ranks that share the state, then over the replicas. The first gather after an update goes
-// over the replicas, which have the parts of a shard, then over the ranks that share the state;
-// from then on these are `near`. Parts of one shard follow each other in memory: see
+// In HFSDP the optimizer's states are sharded over the replicas, too: each rank owns and updates a
+// part of the shard that its replica would own. Gradients are reduce-scattered over the ranks that
+// share the state, then over the replicas. The first all-gather after an update goes over the
+// replicas, which own the parts of a shard, then over the ranks that share the state. From then on
+// the latter are the near ranks. The parts of one shard are adjacent in memory, see
 // Region::shard_range.
 #pragma once
 
@@ -40,30 +41,30 @@ inline const char* axis_name(AxisName axis) {
 // Ranks that differ along one dimension of a mesh.
 struct Axis {
   int64_t size = 1;
-  int64_t rank = 0; // this one's
+  int64_t rank = 0; // this rank's index
   WireMethods methods = {};
   AxisName name = AxisName::State;
 
-  // Parts that a reduction over it leaves for each element.
+  // Returns how many values a reduction over the axis leaves for each element.
   int64_t parts() const {
     return methods.reduce.parts(size);
   }
 };
 
 struct UnitMesh {
-  Axis state; // ranks that share the state; where nothing is shared, all that hold the same
-  Axis replicas; // ranks that hold the same part of it
-  Axis near; // of `state`; see Note [Near ranks]
+  Axis state; // ranks that share the state; the replicas if each of them holds the whole state
+  Axis replicas; // ranks that hold the same part of the state
+  Axis near; // some ranks of `state`; see Note [Near ranks]
   bool shards_parameters = false;
   bool shards_gradients = false;
-  bool shards_optimizer = false; // its states: main weights and moments
-  bool shards_across = false; // the optimizer's states, over the replicas
-  bool sums_in_order = false; // of gradients, see Note [Sums in order]
-  int64_t divisor = 1; // of sums of gradients, by default the ranks of the mesh
+  bool shards_optimizer = false; // main weights and moments
+  bool shards_across = false; // main weights and moments, over the replicas, too
+  bool sums_in_order = false; // see Note [Sums in order]
+  int64_t divisor = 1; // divides sums of gradients; by default the size of the mesh
 
-  // Parameters on the host are gathered from there, also by one rank, and gradients that a device
-  // keeps on the host pass through a block. `on_host`: the CPU computes.
-  // Throws c10::ValueError for a stage other than 0 to 3.
+  // Returns the mesh of a stage. Parameters on the host count as sharded even with one rank, and so
+  // do gradients that a device keeps on the host. `on_host` says that the CPU computes. Throws
+  // c10::ValueError for a stage other than 0 to 3.
   static UnitMesh of(
       const ShardOptions& sharding,
       Axis state,
@@ -74,17 +75,19 @@ struct UnitMesh {
   const Axis& axis(AxisName name) const {
     return name == AxisName::State ? state : name == AxisName::Replicas ? replicas : near;
   }
-  // Ranks along the axis that has the name, also where another one takes its place.
+  // Returns the size of the axis that was given this name, even if `state` is the replicas.
   int64_t num_ranks(AxisName name) const {
     return (state.name == name ? state : replicas.name == name ? replicas : near).size;
   }
-  // Equal parts of the state, those of them that make one replica's, and this rank's.
+  // Returns into how many equal shards the state is cut.
   int64_t num_shards() const {
     return shards_optimizer ? state.size * num_across() : 1;
   }
+  // Returns into how many parts the replicas cut one replica's shard.
   int64_t num_across() const {
     return shards_across ? replicas.size : 1;
   }
+  // Returns the index of this rank's shard.
   int64_t shard() const {
     const int64_t before = shards_across ? replicas.rank * state.size : 0;
     return shards_optimizer ? before + state.rank : 0;
@@ -95,33 +98,33 @@ struct UnitMesh {
   bool communicates() const {
     return world_size() > 1;
   }
-  // Sums of gradients go over the replicas as well.
+  // Returns whether gradients are also summed over the replicas.
   bool sums_across() const {
     return replicas.size > 1;
   }
-  // Parts that a reduction over the ranks that share the state leaves for each element.
+  // Returns how many values a reduction over `state` leaves for each element.
   int64_t parts() const {
     return shards_optimizer || sums_in_order ? state.parts() : 1;
   }
-  // Equal parts of a shard, each summed by another rank.
+  // Returns into how many parts ranks cut a shard to sum one each, see Note [Sums in order].
   int64_t num_cuts() const {
     const int64_t within = shards_optimizer ? 1 : state.size;
     return sums_in_order ? within * (shards_across ? 1 : replicas.size) : 1;
   }
-  // Among the ranks that hold a gradient this is the one whose value counts in a sum.
+  // Returns whether this rank's value counts in a sum, among the ranks that hold the same gradient.
   bool is_first_holder() const {
     return (shards_across || replicas.rank == 0) && (shards_optimizer || state.rank == 0);
   }
   bool gathers_near() const {
     return near.size > 1;
   }
-  // The gather of a unit that an optimizer has updated begins when its step ends: full parameters
-  // stay, so it takes no memory, and their new values are on the device.
+  // Returns whether the all-gather after an update starts when the step ends: it needs full
+  // parameters that stay, and takes no memory; their new values are on the device.
   bool gathers_behind_step(const Layout& layout, const Tiers& tiers) const {
     const bool gathers = shards_optimizer && !shards_parameters;
     return gathers && !layout.copies_out() && !tiers.has_host_states();
   }
-  // Parameters are encoded where they are gathered for each use.
+  // Returns the layout of a unit. Only stage 3, which gathers for each use, encodes parameters.
   Layout layout_of(std::vector<ParamSpec> params, bool by_rows) const {
     for (ParamSpec& param : params) {
       by_rows = by_rows || !param.is_gathered;
@@ -129,13 +132,13 @@ struct UnitMesh {
     }
     return Layout::build(params, num_shards(), by_rows, num_across(), num_cuts());
   }
-  // All gathers come from all ranks.
+  // Returns the mesh without near ranks: all its all-gathers go over all ranks.
   UnitMesh without_near() const {
     UnitMesh mesh = *this;
     mesh.near = {};
     return mesh;
   }
-  // Of `nbytes` of parameters, those that a rank keeps for the near ones.
+  // Returns how many of `nbytes` of parameters a rank keeps for its near ranks.
   int64_t near_nbytes(int64_t nbytes) const {
     return gathers_near() ? nbytes / near.size : 0;
   }

@@ -1,4 +1,3 @@
-// Decides how the parameters of one unit are gathered and given back.
 #include "plan/unsharding.h"
 
 #include <c10/util/Exception.h>
@@ -7,7 +6,7 @@ namespace zerocore {
 
 void Unsharding::begin(const std::vector<int>& regions, bool again, Steps& steps) {
   wait(steps); // a rank that skipped the unit may not have waited for its last gather
-  if (has_full_ && mesh_.shards_parameters) { // in use: what computes reads it
+  if (has_full_ && mesh_.shards_parameters) { // in use: the compute stream may read Full
     steps.run({.kind = StepKind::Order, .unit = unit_, .stream = StreamRole::AllGather});
   }
   is_near_ = again && mesh_.gathers_near() && (has_near_ || has_full_);
@@ -35,7 +34,7 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, Steps& steps
   is_whole_ = true;
 }
 
-// See Note [Sharded across]. On a device the stream of the gathers keeps the order.
+// See Note [Sharded across]. On a device, the all-gather stream orders the two all-gathers.
 void Unsharding::start_across(const std::vector<int>& regions, Steps& steps) const {
   for (const int region : regions) {
     steps.run(
@@ -79,7 +78,7 @@ void Unsharding::start(int index, Steps& steps) const {
   steps.run(step);
 }
 
-// A rank that still uses the unit has its part of Full.
+// A rank that still uses the unit sends its part of Full.
 void Unsharding::start_near(int region, Steps& steps) const {
   steps.run(
       {.kind = StepKind::Start,
@@ -96,7 +95,7 @@ void Unsharding::wait(Steps& steps) {
     return;
   }
   steps.run({.kind = StepKind::Wait, .unit = unit_});
-  if (layout_.num_shards() == 1) { // it was loaded
+  if (layout_.num_shards() == 1) { // the copy from the host was not a collective
     steps.run({.kind = StepKind::Order, .unit = unit_, .behind = StreamRole::AllGather});
   }
   if (receives_) {

@@ -1,13 +1,13 @@
-// Decides how the parameters of one unit are gathered and given back; integers only.
+// Decides the steps in which one unit is unsharded and resharded; integers only.
 //
 // Note [Where parameters live]
-// stage 0 to 2  Full stays. This rank's shard is its part of Full; a gather reads it there, and
-//               only regions that have changed are gathered.
+// stage 0 to 2  Full stays. This rank's shard is its part of Full, which all-gathers send. They
+//               gather changed regions only.
 // stage 3       Shard is memory of its own, on the device, the host or the disk. Full is a block of
-//               the pool from a gather to the reshard.
-// A layout of rows is gathered into Received, a block that is copied out to Full and given back; so
-// is one of encoded parameters, whose rank's part is made in that block.
-// With near ranks a part of Full stays in Near, from the first reshard until the parameters change.
+//               the pool from the all-gather to the reshard.
+// A layout by rows is gathered into Received, a block of the pool, then copied out to Full. So are
+// encoded parameters; each rank encodes its part into Received.
+// With near ranks, Near keeps a part of Full from the first reshard until the parameters change.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +21,13 @@
 
 namespace zerocore {
 
-// SHARDED > UNSHARDING > UNSHARDED > SHARDED; where Full stays: UNSHARDED > UNSHARDING > UNSHARDED
+// Sharded > Unsharding > Unsharded > Sharded; if Full stays: Unsharded > Unsharding > Unsharded
 enum class ShardedState : uint8_t { Sharded, Unsharding, Unsharded };
 
 class Unsharding {
  public:
-  // The layout outlives it. `on_host`: collectives run on no stream, the host waits for them.
+  // `layout` must outlive the object. `on_host` says that the host waits for collectives, which run
+  // on no stream.
   Unsharding(
       UnitId unit,
       const UnitMesh& mesh,
@@ -46,14 +47,14 @@ class Unsharding {
   ShardedState state() const {
     return state_;
   }
-  // Gathers `regions`: all where parameters are sharded, else those that have changed. A unit that
-  // is in use already stays where it is. `again`: nothing has changed since the gather before.
+  // Starts the all-gathers of `regions`: all at stage 3, else those that have changed. A unit in
+  // use keeps its block. `again` says that no parameter has changed since the last all-gather.
   void begin(const std::vector<int>& regions, bool again, Steps& steps);
-  // Completes the gathers that begin() has started, if there are any.
+  // Completes the all-gathers that begin() has started, if any.
   void wait(Steps& steps);
-  // Completes them and gives Full back; the unit is not sharded.
+  // Completes them and gives Full back. The unit must not be sharded.
   void reshard(Steps& steps);
-  // Whether a reshard may fill Near, as it does from the beginning; false also drops what is there.
+  // Sets whether a reshard may fill Near, as it may at first. False also forgets what Near holds.
   void set_keeps_near(bool keeps) {
     keeps_near_ = keeps;
     has_near_ = has_near_ && keeps;
@@ -71,15 +72,15 @@ class Unsharding {
   const Tiers tiers_;
   const bool on_host_;
   const Layout& layout_;
-  Layout received_; // as gathers move it
+  Layout received_; // the layout on the wire, encoded
   bool copies_out_;
   ShardedState state_;
-  bool has_full_; // a block, or memory that stays
+  bool has_full_; // Full has memory
   bool keeps_near_ = true;
   bool has_near_ = false; // Near holds this rank's part
-  bool is_near_ = false; // the gather that began last comes from the near ranks
-  bool receives_ = false; // it goes to Received
-  bool is_whole_ = false; // all of its regions began
+  bool is_near_ = false; // the last all-gather goes over the near ranks
+  bool receives_ = false; // the last all-gather goes to Received
+  bool is_whole_ = false; // the last all-gather has started for all regions
 };
 
 } // namespace zerocore

@@ -1,7 +1,8 @@
-// How gathers and reductions go over the wire, and what they leave to be summed; integers only.
+// The ways in which all-gathers and reductions go over the wire, and what each rank then has to
+// sum; integers only.
 //
-// Collectives issue them, and the planner asks the same functions without a process group. A method
-// is a value of an enum and its figures here, and a case in comm/collectives.cpp.
+// comm/collectives.cpp has a case for each method. The planner asks the same functions, without a
+// process group.
 #pragma once
 
 #include <cstdint>
@@ -9,33 +10,33 @@
 
 namespace zerocore {
 
-// How every rank gets the shards of all.
+// How an all-gather is made.
 struct GatherMethod {
   enum class Kind : uint8_t {
-    AllGather, // the backend's own
-    Broadcasts, // one of each rank's shard, in place
-    Pieces, // the same of two ranks, by turns
-    Copies, // an all-to-all of copies of the rank's shard, which take the room of all shards
+    AllGather, // the backend's all-gather
+    Broadcasts, // each rank broadcasts its shard, in place
+    Pieces, // two ranks broadcast pieces of their shards by turns
+    Copies, // an all-to-all of copies of the rank's shard, which take as much memory as all shards
   };
   Kind kind = Kind::AllGather;
-  int64_t copied_nbytes = 0; // of all shards: up to here ranks send copies instead
+  int64_t copied_nbytes = 0; // up to so many bytes of all shards, the method is Copies
 
   Kind kind_of(int64_t nbytes) const {
     return nbytes <= copied_nbytes ? Kind::Copies : kind;
   }
 };
 
-// How every rank gets its shard of a sum.
+// How a reduce-scatter is made.
 struct ReduceMethod {
   enum class Kind : uint8_t {
-    ReduceScatter, // the backend's own
-    Exchange, // an all-to-all: every rank sums what it received
-    Pieces, // the same of two ranks by broadcasts in pieces, by turns
+    ReduceScatter, // the backend's reduce-scatter
+    Exchange, // an all-to-all; each rank sums what it receives
+    Pieces, // an exchange of two ranks, by broadcasts of pieces in turns
   };
   Kind kind = Kind::ReduceScatter;
 
-  // Parts that it leaves for each element on each of `num_ranks` ranks, to be summed there. Where
-  // it is one, that is the sum, and may lie in its place.
+  // Returns how many values it leaves for each element, for the rank to sum. A single value is the
+  // sum already, and may lie where the sum belongs.
   int64_t parts(int64_t num_ranks) const {
     return kind == Kind::ReduceScatter ? 1 : num_ranks;
   }
@@ -44,14 +45,15 @@ struct ReduceMethod {
 struct WireMethods {
   GatherMethod gather;
   ReduceMethod reduce;
-  // Instead of an all-reduce ranks exchange parts, add them in their order and gather the sums.
+  // Replaces an all-reduce: ranks exchange parts, sum them in the order of ranks, and gather the
+  // sums.
   bool sums_in_parts = false;
 
-  // The ones that take least processor time on a c10d backend of that name with `num_ranks` ranks;
-  // of gloo's, benchmarks/wire_methods.py measures 2 to 24. There a broadcast of each rank costs a
-  // turn of gloo's threads, and an all-reduce 2 (N - 1) of them one after the other: with four
-  // ranks or more the one turn of an all-to-all costs less. `sums_in_order`: ranks exchange parts
-  // and add them in their order, on any backend.
+  // Returns the methods that take least processor time on a c10d backend with `num_ranks` ranks.
+  // benchmarks/wire_methods.py measures gloo with 2 to 24 ranks. There each broadcast costs a turn
+  // of gloo's threads, and an all-reduce costs 2 (N - 1) turns one after the other. From four ranks
+  // on, the one turn of an all-to-all costs less. With `sums_in_order`, ranks exchange parts and
+  // sum them in the order of ranks, on any backend.
   static WireMethods of_backend(const std::string& name, int64_t num_ranks, bool sums_in_order) {
     constexpr int64_t kCopiedNbytes = 256 * 1024;
     WireMethods methods;
@@ -66,8 +68,8 @@ struct WireMethods {
     return methods;
   }
 
-  // Of two ranks on gloo with a link between them, see Note [Pieces]. A plan needs not know: the
-  // memory is the same.
+  // Sets the methods for two ranks on gloo with a network link between them, see Note [Pieces]. The
+  // plan need not know: the memory is the same.
   void send_pieces() {
     gather.kind = GatherMethod::Kind::Pieces;
     reduce.kind = ReduceMethod::Kind::Pieces;

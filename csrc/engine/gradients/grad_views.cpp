@@ -1,4 +1,3 @@
-// Shows gradients in `.grad` of the parameters.
 #include "engine/gradients/grad_views.h"
 
 #include "engine/graph/autograd.h"
@@ -93,7 +92,8 @@ void GradViews::hear_used(const std::vector<bool>& reduced) {
   }
 }
 
-// Whether this rank alone cannot tell which parameters of reduced units have a gradient.
+// Returns whether this rank must hear from the others which parameters of reduced units have a
+// gradient.
 bool GradViews::lacks_any(const std::vector<bool>& reduced) const {
   for (size_t unit = 0; unit < params_.size(); ++unit) {
     for (size_t i = 0; reduced[unit] && i < params_[unit].size(); ++i) {
@@ -121,7 +121,7 @@ void GradViews::show(UnitId unit, bool reduced, bool alone) {
     const bool shown = had_grad || marked;
     reduction_.set_valid(unit, i, held_back ? had_grad && reduction_.is_valid(unit, i) : shown);
     if (!had_grad && shown && held_back) {
-      param.grad.zero_(); // only a mark that zero_grad() can remove
+      param.grad.zero_(); // a mark, see Note [Sums that were not reduced]
     }
     const at::Tensor& view = alone && param.sums.defined() ? param.sums : param.grad;
     if (shown && !gradient_of(owner.shard).is_same(view)) {

@@ -1,4 +1,3 @@
-// Carries out reductions of gradients with tensors and collectives.
 #include "engine/gradients/reducer.h"
 
 #include <ATen/core/functional.h>
@@ -13,7 +12,7 @@ namespace zerocore {
 
 namespace {
 
-// The parameter's gradient, null for none.
+// Returns the parameter's gradient, or null. Throws if it cannot be packed.
 const at::Tensor* checked_gradient(const UnitParam& param) {
   const at::Tensor& grad = gradient_of(param.full);
   if (!grad.defined()) {
@@ -58,8 +57,8 @@ void GradientPacker::add_params(const Unit& unit, const Step& step, const Reduct
   add_segment(nullptr, 0, {end, region.numel()}, false);
 }
 
-// Rank after rank the rows of every parameter, see Note [Shards of rows]. Either all of a parameter
-// is added to or nothing.
+// Packs rows in rank order, see Note [Shards of rows]. A parameter is added to as a whole or not at
+// all.
 void GradientPacker::add_rows(const Unit& unit, const Step& step, const Reduction& reduction) {
   const Layout& layout = unit.layout();
   const auto add = [this](const at::Tensor* source, const WireRuns& runs, bool adds) {
@@ -81,7 +80,7 @@ void GradientPacker::add_param(const UnitParam& param, const Range& place, const
   add_segment(grad, place.begin, {added.end, place.end}, false);
 }
 
-// `start`: where the source's first element lies in the region.
+// `start` is the offset of the source's first element in the region.
 void GradientPacker::add_segment(
     const at::Tensor* source,
     int64_t start,
@@ -135,7 +134,7 @@ void Reducer::reduce(UnitId id) {
   if (deferred_) {
     return;
   }
-  RECORD_USER_SCOPE("zerocore::reduce (" + units_[id]->name() + ")"); // made for a profiler alone
+  RECORD_USER_SCOPE("zerocore::reduce (" + units_[id]->name() + ")"); // for profilers
   const at::NoGradGuard no_grad;
   const bool sync = sync_ && units_[id]->settings().syncs;
   touch(id);
@@ -176,7 +175,7 @@ bool Reducer::has_grads(UnitId id) const {
   });
 }
 
-// Users freeze and thaw parameters between steps.
+// Users freeze and unfreeze parameters between steps.
 void Reducer::note_trainable(UnitId id) {
   const Unit& unit = *units_[id];
   for (int region = 0; region < static_cast<int>(unit.layout().regions().size()); ++region) {
@@ -218,12 +217,12 @@ std::vector<bool> Reducer::finish() {
   std::vector<bool> reduced = reduced_;
   forget_backward();
   if (context_.by_rows && context_.lands_gradients()) {
-    offload_.synchronize(); // nothing waits when a DTensor is read
+    offload_.synchronize(); // a read of a DTensor does not wait for the copy
   }
   return reduced;
 }
 
-// The program's own function gets the gradients of this backward alone.
+// The user's function sees the gradients of this backward only.
 void Reducer::after_reduce(UnitId id) {
   const auto& function = units_[id]->settings().after_reduce;
   if (!function || !reduced_[id]) {
@@ -239,7 +238,7 @@ void Reducer::reset() {
   for (const auto& unit : units_) {
     unit->runner().forget_launch();
   }
-  if (context_.lands_gradients()) { // blocks that are given back may be on their way to the host
+  if (context_.lands_gradients()) { // blocks that reset() frees may still be copied to the host
     context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
   }
   reduction_.reset(*this);
@@ -285,7 +284,7 @@ void Reducer::run(const Step& step) {
   }
 }
 
-// False for what the unit does.
+// Returns false if the unit's StepRunner must carry out the step.
 bool Reducer::move(const Step& step, UnitMemory& memory) {
   switch (step.how) {
     case How::Pack:
@@ -306,7 +305,7 @@ bool Reducer::move(const Step& step, UnitMemory& memory) {
   }
 }
 
-// The optimizer may read and write the gradients from here on.
+// Tells the checker of hand-overs that the optimizer may write the gradients from now on.
 void Reducer::note_use(UnitId id) const {
   if (context_.lands_gradients()) {
     return;

@@ -1,5 +1,5 @@
-// Reductions of the units' gradients: what parameters have goes in, what their shards show comes
-// out. See the notes in plan/reduction.h, which decides the steps.
+// Reduces the units' gradients: from `.grad` of full parameters to `.grad` of shards. Carries out
+// the steps that plan/reduction.h decides; its notes explain them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,12 +15,12 @@
 
 namespace zerocore {
 
-// Packs the gradients of a region into a bucket, scaled, each in its place.
+// Packs the gradients of a region into a bucket, and scales them.
 class GradientPacker {
  public:
-  // Carries out a Pack, scaled, into `bucket` (1-D, the region's elements, on the compute stream).
-  // Gaps and parameters without gradient are zeroed where nothing is to be added to. Throws
-  // c10::ValueError for a sparse gradient, or one of another dtype than its parameter.
+  // Carries out a Pack into `bucket` (1-D, the region's elements) on the compute stream. Zeroes
+  // gaps and parameters without a gradient, unless the step adds to them. Throws c10::ValueError
+  // for a sparse gradient, or if its dtype is not the parameter's.
   void pack(
       const Unit& unit,
       const Step& step,
@@ -44,24 +44,24 @@ class Reducer final : private Steps {
       const ShardOptions& sharding,
       Offload& offload);
 
-  // A tensor over the memory of a parameter's gradient shard, 1-D; memory comes with the first
-  // gradient. Undefined where there is no gradient.
+  // Returns a tensor over the parameter's gradient shard; the first gradient allocates its memory.
+  // Undefined if the parameter's dtype is not floating point.
   at::Tensor make_grad(UnitId unit, int param) const;
-  // A tensor for the parameter's `grad` after a backward without sync: at stages 0 and 1 over this
-  // rank's sums of all elements, 1-D; else the same as make_grad.
+  // Returns a tensor for `shard.grad` after a backward without sync. At stages 0 and 1 it has this
+  // rank's sums of all elements, 1-D; at stages 2 and 3 it is make_grad()'s.
   at::Tensor make_sums(UnitId unit, int param) const;
-  // The tensors of both, as `shard.grad` shows them.
+  // Returns the object that puts these tensors into `shard.grad`.
   GradViews& views() {
     return views_;
   }
-  // Whether the tensor of make_sums() has this rank's sums.
+  // Returns whether the tensor of make_sums() has this rank's sums.
   bool has_sums(UnitId unit, int param) const {
     return reduction_.shows_sums(unit, units_.at(unit)->layout().places().at(param).region);
   }
 
-  // Packs the unit's gradients and starts their reduction. Without sync, of the model or in the
-  // unit's settings, it sums them locally (stages 0, 1, or where full sums are held). Parameters
-  // without gradient count as zero.
+  // Packs the unit's gradients and starts their reduction. Without sync, of the model or of the
+  // unit, stages 0 and 1 only sum them on this rank; stages 2 and 3 do so with hold_full. A
+  // parameter without a gradient counts as zero.
   void reduce(UnitId unit);
   bool sync() const {
     return sync_;
@@ -69,32 +69,32 @@ class Reducer final : private Steps {
   void set_sync(bool sync) {
     sync_ = sync;
   }
-  // Until it is false again, gradients stay where the backward has left them: reduce() does
-  // nothing.
+  // While deferred, reduce() does nothing and gradients stay on the full parameters.
   void set_deferred(bool deferred) {
     deferred_ = deferred;
   }
   bool deferred() const {
     return deferred_;
   }
-  // Whether the unit has gradients that reduce() has not seen; or has not reduced.
+  // Returns whether full parameters of the unit have gradients that reduce() has not packed.
   bool has_grads(UnitId unit) const;
+  // Returns whether the unit has gradients or local sums that were not reduced.
   bool holds_back(UnitId unit) const;
-  // Whether the unit has sums that a backward before this one, which syncs, has left.
+  // Returns whether this backward syncs and an earlier one left local sums of the unit.
   bool has_late_sums(UnitId unit) const;
   bool holds_back_any() const;
-  // Ends a backward: waits for the reductions and shows the gradients on the shards. Returns the
-  // units whose gradients were reduced in it, one flag each.
+  // Ends a backward: waits for its reductions and sets `.grad` of the shards. Returns by unit
+  // whether its gradients were reduced.
   std::vector<bool> finish();
-  // Waits for what is in flight and drops it, and all gradients not reduced yet.
+  // Waits for pending reductions and drops their results, and all gradients not reduced yet.
   void reset();
-  // Gradients of a unit that stay on the device, as bytes.
+  // Returns the unit's gradient memory on the device, as bytes.
   std::vector<at::Tensor> device_memory(UnitId unit) const;
-  // Bytes of gradient memory that stay between steps.
+  // Returns how many bytes of gradient memory stay between steps.
   int64_t persistent_nbytes() const;
 
  private:
-  // Carries out steps that need more than the unit's memory, and hands the unit the others.
+  // Carries out steps that pack or offload gradients; the unit's StepRunner does the others.
   void run(const Step& step) override;
   bool move(const Step& step, UnitMemory& memory);
   void note_trainable(UnitId unit);
@@ -112,7 +112,7 @@ class Reducer final : private Steps {
   GradientPacker packer_;
   bool sync_ = true; // reductions communicate
   bool deferred_ = false;
-  std::vector<bool> touched_, reduced_; // units, in this backward
+  std::vector<bool> touched_, reduced_; // by unit, in this backward
 };
 
 } // namespace zerocore

@@ -1,4 +1,3 @@
-// C++ hooks on the autograd graph.
 #include "engine/graph/autograd.h"
 
 #include <ATen/SequenceNumber.h>
@@ -44,7 +43,7 @@ struct AccumulatedHook final : torch::autograd::PostAccumulateGradHook {
   std::function<void()> run_;
 };
 
-// Under way, by the thread that called: autograd runs a device's nodes on threads of its own.
+// Running calls of backward, by the thread that called it; a device's nodes run on another thread.
 std::mutex calls_mutex;
 std::vector<std::pair<std::thread::id, BackwardCall>> calls;
 
@@ -58,7 +57,7 @@ bool takes_gradient_on(const Node& node, c10::Device device) {
   return false;
 }
 
-// Where a backward from the outputs comes to the device.
+// Returns the first nodes on the device that a backward from the outputs reaches.
 std::vector<Node*> first_nodes_on(
     c10::Device device,
     const std::vector<at::Tensor>& outputs,
@@ -186,8 +185,8 @@ void on_backward_of(
     uint64_t first,
     const std::function<void()>& run) {
   for (Node* node : first_nodes_on(device, outputs, first)) {
-    // In front: a unit that returns its input has its hook on the node of the unit before it,
-    // and backward meets the later unit first.
+    // Insert in front: if a unit returns its input, its hook sits on the node of the unit before,
+    // and must run before that unit's hook.
     auto& hooks = node->tensor_pre_hooks();
     hooks.insert(hooks.begin(), std::make_unique<BackwardHook>(run));
   }

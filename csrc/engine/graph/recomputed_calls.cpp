@@ -1,4 +1,3 @@
-// See the header.
 #include "engine/graph/recomputed_calls.h"
 
 #include <algorithm>
@@ -41,12 +40,12 @@ RecomputedCalls::Found RecomputedCalls::find(UnitId unit) {
   return {place_, call};
 }
 
-// Looks through the calls that the backward has left.
+// Finds the checkpoint's calls among those that the backward has left, and its position.
 void RecomputedCalls::look_behind() {
   place_ = {};
   group_.clear();
-  std::optional<CallHandle> next; // the first one whose backward has come
-  int64_t pass = -1; // of the calls before the node and around it
+  std::optional<CallHandle> next; // the first call whose backward has run
+  int64_t pass = -1; // the last pass with a call that began before the node
   for (auto made = calls_.rbegin(); made != calls_.rend(); ++made) {
     const RecordedCall& recorded = made->recorded;
     if (recorded.thread != node_.thread || recorded.call.pass < 0) {
@@ -55,9 +54,9 @@ void RecomputedCalls::look_behind() {
     if (recorded.first <= node_.number) {
       pass = std::max(pass, recorded.call.pass);
       if (recorded.last <= node_.number) {
-        break; // and so are those that were left before it
+        break; // calls that ended earlier lie before the node, too
       }
-      continue; // the node is inside of the call
+      continue; // the node is inside the call
     }
     if (!made->has_graph && !made->found) {
       group_.push_back(&*made);
@@ -82,7 +81,7 @@ void RecomputedCalls::look_behind() {
   }
 }
 
-// Behind all calls of the pass that began before the node.
+// Returns the position after all calls of the pass that began before the node.
 BackwardPlace RecomputedCalls::place_behind(int64_t pass) const {
   BackwardPlace place{pass, 0};
   for (const Made& made : calls_) {

@@ -1,11 +1,11 @@
-// Finds which call of the forward a checkpoint makes again.
+// Finds which call of the forward an activation checkpoint recomputes.
 //
-// Nodes of autograd are numbered as they are made. While a node runs, the backward has left the
-// calls that began behind it. A reentrant checkpoint is one node; its forward runs right behind it
-// and records nothing, so the calls without a graph that follow the node, up to the first one whose
-// backward has come, are those that it makes again, in their order. Calls that a checkpoint makes
-// again without being reentrant are not looked for: hooks on the outputs of its forward tell of
-// them.
+// Autograd numbers its nodes in the order in which they are made. While a node runs, the backward
+// has left all calls that began after this node was made. A reentrant checkpoint is one node, and
+// its forward runs right after the node is made, without recording a graph. So the calls without a
+// graph that follow the node, up to the first call whose backward has run, are the ones that it
+// recomputes, in their order. A non-reentrant checkpoint needs no search: hooks on the outputs of
+// its forward announce the calls.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +20,14 @@ namespace zerocore {
 class RecomputedCalls {
  public:
   struct Found {
-    BackwardPlace place;
-    CallHandle call; // of pass -1 if it is not known
+    BackwardPlace place; // how far the backward has come
+    CallHandle call; // the recomputed call; its pass is -1 if unknown
   };
 
-  // A call has been left. `has_graph`: it began with grad mode on; `again`: by a checkpoint in a
-  // backward, and known until that ends.
+  // Adds a call that has ended. `has_graph` says that it began with grad mode on. `again` says that
+  // a checkpoint made it in a backward; such a call is forgotten when that backward ends.
   void add(const RecordedCall& call, bool has_graph, bool again);
-  // The unit is entered by the node that runs on this thread.
+  // Finds the call of the unit that the node running on this thread recomputes.
   Found find(UnitId unit);
   void end_backward();
   // Forgets the calls of passes before `oldest`.
@@ -39,17 +39,17 @@ class RecomputedCalls {
     RecordedCall recorded;
     bool has_graph = false;
     bool again = false;
-    bool found = false; // in this backward
+    bool found = false; // find() has returned it in this backward
   };
 
   void look_behind();
   BackwardPlace place_behind(int64_t pass) const;
 
-  std::deque<Made> calls_; // in the order in which they were left
-  GraphNode node_; // of the checkpoint that makes calls again
-  int64_t backward_ = -1; // in which it runs
+  std::deque<Made> calls_; // in the order in which they ended
+  GraphNode node_; // the checkpoint's node
+  int64_t backward_ = -1; // the backward that runs the node
   BackwardPlace place_;
-  std::vector<Made*> group_; // its calls, those still to come
+  std::vector<Made*> group_; // the checkpoint's calls that find() has not returned yet
 };
 
 } // namespace zerocore

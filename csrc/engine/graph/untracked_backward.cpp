@@ -1,4 +1,3 @@
-// See Note [Untracked backward].
 #include "engine/graph/untracked_backward.h"
 
 #include <ATen/record_function.h>
@@ -13,7 +12,7 @@ namespace zerocore {
 
 namespace {
 
-// RecordFunction takes a plain function, so what it is to call is found here.
+// RecordFunction takes a plain function without state, so this global has the watchers to call.
 struct Watches {
   std::mutex mutex;
   std::vector<std::shared_ptr<NodeWatch::Watcher>> on;
@@ -32,7 +31,7 @@ std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction& node)
     on = watches().on;
   }
   for (const auto& watcher : on) {
-    if (const auto alive = watcher->owner.lock()) { // another thread may free the model
+    if (const auto alive = watcher->owner.lock()) { // keeps the model alive during the call
       watcher->seen({static_cast<uint64_t>(node.seqNr()), node.forwardThreadId()});
     }
   }
@@ -129,7 +128,8 @@ void UntrackedBackward::see(const GraphNode& node) {
   }
 }
 
-// With their numbers. The outermost call is left last and its backward comes first.
+// Returns the calls that contain the node, with their numbers: the outermost call, whose backward
+// comes first, is the first.
 std::vector<std::pair<int64_t, UntrackedBackward::Visit>> UntrackedBackward::visits_around(
     const GraphNode& node) const {
   std::vector<std::pair<int64_t, Visit>> around;
@@ -140,7 +140,7 @@ std::vector<std::pair<int64_t, UntrackedBackward::Visit>> UntrackedBackward::vis
       continue;
     }
     if (visit.recorded.last <= node.number) {
-      break; // as are those before it
+      break; // calls that ended earlier lie before the node, too
     }
     if (visit.recorded.first <= node.number) {
       around.emplace_back(first_visit_ + index, visit);
@@ -170,7 +170,7 @@ void UntrackedBackward::end_backward() {
   announced_.clear();
   in_backward_ = false;
   restarts_ = true;
-  expect_backward(); // through a graph that was retained
+  expect_backward(); // the user may have retained the graph
 }
 
 void UntrackedBackward::forget(int64_t oldest_pass) {

@@ -1,21 +1,22 @@
-// Finds the calls of units that a backward comes into by another way than their outputs.
+// Finds the calls of units that a backward enters without passing through the call's outputs.
 //
 // Note [Untracked backward]
-// Hooks on a call's outputs say that its backward is about to run. Tensors leave a call in other
-// ways, too: as an attribute, in a list, through a user's hook, inside of a plain object. Autograd
-// numbers its nodes, so a call's nodes are a range, and a backward runs them from the last to the
-// first: the first node of the range that runs is the moment to announce the call. It also shows
-// that a unit was released too early, where the order that ranks share has left a call that this
-// rank is in.
+// Hooks on a call's outputs announce that its backward is about to run. Tensors leave a call in
+// other ways, too: as an attribute, in a list, through a user's hook, inside a plain object.
+// Autograd numbers its nodes, so the nodes of a call are a range, and a backward runs them from the
+// last to the first. The first node of the range that runs therefore announces the call. The watch
+// also sees if the ranks' shared order has resharded a unit while this rank's backward still needs
+// it.
 //
-// That costs about 0.2 us a node, so the watch goes off with the first node of a call if a backward
-// of the same shape has gone by without a side door: how many nodes each call recorded, how many
-// were recorded after the calls, and which ones the backward begins with. It stays on where ranks
-// differ. If a backward takes a side door all the same, the unit's storage raises an error: it is
-// never read before it was waited for.
+// Watching costs about 0.2 us a node. So the first node of a call turns the watch off if a backward
+// of the same shape found no untracked entry. A shape is the number of nodes of each call, the
+// number of nodes after the calls, and the roots of the backward. The watch stays on while ranks
+// differ. If a backward enters a call unseen all the same, the unit's storage raises an error,
+// because a unit cannot be read before its all-gather was waited for.
 //
-// Nodes of all backwards in the process are seen, on the threads that run them. Those that are not
-// of a call on the model's device change nothing, see Note [The thread of a model's backward].
+// The watch sees the nodes of all backwards in the process, on the threads that run them. It
+// ignores nodes outside of the calls, or on another device than the model's, see Note [The thread
+// of a model's backward].
 #pragma once
 
 #include <cstdint>
@@ -32,14 +33,11 @@
 
 namespace zerocore {
 
-// Tells of every node of autograd before it runs in a backward, while it is on.
-//
-// Costs nothing while it is off, and about 0.2 us a node of any backward in the process while on.
-
+// While on, reports every node of autograd before it runs in a backward. Costs nothing while off.
 class NodeWatch {
  public:
-  // Called on the thread that runs the node, which may be of a backward of another model, while the
-  // owner lives. It must not throw.
+  // Called on the thread that runs the node, as long as the owner lives. The node may belong to
+  // another model's backward. Must not throw.
   using Seen = std::function<void(const GraphNode&)>;
 
   explicit NodeWatch(Seen seen) : watcher_(std::make_shared<Watcher>(std::move(seen))) {}
@@ -47,7 +45,7 @@ class NodeWatch {
   NodeWatch(const NodeWatch&) = delete;
   NodeWatch& operator=(const NodeWatch&) = delete;
 
-  // Once, before it is on.
+  // Call it once, before set_on(true).
   void set_owner(std::weak_ptr<void> owner) {
     watcher_->owner = std::move(owner);
   }
@@ -66,20 +64,20 @@ class NodeWatch {
   bool on_ = false;
 };
 
-// One call of a unit as autograd recorded it: nodes number first to last - 1.
+// One call of a unit as autograd recorded it: the nodes with numbers first to last - 1.
 struct RecordedCall {
   CallHandle call;
   uint64_t first = 0;
   uint64_t last = 0;
-  uint64_t thread = 0; // that recorded it: each numbers its nodes by itself
+  uint64_t thread = 0; // the thread that recorded it; each thread has its own numbers
 };
 
 class UntrackedBackward {
  public:
-  // `enter` announces a call's backward.
+  // Announces a call's backward.
   using Enter = std::function<void(const RecordedCall&)>;
 
-  // `is_usable` tells whether what the call's backward needs is there.
+  // `is_usable` returns whether the unit is unsharded, or the call's backward does not read it.
   UntrackedBackward(
       c10::Device device,
       Enter enter,
@@ -92,19 +90,19 @@ class UntrackedBackward {
   void set_owner(std::weak_ptr<void> owner) {
     watch_.set_owner(std::move(owner));
   }
-  // A call has been left; returns its number. One that a checkpoint makes again in a backward is
-  // known until that ends.
+  // Adds a call that has ended, and returns its number. A recomputed call is forgotten when the
+  // backward ends.
   int64_t add(const RecordedCall& call, bool recomputed);
-  // The outermost call has been left: a backward may come.
+  // Turns the watch on after the outermost call, because a backward may come.
   void expect_backward();
-  // The first node of a backward that concerns the model runs.
+  // Called before the first node of the model runs in a backward; decides whether to keep watching.
   void begin_backward();
-  // The shape of this backward says nothing.
+  // Keeps the watch on in this backward, whatever its shape.
   void keep_watching();
-  // The call was announced.
+  // Notes that a hook has announced the call.
   void announce(int64_t number);
   void end_backward();
-  // Forgets the calls of passes before `oldest`.
+  // Forgets the calls of passes before `oldest_pass`.
   void forget(int64_t oldest_pass);
   void reset();
 
@@ -121,19 +119,19 @@ class UntrackedBackward {
   c10::Device device_;
   Enter enter_;
   std::function<bool(const CallHandle&)> is_usable_;
-  // In the order in which calls were left, so `last` grows in each thread. Changes under the mutex,
-  // for which nobody waits long: other models' threads look here.
+  // In the order in which calls ended, so `last` grows within each thread. The mutex guards it:
+  // the threads of other models' backwards read it.
   std::deque<Visit> visits_;
   mutable std::mutex mutex_;
-  int64_t first_visit_ = 0; // number of the first one that is kept
-  std::vector<int64_t> announced_; // numbers
-  uint64_t calls_ = 0; // shape of the calls since the last backward
-  uint64_t shape_ = 0; // of the backward under way
+  int64_t first_visit_ = 0; // number of the first call in visits_
+  std::vector<int64_t> announced_; // numbers of calls announced in this backward
+  uint64_t calls_ = 0; // hash of the calls since the last backward
+  uint64_t shape_ = 0; // hash of the shape of the running backward
   bool restarts_ = true; // the next call is the first one since the last backward
   bool in_backward_ = false;
-  bool is_known_ = false; // `shape_` is
-  bool found_ = false; // a side door, in this backward
-  std::unordered_set<uint64_t> plain_; // shapes of backwards without side doors
+  bool is_known_ = false; // shape_ is valid
+  bool found_ = false; // this backward had an untracked entry
+  std::unordered_set<uint64_t> plain_; // shapes of backwards without untracked entries
   NodeWatch watch_;
 };
 

@@ -1,4 +1,3 @@
-// Gradients on their way to the host.
 #include "engine/offload/gradient_offload.h"
 
 #include "engine/graph/autograd.h"
@@ -26,7 +25,7 @@ GradientOffload::GradientOffload(const Units& units, const UnitContext& context,
 void GradientOffload::grad_ready(UnitId id, int region, const at::Tensor& kept) {
   LandingUnit& state = states_[id];
   if (!state.landing) {
-    if (!context_.lands_gradients()) { // it is there, which the trace counts as everywhere
+    if (!context_.lands_gradients()) { // the CPU keeps it: no copy, but the trace counts one
       const auto record = context_.note(TraceOp::ToHost, id, static_cast<int64_t>(kept.nbytes()));
       state.left_at = worker_.submit(record, [] {});
     }
@@ -39,7 +38,7 @@ void GradientOffload::grad_ready(UnitId id, int region, const at::Tensor& kept) 
   }
 }
 
-// Memory is taken with the first gradient.
+// The first gradient allocates the memory.
 void GradientOffload::make_landing(UnitId id) {
   Bucket& landing = *states_[id].landing;
   if (!landing.attached()) {
@@ -47,7 +46,7 @@ void GradientOffload::make_landing(UnitId id) {
   }
 }
 
-// A device copies beside its other streams; on the CPU the worker does.
+// A device copies on a stream of its own; on the CPU the worker copies.
 void GradientOffload::offload_grad(UnitId id, int region, const at::Tensor& kept) {
   LandingUnit& state = states_[id];
   const at::Tensor& host = state.landing->full(region);
@@ -62,7 +61,8 @@ void GradientOffload::offload_grad(UnitId id, int region, const at::Tensor& kept
   state.left_at = worker_.submit(record, [copied] { Streams::synchronize(copied); });
 }
 
-// Behind the copy.
+// Queues the squares after the copy. A device with streams computes them itself, unless its
+// gradients are kept on the host.
 void GradientOffload::square(UnitId id, int region, const at::Tensor& host) {
   if (!takes_squares_ || (context_.streams->has_streams() && !context_.lands_gradients())) {
     return;

@@ -1,5 +1,5 @@
-// Gradients on the host: how they get there, and their sums of squares. See Note [Order of an
-// update] in engine/offload/offload.h.
+// Sends gradients to the host as a backward completes them, and takes their sums of squares there.
+// See Note [Order of an update] in engine/offload/offload.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,19 +17,19 @@ namespace zerocore {
 
 class GradientOffload {
  public:
-  // All outlive it.
+  // All arguments must outlive the object.
   GradientOffload(const Units& units, const UnitContext& context, StepWorker& worker);
 
-  // A region's gradient is complete; `kept` is this rank's part of it, 1-D.
+  // Sends a region's complete gradient to the host. `kept` is this rank's part of it, 1-D.
   void grad_ready(UnitId unit, int region, const at::Tensor& kept);
-  // The unit's gradients are going to change. Blocks until they have arrived.
+  // Waits until the unit's gradients have arrived, because they are about to change.
   void recall(UnitId unit);
-  // The parameters of the unit show their gradients now.
+  // Remembers the tensors that are `.grad` of the unit's shards, to notice later changes.
   void note_shown(UnitId unit);
-  // The gradient on the host. One that was changed since it was sent, or set by hand, is copied
-  // now; no update reads the one before any more.
+  // Returns the gradient on the host. Copies it now if the user has changed or replaced it since it
+  // was sent; no update may read the old one any more.
   at::Tensor landed(UnitId unit, int param, const at::Tensor& grad);
-  // The same; blocks until it has come.
+  // The same, and waits until the gradient has arrived.
   at::Tensor arrived(UnitId unit, int param, const at::Tensor& grad);
 
   // See Offload::known_squares.
@@ -49,12 +49,12 @@ class GradientOffload {
   struct LandingUnit {
     explicit LandingUnit(ArrivedSquares squares_) : squares(std::move(squares_)) {}
 
-    ArrivedSquares squares; // of the gradient that has come, or will be when the worker gets there
-    std::optional<Bucket> landing; // gradients on the host, where they are kept on the device
-    std::vector<bool> left; // by region: the landing has the gradient
-    std::vector<Shown> shown; // by parameter: the gradient that the landing has
+    ArrivedSquares squares; // valid when the worker has reached left_at
+    std::optional<Bucket> landing; // the host's copy, if gradients are kept on the device
+    std::vector<bool> left; // by region: the gradient was sent to `landing`
+    std::vector<Shown> shown; // by parameter: `.grad` as it was sent
     StepWorker::Ticket left_at = 0;
-    std::shared_ptr<OpenRecord> squares_record; // of what the next step waits for
+    std::shared_ptr<OpenRecord> squares_record; // trace of the last squares; gets the wait's time
   };
 
   static Shown as_shown(const at::Tensor& grad);
@@ -66,7 +66,7 @@ class GradientOffload {
   const UnitContext& context_;
   StepWorker& worker_;
   std::vector<LandingUnit> states_; // by unit
-  bool takes_squares_ = false; // as gradients arrive
+  bool takes_squares_ = false; // take squares as gradients arrive
 };
 
 } // namespace zerocore

@@ -1,4 +1,3 @@
-// Gradients that a device keeps in the host's memory, sums of their squares, and moments.
 #include "engine/offload/host_gradients.h"
 
 #include <ATen/ops/empty.h>
@@ -44,8 +43,8 @@ StepWorker::Ticket HostGradients::offload_grad(
   return ticket;
 }
 
-// The other buffer, once nobody uses it; memory apart for a region that was frozen when the model
-// was sharded and does not fit.
+// Returns the other buffer, after waiting for its last use. Returns new memory for a region that
+// does not fit, because it was frozen when the model was sharded.
 at::Tensor HostGradients::take_buffer(const at::Tensor& like) {
   const HostLayout& layout = context_.host->layout();
   current_ = 1 - current_;
@@ -131,7 +130,7 @@ std::vector<at::Tensor> Moments::make(UnitId id, int param) {
   for (const auto& bucket : own.buckets) {
     made.push_back(bucket->view(region, offset, unit.shard_sizes(param)));
     if (given) {
-      made.back().zero_(); // those of an optimizer that is gone
+      made.back().zero_(); // they have the values of an optimizer that was freed
     }
   }
   given.emplace(made.front().getIntrusivePtr());

@@ -1,4 +1,4 @@
-// Gradients on the host, sums of their squares, and moments: each update there works on these.
+// The tensors that an update on the host reads: gradients, sums of their squares, and moments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,23 +18,24 @@ namespace zerocore {
 // -- gradients that a device keeps in the host's memory -------------------------------------------
 //
 // Note [Gradients of a device on the host]
-// A reduction leaves its result in a block of the pool. It is copied to the host beside the other
-// streams, and the block is free when the copy is done. Where there is a gradient already, or where
-// gradients travel in another type than they are kept in, it is copied to one of two buffers, from
-// which the worker adds it; otherwise to its place. Readers of gradients wait for the worker.
+// A reduction leaves its result in a block of the pool. The DeviceToHost stream copies it to the
+// host, and the block is free when the copy is done. If there is a gradient already, or gradients
+// travel in another dtype than they are kept in, the copy goes to one of two buffers, from which
+// the worker adds it. Otherwise it goes to the kept gradient. Readers of gradients wait for the
+// worker.
 
-// `host` becomes what `from`, on the device, is on the compute stream now; the event is behind the
-// copy. The unit is named in logs.
+// Copies `from`, on the device, to `host`, after earlier work of the compute stream. Returns an
+// event after the copy. Logs name the unit.
 StreamEvent copy_to_host(const Unit& unit, const at::Tensor& host, const at::Tensor& from);
 
 class HostGradients {
  public:
-  // Both outlive it.
+  // Both arguments must outlive the object.
   HostGradients(const UnitContext& context, StepWorker& worker)
       : context_(context), worker_(worker) {}
 
-  // `kept`, on the host, becomes what `from`, on the device, is on the compute stream now, or gets
-  // it added. Both are 1-D. Blocks while both buffers are in use.
+  // Copies `from`, on the device, to `kept`, on the host, or adds it, after earlier work of the
+  // compute stream. Both are 1-D. Blocks while both buffers are in use.
   StepWorker::Ticket offload_grad(
       const Unit& unit,
       const at::Tensor& from,
@@ -46,49 +47,51 @@ class HostGradients {
 
   const UnitContext& context_;
   StepWorker& worker_;
-  std::array<StepWorker::Ticket, 2> used_until_ = {}; // by buffer
+  std::array<StepWorker::Ticket, 2> used_until_ = {}; // by buffer: the work that reads it
   size_t current_ = 0; // the buffer that was taken last
 };
 
 // -- sums of squares of a unit's gradients on the host, taken as they arrive ----------------------
 //
-// They are kept chunk by chunk: whoever adds them in the order of all parameters gets the bits of a
-// sum over the gradients themselves.
+// There is one sum for each chunk. Added in the order of all parameters, they give bit for bit the
+// sum that is computed from the gradients themselves.
 
 class ArrivedSquares {
  public:
-  // `layout` outlives it; `shard` is this rank's.
+  // `layout` must outlive the object; `shard` is this rank's.
   ArrivedSquares(const Layout& layout, int64_t shard);
 
-  // The work of another thread once `gradient`, this rank's part of a region, 1-D, has come. From
-  // here on the region's squares are known.
+  // Returns the work that sums the squares of `gradient`, this rank's part of a region, 1-D. The
+  // worker runs it once the gradient has arrived. has(region) is true from now on.
   std::function<void()> take(int region, const at::Tensor& gradient);
   void forget();
   bool has(int region) const {
     return is_known_[region];
   }
-  // Those of a parameter, of a region that has() them: see kernels::squares_by_chunk.
+  // Returns a parameter's sums, see kernels::squares_by_chunk. Its region must have() them.
   at::Tensor of(int param) const;
 
  private:
   const Layout& layout_;
   int64_t shard_;
-  std::vector<int64_t> first_chunks_; // by parameter, in its region
+  std::vector<int64_t> first_chunks_; // by parameter: index of its first chunk in the region
   std::vector<int64_t> num_chunks_; // by region
-  std::vector<at::Tensor> squares_; // by region; memory comes with the first gradient
+  std::vector<at::Tensor> squares_; // by region; the first gradient allocates it
   std::vector<bool> is_known_; // by region
 };
 
-// -- moments of AdamW where there is a place for them: in the host's mapping or in the file -------
+// -- moments of AdamW in the host's mapping or in the file ----------------------------------------
 
 class Moments {
  public:
-  // The units outlive it, and their memory is there.
+  // The units must outlive the object. The mapping or the file must exist by now.
   Moments(const Units& units, const UnitContext& context);
 
-  // Both of a trained parameter, 1-D, zeros; none of others, and none while an optimizer has them.
+  // Returns exp_avg and exp_avg_sq of a trained parameter, zeroed. Returns an empty vector for a
+  // parameter that is not trained, or while another optimizer's exp_avg is alive.
   std::vector<at::Tensor> make(UnitId unit, int param);
-  // Whether make() has given them before: it writes to what may be in use.
+  // Returns whether make() has returned them before. Then wait for updates before the next make(),
+  // which zeroes them.
   bool had(UnitId unit, int param) const {
     return units_.at(unit).given.at(param).has_value();
   }
@@ -98,7 +101,7 @@ class Moments {
   struct OfUnit {
     const Unit& unit;
     std::array<std::optional<Bucket>, 2> buckets; // exp_avg, exp_avg_sq
-    std::vector<std::optional<Given>> given; // by parameter
+    std::vector<std::optional<Given>> given; // by parameter: the exp_avg that make() returned last
   };
 
   std::vector<OfUnit> units_;

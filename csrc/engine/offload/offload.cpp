@@ -1,4 +1,3 @@
-// A step whose states lie on the host.
 #include "engine/offload/offload.h"
 
 #include <c10/core/DeviceGuard.h>
@@ -29,7 +28,7 @@ Offload::Offload(const Units& units, const UnitContext& context, int num_threads
 Offload::~Offload() {
   try {
     wait_work();
-    if (worker_ != nullptr && !states_.empty()) { // both ends of its copies are freed next
+    if (worker_ != nullptr && !states_.empty()) { // the caller frees the memory that copies use
       Streams::synchronize(context_.streams->record(StreamRole::HostToDevice));
     }
     synchronize();
@@ -63,7 +62,7 @@ std::vector<at::Tensor> Offload::make_moments(UnitId id, int param) {
     return {};
   }
   if (moments_->had(id, param)) {
-    wait_updates(); // they are set to zero
+    wait_updates(); // make() zeroes the moments
   }
   return moments_->make(id, param);
 }
@@ -121,7 +120,7 @@ void Offload::note_shown(UnitId id) {
 at::Tensor Offload::known_squares(UnitId id, int param) {
   const at::Tensor squares = gradients_ ? gradients_->known_squares(id, param) : at::Tensor();
   if (!squares.defined() && host_gradients_) {
-    wait(landed_at_[id]); // they are taken of the gradient now
+    wait(landed_at_[id]); // the caller computes them from the gradient
   }
   return squares;
 }
@@ -158,7 +157,7 @@ void Offload::update(HostUpdate given) {
   state.record = context_.note(TraceOp::HostUpdate, held->unit, nbytes);
   const StreamEvent loaded = units_[held->unit]->runner().loaded();
   last_update_ = worker_->submit(state.record, [this, held, loaded, step = std::move(step)] {
-    Streams::synchronize(loaded); // a device may still read parameters that are going to change
+    Streams::synchronize(loaded); // the device may still copy the parameters
     bring_states(held->unit);
     step.run();
     for (const auto& [to, from] : held->casts) {
@@ -175,7 +174,7 @@ void Offload::begin_disk_step() {
   }
 }
 
-// By the worker, which leaves alone a unit that it cannot bring from the disk.
+// Runs on the worker. Throws if the disk fails, so that the unit is not updated.
 void Offload::bring_states(UnitId id) const {
   if (context_.disk != nullptr) {
     context_.disk->bring(id);
@@ -197,7 +196,7 @@ void Offload::end_step() {
 void Offload::send(UnitId id) {
   OffloadedUnit& state = states_.at(id);
   state.sent = true;
-  if (!context_.tiers.returns_weights()) { // gathers load them from the host or the disk
+  if (!context_.tiers.returns_weights()) { // all-gathers load them from the host or the disk
     give_back(id);
     state.sent_at = worker_->last();
     return;
@@ -283,14 +282,14 @@ void Offload::synchronize() {
   check_disk();
 }
 
-// The worker has only issued the copies of what it has sent.
+// The worker only queues copies to the device, so the compute stream must wait for them.
 void Offload::order_compute() const {
   if (!states_.empty() && worker_ != nullptr) {
     context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
   }
 }
 
-// A failed transfer is lost: its error is raised before anyone reads the memory.
+// Throws the error of a failed read or write before the caller reads the lost bytes.
 void Offload::check_disk() const {
   if (context_.disk != nullptr && worker_ != nullptr) {
     context_.disk->check();

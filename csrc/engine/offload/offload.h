@@ -1,18 +1,16 @@
-// A step whose states lie on the host: gradients come there, units are updated in the order of the
-// forward, their weights go back at once. See Note [States on the host].
+// The optimizer step on the host: gradients arrive there, the host updates the units in the order
+// of the forward, and their weights return at once. See Note [States on the host].
 //
 // Note [Order of an update]
-// One worker carries out what is submitted, in order. A region's gradient is sent when its
-// reduction is complete, under the rest of the backward; the host has it in memory of its own, or
-// it is kept there. Behind that its squares are summed, chunk by chunk, where a step has asked for
-// the norm before: the next step only adds what is known. That is where the host keeps them; a
-// device with streams sums its own gradients in the step, in one pass over memory that is much
-// faster than the host's.
-// An update of a unit is submitted next, then the return of its weights. The next forward waits for
-// a unit's weights before it gathers or uses them, so later units are updated under the forward of
-// earlier ones. All other readers and writers of the memory that an update works on wait for all
-// of them. Versions count when work is submitted: they are the same on all ranks, whatever the
-// worker has done.
+// One worker thread runs all submitted work in order. A region's gradient is sent when its
+// reduction is complete, while the rest of the backward runs. If a step has asked for the gradient
+// norm before, the worker then sums the squares, chunk by chunk, and the next step only adds these
+// sums. A device with streams that keeps its gradients sums them itself, in the step, because its
+// memory is much faster than the host's.
+// Next come the update of a unit and the return of its weights. The next forward waits for a unit's
+// weights before it gathers or uses them, so the host updates later units while the forward
+// computes earlier ones. All other readers and writers of this memory wait for all updates.
+// Versions are counted when work is submitted, so they are the same on all ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,93 +31,96 @@
 
 namespace zerocore {
 
-// The tensors of an update; those of the gradients may lie on the device.
+// The tensors of an update. Gradients may lie on the device.
 struct HostUpdate {
   UnitId unit = -1;
-  std::vector<int> params; // of the unit
+  std::vector<int> params; // indices in the unit
   std::vector<at::Tensor> weights, grads, exp_avgs, exp_avg_sqs, steps, model_weights;
   kernels::AdamWOptions options;
   kernels::AdamWScalarTensors scalars;
-  std::vector<std::pair<at::Tensor, at::Tensor>> casts; // to, from: behind the update
+  std::vector<std::pair<at::Tensor, at::Tensor>> casts; // (to, from), copied after the update
 };
 
+// Owns the worker thread and the offloaded states of a model.
 class Offload {
  public:
-  // Units outlive it. Does nothing where the states are on the device. `num_threads` share an
-  // update.
+  // `units` must outlive the object, which does nothing if all states are on the device.
+  // `num_threads` share an update.
   Offload(const Units& units, const UnitContext& context, int num_threads);
   // Waits for all work.
   ~Offload();
 
   // -- memory
-  // Gives the units their file or their mapping. Before any unit is materialized.
+  // Give the units their file, or their memory on the host. Call them before Unit::materialize.
   void open_disk(const std::string& folder, const std::string& name);
   void map_host_memory();
-  // See Moments; empty if there is no place for them either.
+  // See Moments::make. Returns an empty vector if states are on the device.
   std::vector<at::Tensor> make_moments(UnitId unit, int param);
-  // Null if no state is on the host.
+  // Returns null if no state is on the host.
   const HostStates* host_states() const {
     return context_.host;
   }
-  // Bytes on the host and on disk, without the optimizer's.
+  // Returns the bytes on the host and on disk, without the optimizer's.
   HostBytes host_bytes() const;
   bool lands_gradients() const {
     return context_.lands_gradients();
   }
 
   // -- gradients
-  // `from` is to be copied to the gradient `kept`, see HostGradients.
+  // Copies or adds `from` to the kept gradient, see HostGradients.
   void offload_grad(UnitId unit, const at::Tensor& from, const at::Tensor& kept, bool adds);
-  // A region's gradient is complete; `kept` is this rank's part of it, 1-D.
+  // Sends a region's complete gradient to the host. `kept` is this rank's part of it, 1-D.
   void grad_ready(UnitId unit, int region, const at::Tensor& kept);
-  // The unit's gradients are going to change. Blocks until nobody reads them.
+  // Waits until no work reads the unit's gradients, because they are about to change.
   void recall(UnitId unit);
-  // The parameters of the unit show their gradients now.
+  // Remembers the tensors that are `.grad` of the unit's shards, to notice later changes.
   void note_shown(UnitId unit);
 
-  // The sums of squares of a parameter's gradient by chunk, as kernels::squares_by_chunk has them;
-  // undefined where they are not known, or the gradient has changed since. Blocks until they are
-  // there. From now to the next step they are taken as gradients arrive.
+  // Returns the sums of squares of a parameter's gradient by chunk, see kernels::squares_by_chunk,
+  // and waits for them. Undefined if they were not taken, or if the gradient has changed since.
+  // Until the next step the worker takes them as gradients arrive.
   at::Tensor known_squares(UnitId unit, int param);
 
-  // The gradient of a parameter that is updated on the host, there. Blocks until it has come.
+  // Returns the host's copy of a gradient, and waits until it has arrived. The parameter must be
+  // updated on the host.
   at::Tensor arrived_gradient(UnitId unit, int param);
 
   // -- updates
-  // An optimizer steps next. As wait_updates().
+  // Begins an optimizer's step: waits for updates, and throws as wait_updates() does.
   void begin_step();
-  // Whether the parameter's states are on the host.
+  // Returns whether the parameter's states are on the host.
   bool updates(UnitId unit, int param) const;
-  // Updates parameters on the worker. Arguments are checked here; throws as kernels::AdamWUpdate.
+  // Updates parameters on the worker. Checks the arguments now; throws as kernels::AdamWUpdate.
   void update(HostUpdate update);
-  // Of a step that AdamW takes: the units that it may update, in order, and that it has updated
-  // all.
+  // Takes the order of the updates in the next step on disk; end_step() says that all were
+  // submitted.
   void order_updates(std::vector<UnitId> order) {
     order_ = std::move(order);
   }
   void end_step();
-  // Behind the last update of a unit: sends its weights to the device.
+  // Sends a unit's weights to the device. Call it after the unit's last update.
   void send(UnitId unit);
-  // Whether that was asked for since the last call, or no weights go back.
+  // Returns whether send() was called since the last call, or there are no weights to send.
   bool take_sent(UnitId unit);
 
-  // Blocks until a unit's weights are on the device, well or not: ranks gather them together.
+  // Waits until the worker has sent a unit's weights; streams wait for the copy. Does not throw if
+  // the update failed, so that all ranks reach the all-gather.
   void wait_weights(UnitId unit);
-  // Throws what went wrong on the worker, once.
+  // Throws the worker's first error, once.
   void check();
-  // Block until all updates are done, and until all work is; then as check(). Later work of the
-  // compute stream comes behind the weights that they have sent.
+  // Wait until all updates are done, or all work, then throw as check() does. Later work of the
+  // compute stream waits for the weights that were sent.
   void wait_updates();
   void synchronize();
-  // In the child of a fork, where the worker has no thread: nothing is waited for or freed.
+  // Leaks the worker, which has no thread in the child of a fork.
   void mark_forked();
 
  private:
   struct OffloadedUnit {
     StepWorker::Ticket updated_at = 0;
-    StepWorker::Ticket sent_at = 0; // 0 once it was waited for
-    bool sent = false;
-    std::shared_ptr<OpenRecord> record; // of what the next forward waits for
+    StepWorker::Ticket sent_at = 0; // 0 after the wait for it
+    bool sent = false; // see take_sent()
+    std::shared_ptr<OpenRecord> record; // trace of the last update or send; gets the wait's time
   };
 
   void wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record = nullptr);
@@ -132,15 +133,15 @@ class Offload {
 
   const Units& units_;
   UnitContext context_;
-  std::vector<OffloadedUnit> states_; // by unit; none without states on the host
-  std::vector<UnitId> order_; // of a step that has not begun
+  std::vector<OffloadedUnit> states_; // by unit; empty without states on the host
+  std::vector<UnitId> order_; // see order_updates()
   bool is_open_ = false; // a step on disk has begun and not ended
   StepWorker::Ticket last_update_ = 0;
-  std::optional<GradientOffload> gradients_; // none without states on the host
-  std::optional<HostGradients> host_gradients_; // none unless a device keeps its gradients there
-  std::vector<StepWorker::Ticket> landed_at_; // by unit
-  std::optional<Moments> moments_; // none without a place for them
-  std::unique_ptr<StepWorker> worker_; // ends first
+  std::optional<GradientOffload> gradients_; // set if states are on the host
+  std::optional<HostGradients> host_gradients_; // set if a device keeps its gradients on the host
+  std::vector<StepWorker::Ticket> landed_at_; // by unit: the work of its last host gradient
+  std::optional<Moments> moments_; // set if states are on the host or disk
+  std::unique_ptr<StepWorker> worker_; // last member: joined before the others are freed
 };
 
 } // namespace zerocore

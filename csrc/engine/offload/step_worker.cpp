@@ -1,4 +1,3 @@
-// A thread that carries out work for units.
 #include "engine/offload/step_worker.h"
 
 #include <c10/core/GradMode.h>
@@ -43,7 +42,7 @@ StepWorker::Ticket StepWorker::submit(std::shared_ptr<OpenRecord> record, Work w
 
 void StepWorker::wait(Ticket ticket, const std::shared_ptr<OpenRecord>& record) {
   const int64_t begin = now_ns();
-  std::vector<Work> spent; // freed without the lock
+  std::vector<Work> spent; // destroyed after the lock is released
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return done_ >= ticket; });
   std::swap(spent, spent_);

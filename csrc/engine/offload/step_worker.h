@@ -1,4 +1,4 @@
-// A thread that carries out work for units, one piece after the other.
+// A thread that runs submitted work in order.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -20,39 +20,38 @@
 
 namespace zerocore {
 
-// How many threads share the loops that the calling thread runs, of that one alone:
-// at::parallel_for, which the CPU's kernels use, gives its work to up to so many threads, this one
-// included. Other threads keep theirs, also those that are started later; at::set_num_threads()
-// would be the default of these.
+// Sets how many threads, this one included, share the loops (at::parallel_for) that the calling
+// thread runs. Other threads keep their number; at::set_num_threads() would change the default of
+// threads that start later.
 inline void use_host_threads(int num_threads) {
   TORCH_CHECK_VALUE(num_threads >= 1, "expected 1 thread or more, got ", num_threads);
-  at::get_num_threads(); // the first call of a thread sets what torch would
+  at::get_num_threads(); // the first call in a thread sets torch's default
   omp_set_num_threads(num_threads);
 }
 
-// One thread submits and waits. The thread of the worker begins with the first piece of work, and
-// gives the CPU's loops to `num_threads`, itself included. Its current device is `device`: a wait
-// of a thread that has chosen none makes a context on GPU 0.
+// Only one thread may submit and wait. The worker's thread starts with the first work, and shares
+// its loops among `num_threads` threads. Its current device is `device`: without one, a wait for an
+// event would create a context on GPU 0.
 class StepWorker {
  public:
   using Work = std::function<void()>;
-  using Ticket = int64_t; // 0 is of no work
+  using Ticket = int64_t; // number of submitted work, from 1 on
 
   StepWorker(c10::Device device, int num_threads) : device_(device), num_threads_(num_threads) {}
-  // Ends when all work is done.
+  // Waits for all work.
   ~StepWorker();
 
   Ticket submit(Work work);
-  // The same; `record`, if there is one, gets its times.
+  // The same; writes the work's times to `record` unless it is null.
   Ticket submit(std::shared_ptr<OpenRecord> record, Work work);
-  // Of what was submitted last.
+  // Returns the ticket of the last submitted work.
   Ticket last() const {
     return submitted_;
   }
-  // Blocks until the work of that ticket, and all before it, is done, well or not. `record`, if
-  // there is one, gets for how long.
+  // Waits until the ticket's work and all before it have ended or failed. Adds the waiting time to
+  // `record` unless it is null.
   void wait(Ticket ticket, const std::shared_ptr<OpenRecord>& record = nullptr);
-  // The first error, once; null for none.
+  // Returns and forgets the first error, or null.
   std::exception_ptr take_error();
 
  private:
@@ -63,7 +62,8 @@ class StepWorker {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Work> queue_;
-  // Freed by who waits: a tensor may belong to Python, whose lock that thread may hold.
+  // Done work, which wait() frees. Freeing a Python tensor takes the GIL, which the thread that
+  // waits may hold.
   std::vector<Work> spent_;
   Ticket submitted_ = 0, done_ = 0;
   std::exception_ptr error_;

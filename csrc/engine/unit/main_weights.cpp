@@ -1,4 +1,3 @@
-// Weights of a unit that its optimizer updates.
 #include "engine/unit/main_weights.h"
 
 #include <ATen/ops/where.h>
@@ -42,7 +41,7 @@ void MainWeights::fill(int region, const at::Tensor& own) const {
     full(region).copy_(own);
   }
   if (is_cast_for_sending(region)) {
-    sent_->full(region).copy_(own); // an update may leave some of it alone
+    sent_->full(region).copy_(own); // an update may write only some of it
   }
 }
 
@@ -56,7 +55,7 @@ void MainWeights::cast() const {
   const Streams& streams = *context_.streams;
   for (const int region : regions()) {
     if (!model_[region].defined()) {
-      continue; // others are gathered in its place
+      continue; // the region is not gathered
     }
     if (!context_.tiers.returns_weights()) {
       streams.note_read(StreamRole::Compute, full(region), "is cast", unit_);
@@ -73,7 +72,7 @@ void MainWeights::cast() const {
 
 void MainWeights::return_weights() const {
   order_send();
-  send(/*blocks=*/true); // what it reads may change next
+  send(/*blocks=*/true); // the caller may change the weights next
   context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);
 }
 

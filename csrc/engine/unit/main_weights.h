@@ -1,9 +1,9 @@
-// Weights of a unit that its optimizer updates, where layers compute with others.
+// The main weights of a unit (FSDP2's float32 sharded parameters, Megatron's main parameters).
 //
 // Note [Main and model weights]
-// Layers compute with model weights, which gathers move. Where the optimizer is to update another
-// dtype, this rank also holds main weights, its shard only; they are cast to model weights once
-// after every change, not once for every gather. Loads and saves take main weights.
+// Layers compute with model weights, which all-gathers move. If the optimizer updates another
+// dtype, this rank also holds main weights, of its own shard only. They are cast to model weights
+// once after every change, not for every all-gather. Checkpoints hold main weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,9 +21,9 @@ namespace zerocore {
 
 class MainWeights {
  public:
-  // `unit` outlives it. Allocates nothing.
+  // The context and `unit`, the unit's name, must outlive the object. Allocates nothing.
   MainWeights(const Layout& layout, const UnitContext& context, const std::string& unit);
-  // This rank's part of a region's model weights, 1-D.
+  // Sets this rank's part of a region's model weights, 1-D, which the casts write.
   void set_model(int region, at::Tensor model) {
     model_[region] = std::move(model);
   }
@@ -34,34 +34,37 @@ class MainWeights {
   bool empty() const {
     return !main_;
   }
-  // 1-D, this rank's elements of a region that has them.
+  // Returns this rank's main weights of a region, 1-D; the region must have them.
   const at::Tensor& full(int region) const {
     return main_->full(region);
   }
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes) const {
     return main_->view(region, offset, sizes);
   }
-  // A part of what is sent in the place of main weights; undefined where these are sent themselves.
+  // Returns a view of the host's copy that is cast for sending. Undefined if the region has none
+  // and the main weights themselves are sent.
   at::Tensor written_view(int region, int64_t offset, at::IntArrayRef sizes) const;
 
   // Allocates the memory if there is none.
   void allocate(UnitId id);
-  // Takes values of a region.
+  // Copies `own` into a region.
   void fill(int region, const at::Tensor& own) const;
-  // Takes over those model weights of a region that are no rounded main weights.
+  // Copies those elements of `own`, model weights, that differ from the rounded main weights.
   void copy_changed(int region, int64_t offset, const at::Tensor& own) const;
-  // Casts to model weights, on the compute stream; those on the host are sent.
+  // Casts main weights to model weights. If only the main weights are on the host, sends the result
+  // to the device.
   void cast() const;
-  // Sends weights from the host to the device: between what the compute stream was given and what
-  // it will be, and the host waits. Or in two parts, of which another thread may do the second.
+  // Sends weights from the host to the device, after earlier and before later work of the compute
+  // stream. The host waits for the copy.
   void return_weights() const;
+  // The same in two parts: order_send() on the caller's thread, then send() on any thread.
   void order_send() const;
   void send(bool blocks = false) const;
 
   at::Tensor bytes() const {
     return main_->bytes();
   }
-  // Bytes of main weights on the device; and of what is sent.
+  // Return the bytes of main weights on the device, and the bytes that are sent to it.
   int64_t device_nbytes() const;
   int64_t sent_nbytes() const;
 
@@ -76,7 +79,7 @@ class MainWeights {
   const UnitContext& context_;
   const std::string& unit_;
   std::optional<Bucket> main_;
-  std::optional<Bucket> sent_; // on the host: main weights as layers compute with them
+  std::optional<Bucket> sent_; // on the host: main weights cast to the dtype of model weights
   std::vector<at::Tensor> model_; // by region
 };
 

@@ -1,4 +1,3 @@
-// The states of units on the host and on disk.
 #include "engine/unit/offloaded_states.h"
 
 #include <algorithm>
@@ -14,7 +13,7 @@ void HostStates::plan(const Units& units, const UnitContext& context) {
     layout_->add(unit->layout(), unit->context().mesh);
   }
   options_.nbytes = layout_->nbytes();
-  options_.inherited = true; // a worker of a data loader may look at a parameter
+  options_.inherited = true; // a data loader's forked worker may read a parameter
   if (context.streams->device().is_cuda() && cuda_calls() != nullptr) {
     options_.pinned_nbytes = layout_->copied_nbytes();
   }
@@ -114,7 +113,7 @@ void DiskStates::finish_write() {
 
 void DiskStates::end_step() {
   for (UnitId unit = 0; unit < static_cast<UnitId>(brought_.size()); ++unit) {
-    give_back(unit); // one whose update has failed is still here
+    give_back(unit); // if its update failed, the unit was not given back
   }
   finish_write();
 }
@@ -141,7 +140,7 @@ void DiskStates::read_ahead(std::jthread& thread, const Range& range) {
   thread = std::jthread([this, range] {
     try {
       file_->read(range, /*writes=*/false, "");
-    } catch (const std::exception&) { // comes again when the unit is read
+    } catch (const std::exception&) { // the read of the unit itself will fail again and throw
     }
   });
 }

@@ -1,4 +1,4 @@
-// The states of a model on the host and on disk: the memory of its units' buckets and moments.
+// The memory of offloaded states: of the units' buckets and optimizer states on the host or disk.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -18,28 +18,28 @@
 
 namespace zerocore {
 
-// The states of a model in the host's memory: one mapping, of the size that the plan says, and the
-// memory of the units' buckets in it.
+// A model's states in the host's memory: one mapping of the planned size, with a part for each
+// bucket.
 class HostStates {
  public:
-  HostStates() = default; // of nothing until plan()
+  HostStates() = default; // call plan(), then open()
   HostStates(const HostStates&) = delete;
   HostStates& operator=(const HostStates&) = delete;
 
-  // Takes no memory.
+  // Computes the layout; takes no memory.
   void plan(const Units& units, const UnitContext& context);
-  // Maps the planned memory, and pins the part that a CUDA device copies. Throws c10::Error where
-  // there is too little.
+  // Maps the planned memory, and pins the part that a CUDA device copies. Throws c10::Error if the
+  // host has too little memory.
   void open();
-  // Of a unit's part, zeros at first.
+  // Returns the memory of a unit's part, zeros at first.
   c10::DataPtr memory(UnitId unit, Memory part) const;
-  // Of a region's gradient. One that was frozen when the model was sharded has none.
+  // Returns the memory of a region's gradient. The region must have required grad in plan().
   c10::DataPtr gradient(UnitId unit, int region) const;
 
   const HostLayout& layout() const {
     return *layout_;
   }
-  // Null before open().
+  // Returns null before open().
   const std::shared_ptr<HostMemory>& mapped() const {
     return memory_;
   }
@@ -52,53 +52,53 @@ class HostStates {
   std::shared_ptr<HostMemory> memory_;
 };
 
-// The states of units on disk are read ahead of updates and gathers and written behind them. See
-// Note [Memory of a file].
+// A model's states on disk: reads them ahead of updates and all-gathers, and writes them after an
+// update. See Note [Memory of a file].
 class DiskStates {
  public:
-  DiskStates() = default; // of nothing until open()
+  DiskStates() = default; // call open()
   DiskStates(const DiskStates&) = delete;
   DiskStates& operator=(const DiskStates&) = delete;
 
-  // Reserves the file. `name`: of this rank's states, in errors. Throws std::system_error where
-  // there is no room.
+  // Reserves the file. `name` names this rank's states in errors. Throws std::system_error if the
+  // disk is full.
   void open(
       const std::string& folder,
       const std::string& name,
       const Units& units,
       const UnitContext& context);
-  // Of a unit's part, zeros at first.
+  // Returns the memory of a unit's part, zeros at first.
   c10::DataPtr memory(UnitId unit, Memory part) const;
-  // Writes what was filled by hand, and frees its memory.
+  // Writes the unit to the file after Unit::materialize has filled it, and frees its memory.
   void store(UnitId unit) const;
-  // Throws what went wrong with an update, every time, for bytes are lost.
+  // Throws the error of a failed update, at every call, because its bytes are lost.
   void check() const;
 
-  // -- updates, by one thread. Throw as check().
-  // The units that will be updated, in order.
+  // -- updates: called from one thread. They throw as check() does.
+  // Takes the units that the step will update, in order.
   void begin_step(std::vector<UnitId> order);
-  // Reads the unit, and lets a thread begin to read the next one.
+  // Reads the unit, and starts a thread that reads the next one.
   void bring(UnitId unit);
-  // The unit has changed: begins to write it, and frees the memory of the one before.
+  // Starts to write an updated unit, and frees the memory of the one before.
   void give_back(UnitId unit);
-  // Everything is in the file.
+  // Completes all writes.
   void end_step();
 
-  // -- gathers, by another thread
-  // Reads the unit's parameters, and lets a thread begin to read those of the next unit in the
-  // direction of the pass. Frees the memory of the unit that was loaded before, whose parameters
-  // have been copied. An error is kept and not thrown, so that all ranks come to the gather.
+  // -- all-gathers: called from another thread
+  // Reads the unit's parameters, and starts a thread that reads the next unit in the direction of
+  // the pass. Frees the memory of the unit that was loaded before; its parameters are copied
+  // already. Keeps an error instead of throwing it, so that all ranks reach the all-gather.
   void load(UnitId unit);
-  // Whether the parameters may be touched.
+  // Returns whether no load has failed, so that the parameters may be read.
   bool is_loaded() const {
     return load_failure_ == nullptr;
   }
-  // The error of a load since the last call, or null.
+  // Returns and forgets the error of a load, or null.
   std::exception_ptr take_load_failure() {
     return std::exchange(load_failure_, nullptr);
   }
 
-  // In the child of a fork, where no thread reads ahead: nothing is waited for.
+  // Leaks the threads that read ahead, which do not exist in the child of a fork.
   void mark_forked();
 
   int64_t file_nbytes() const {
@@ -110,7 +110,7 @@ class DiskStates {
 
  private:
   template <typename Call>
-  void run(const Call& call); // and keeps its error
+  void run(const Call& call); // keeps its error for check()
   void finish_write();
   void read_ahead(std::jthread& thread, const Range& range);
   const Range& parameters(UnitId unit) const {
@@ -118,7 +118,7 @@ class DiskStates {
   }
 
   std::optional<DiskLayout> layout_;
-  std::vector<std::string> labels_; // of units, in errors
+  std::vector<std::string> labels_; // names of units in errors
   std::shared_ptr<FileMemory> file_;
   std::vector<UnitId> order_;
   std::vector<bool> brought_; // by unit
@@ -126,8 +126,8 @@ class DiskStates {
   std::exception_ptr failure_;
   UnitId loaded_ = -1; // the unit that was loaded last
   std::exception_ptr load_failure_;
-  // MADV_WILLNEED needs no thread, but reads a few MiB at most, and into small pages.
-  std::jthread updates_ahead_, loads_ahead_; // last: they read the file
+  // MADV_WILLNEED would need no thread, but it reads only a few MiB, into small pages.
+  std::jthread updates_ahead_, loads_ahead_; // last member: joined before the file is freed
 };
 
 } // namespace zerocore

@@ -1,4 +1,3 @@
-// Carries out the steps of one unit with tensors and collectives.
 #include "engine/unit/step_runner.h"
 
 #include <ATen/record_function.h>
@@ -71,7 +70,7 @@ void StepRunner::make_ready(const Step& step) {
 
 // -- parameters -----------------------------------------------------------------------------
 
-// This rank's part comes from the host, also if a file has its bytes, on the stream of the gather.
+// Copies this rank's part from the host to the device, on the all-gather stream.
 void StepRunner::load(const Step& step) {
   const bool on_disk = context_.tiers.parameters == Tier::Disk;
   const at::Tensor& to = memory_.own(step.to, step.region);
@@ -82,7 +81,7 @@ void StepRunner::load(const Step& step) {
   }
   if (!on_disk || context_.disk->is_loaded()) {
     const auto guard = streams.use(StreamRole::AllGather);
-    // The memory of a file is freed soon.
+    // The next load frees the memory of a file, so wait for the copy.
     to.copy_(memory_.whole(step.from, step.region), /*non_blocking=*/!on_disk);
   }
   loaded_ = streams.record(StreamRole::AllGather);
@@ -93,7 +92,7 @@ void StepRunner::load(const Step& step) {
   streams.note_write(StreamRole::AllGather, to, "loads", unit_.name());
 }
 
-// On the stream of the gather, which compute does not wait for.
+// Runs on the all-gather stream, so the compute stream does not wait for it.
 void StepRunner::encode(const Step& step) {
   const auto guard = context_.streams->use(StreamRole::AllGather);
   const at::Tensor& to = memory_.own(step.to, step.region);
@@ -104,7 +103,7 @@ void StepRunner::encode(const Step& step) {
   kernels::encode(to, from, format);
 }
 
-// On the compute stream. See Note [Shards of rows].
+// Runs on the compute stream. See Note [Shards of rows].
 void StepRunner::copy_out() {
   for (const int index : memory_.full().regions()) {
     const Region& region = layout_.regions()[index];
@@ -123,7 +122,7 @@ void StepRunner::copy_out() {
   }
 }
 
-// On the compute stream.
+// Runs on the compute stream.
 void StepRunner::keep_near() {
   for (const int region : memory_.full().regions()) {
     const auto [to, from] = memory_.near_part(region);
@@ -135,7 +134,8 @@ void StepRunner::keep_near() {
 
 void StepRunner::drop_near() {
   if (memory_.has_near()) {
-    context_.streams->order(StreamRole::Compute, StreamRole::AllGather); // which may read it
+    // An all-gather may still read the memory.
+    context_.streams->order(StreamRole::Compute, StreamRole::AllGather);
     memory_.drop_near();
   }
 }
@@ -144,8 +144,8 @@ void StepRunner::drop_near() {
 
 namespace {
 
-// A power of two near the square root of a number of ranks, as FSDP2 divides float16 gradients
-// before they are summed: neither small ones nor sums leave its range.
+// Returns a power of two near the square root of the number of ranks. As in FSDP2, float16
+// gradients are divided by it before the sum, so that all stays in the range of float16.
 int64_t near_square_root(int64_t num_ranks) {
   int64_t factor = 1;
   while (num_ranks % factor == 0 && num_ranks / factor > factor) {
@@ -154,7 +154,6 @@ int64_t near_square_root(int64_t num_ranks) {
   return factor;
 }
 
-// The part that gradients get when they are packed.
 double packed_scale(const Region& region, const UnitMesh& mesh, double all) {
   if (static_cast<at::ScalarType>(region.reduce.dtype) == at::kHalf) {
     return 1.0 / static_cast<double>(near_square_root(mesh.world_size()));
@@ -212,7 +211,7 @@ void StepRunner::start(const Step& step) {
     context_.streams->order(by.reducing(), StreamRole::ReduceScatter);
   }
   const bool sums_in_order = !is_gather(step) && context_.mesh.sums_in_order;
-  const bool is_waited_for = // at once
+  const bool is_waited_for = // before the next collective starts
       sums_in_order && (step.axis == AxisName::Replicas || step.op == TraceOp::GatherSums);
   auto [to, from] = memory_.operands(step);
   CollectiveCall call = {std::move(to), std::move(from), unit_.tag(*step.op, step.nbytes)};
@@ -250,7 +249,7 @@ void StepRunner::launch() {
 
 void StepRunner::wait(const Step& step) {
   const char* what = is_gather(step) ? "zerocore::wait_all_gather (" : "zerocore::wait_reduce (";
-  RECORD_USER_SCOPE(what + unit_.name() + ")"); // made for a profiler alone
+  RECORD_USER_SCOPE(what + unit_.name() + ")"); // evaluated only under a profiler
   wait_for_all(pending_of(step), *context_.streams);
 }
 

@@ -1,5 +1,4 @@
-// Carries out the steps of one unit with tensors and collectives; decides nothing. See
-// plan/steps.h.
+// Carries out the steps of one unit with tensors and collectives. See plan/steps.h.
 #pragma once
 
 #include <vector>
@@ -13,24 +12,26 @@ namespace zerocore {
 
 class Unit;
 
-// Of the unit's gradient scale, the factor that a step applies: see Note [Scale of gradients].
+// Returns the factor of the unit's gradient scale that a step applies, see Note [Scale of
+// gradients].
 double scale_of(const Step& step, const Unit& unit);
 
 class StepRunner final : public Steps {
  public:
-  // Both outlive it. The unit has its layout by then.
+  // Both arguments must outlive the object. The unit's layout must exist by now.
   StepRunner(const Unit& unit, UnitMemory& memory);
 
-  // All but what needs the parameters' gradients or the thread of an offload.
+  // Carries out a step. The reducer does those that need the parameters' gradients or the host.
   void run(const Step& step) override;
-  // Starts the collectives of a unit's regions that go as one launch.
+  // Starts the coalesced collectives of the unit's regions as one launch.
   void launch();
-  // Forgets them, as they have failed.
+  // Drops collectives that were not launched because an earlier step failed.
   void forget_launch() {
     together_.clear();
   }
   void drop_near();
-  // Behind the last copy from parameters on the host, which may not change before; null for none.
+  // Returns the event after the last copy from parameters on the host. They may not change before
+  // it. Null if there was no copy.
   const StreamEvent& loaded() const {
     return loaded_;
   }
@@ -38,7 +39,7 @@ class StepRunner final : public Steps {
  private:
   struct Joint {
     CollectiveCall call;
-    std::vector<PendingCollective>* pending = nullptr; // gets it
+    std::vector<PendingCollective>* pending = nullptr; // receives the started collective
   };
 
   void move(const Step& step);
@@ -64,11 +65,11 @@ class StepRunner final : public Steps {
   UnitMemory& memory_;
   std::vector<PendingCollective> gathers_;
   std::vector<std::vector<PendingCollective>> reductions_; // by region
-  std::vector<Joint> together_; // to be one launch
+  std::vector<Joint> together_; // coalesced, not launched yet
   TraceOp together_op_ = TraceOp::AllGather;
   Collectives* together_by_ = nullptr;
   StreamEvent loaded_;
-  StreamEvent near_kept_; // behind the copies to Near
+  StreamEvent near_kept_; // recorded after the copies to Near
 };
 
 } // namespace zerocore

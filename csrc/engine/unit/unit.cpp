@@ -1,4 +1,4 @@
-// One unit and its states.
+// Unsharding, resharding and versions; unit_values.cpp fills, reads and writes parameters.
 #include "engine/unit/unit.h"
 
 #include <ATen/record_function.h>
@@ -92,7 +92,7 @@ void Unit::unshard() {
   if (!shards_) {
     std::erase_if(regions, [&](int region) { return is_gathered(region); });
   }
-  // This rank may be in a call that the others have left: they gather the unit anew, it goes on.
+  // This rank may still be in a call that the others have left and gather again for the next one.
   const bool in_use = shards_ && state() != ShardedState::Sharded;
   wait_for_unshard();
   std::vector<int> written = in_use ? versions_.written() : std::vector<int>();
@@ -105,7 +105,7 @@ void Unit::unshard() {
   if (in_use || own.defined()) {
     wait_for_unshard();
   }
-  if (own.defined()) { // others' parts may be from before; see Note [Writes in a forward]
+  if (own.defined()) { // other ranks may not have written yet; see Note [Writes in a forward]
     const Bucket from = over(own);
     for (const int param : written) {
       part_of(bucket_, param).copy_(part_of(from, param));
@@ -132,8 +132,8 @@ void Unit::reshard() {
 }
 
 void Unit::begin_gathers(const std::vector<int>& regions) {
-  RECORD_USER_SCOPE("zerocore::all_gather (" + name_ + ")"); // made for a profiler alone
-  runner_.forget_launch(); // of gathers that failed
+  RECORD_USER_SCOPE("zerocore::all_gather (" + name_ + ")"); // evaluated only under a profiler
+  runner_.forget_launch(); // a failed all-gather may have left some
   const bool again = std::exchange(begun_version_, gathered_version_) == gathered_version_;
   unsharding_.begin(regions, again, runner_);
   runner_.launch();
@@ -149,7 +149,7 @@ void Unit::set_keeps_near(bool keeps) {
 void Unit::mark_taken() {
   written_ = false;
   if (!keeps_write()) {
-    written_params_.clear(); // the shards are part of what was written
+    written_params_.clear(); // the writes went to the shards already
   }
   gathered_version_ = version();
   shards_version_ = versions_.of_shards();
@@ -213,7 +213,7 @@ Units make_units(std::vector<UnitSpec> specs, const std::vector<UnitContext>& co
     }
     const auto id = static_cast<UnitId>(units.size());
     units.push_back(std::make_unique<Unit>(id, std::move(spec), own));
-    const bool is_gathered = own.mesh.shards_optimizer; // after a step
+    const bool is_gathered = own.mesh.shards_optimizer;
     if (own.registered != nullptr && is_gathered && !own.tiers.has_host_parameters()) {
       own.registered->reserve(Window::Parameters, units.back()->kept().bytes());
     }

@@ -1,4 +1,4 @@
-// One unit: its parameters, sharded and unsharded, and the moves between the two states.
+// One unit: its parameters, sharded or unsharded, and the way from one state to the other.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,7 +44,7 @@ class Unit {
   const UnitContext& context() const {
     return context_;
   }
-  // Names a collective for the unit, and adds it to the trace.
+  // Returns a collective's tag with the unit's name, and adds the collective to the trace.
   CollectiveTag tag(TraceOp op, int64_t nbytes) const {
     return {&name_, context_.note(op, id_, nbytes), id_};
   }
@@ -58,68 +58,68 @@ class Unit {
   const UnitSettings& settings() const {
     return settings_;
   }
-  // Shape of this rank's part of a parameter: 1-D, or by rows all dimensions.
+  // Returns the shape of this rank's part of a parameter: 1-D, or by rows with all dimensions.
   std::vector<int64_t> shard_sizes(int param) const;
 
-  // New leaves over the unit's memory, to be wrapped as parameters. One that is not gathered has
-  // none.
+  // Return new leaf tensors over the unit's memory, which Python wraps as parameters. If the
+  // parameter is not gathered (ParamSpec::is_gathered), the full one has one element of memory.
   at::Tensor make_full(int param) const;
   at::Tensor make_shard(int param) const;
-  // This rank's elements of the model weight where make_shard() is a main weight, else undefined.
+  // Returns this rank's elements of the model weight if make_shard() is a main weight, else an
+  // undefined tensor.
   at::Tensor make_model_shard(int param) const;
-  // The leaves of make_full() and make_shard() as the modules hold them from now on.
-  // `local`: the memory of a shard that is a DTensor, else undefined.
+  // Takes the leaves of make_full() and make_shard() that the modules hold from now on. `local` is
+  // the memory of a shard that is a DTensor, else undefined.
   void bind(int param, at::Tensor full, at::Tensor shard, at::Tensor local);
 
-  // Allocates the persistent memory if there is none and fills it from `full`, the parameters'
-  // values in the order of params(). With broadcast, rank 0's values win; others' may be undefined.
-  // By rows all are undefined: whoever binds the shards, which are zero, fills them.
+  // Allocates the persistent memory if there is none, and fills it from `full`, in the order of
+  // params(). With broadcast, rank 0's values win; other ranks' may be undefined. By rows all are
+  // undefined: the shards stay zero until Python fills them.
   void materialize(const std::vector<at::Tensor>& full, bool broadcast);
-  // The reverse: full parameters on every rank, in new memory; main weights where there are some.
+  // Returns the full parameters on every rank, in new memory: main weights if there are any.
   std::vector<at::Tensor> full_values() const;
 
   // Note [Writes in a forward]
-  // A call may change parameters in place, and ranks come to it at different times. Each reads the
-  // unit as it is behind the writes that it has made itself: it keeps the full parameters and lays
-  // them over what it gathers later in the pass. Its part for the others changes when all have left
-  // the pass.
+  // A call may change parameters in place, and ranks reach it at different times. Each rank must
+  // see its own writes: it keeps a copy of the full parameters and lays it over what it gathers
+  // later in the pass. Its shard takes the writes once all ranks have left the pass.
   void keep_write();
   bool keeps_write() const {
     return written_full_.defined();
   }
   void finish_write();
-  // The unsharded parameters are the ones to write back where they were written to since the last
-  // call. False if none was.
+  // Remembers which full parameters were written since the last call, to write them back. Returns
+  // false if none was.
   bool take_writes();
-  // Nothing is to be written back.
+  // Forgets what was to be written back.
   void drop_writes() {
     written_params_.clear();
     written_full_.reset();
   }
-  // Of parameters that are to be written back the values, 1-D, others undefined.
+  // Returns the values, 1-D, of parameters that are to be written back; others are undefined.
   std::vector<at::Tensor> written_values() const;
 
-  // Sharded > Unsharding: issues the gathers. Where unsharded parameters stay, only of regions that
-  // have changed since.
+  // Starts the unit's all-gathers. At stages 1 and 2 only changed regions are gathered.
   void unshard();
-  // Unsharding > Unsharded: orders compute behind the gathers.
+  // Makes the compute stream wait for the all-gathers.
   void wait_for_unshard() {
     unsharding_.wait(runner_);
   }
-  // For the checker: the compute stream reads the unsharded parameters now.
+  // Tells the checker of hand-overs that the compute stream reads the full parameters now.
   void note_use() const;
-  // > Sharded: forgets the gathered parameters and gives the slot back.
+  // Drops the gathered parameters and gives their block back to the pool.
   void reshard();
-  // Copies this rank's part of the unsharded parameters that are to be written back, or of all of
-  // them, to its shard. A main weight changes only where its model weight was changed.
+  // Copies this rank's part of the full parameters to its shard: of all of them, or of those that
+  // are to be written back. A main weight changes only if its model weight was changed.
   void write_back(bool all);
-  // The shards have changed: casts main weights to model weights, and sends them to the device.
+  // After the shards have changed: casts main weights to model weights, and sends those that are
+  // on the host to the device.
   void cast_changes() {
     note_change();
     cast_main();
   }
   void cast_main();
-  // The model weights are those of the main weights: whoever updated these has cast them.
+  // Notes that the optimizer has cast the main weights that it updated.
   void mark_cast() {
     cast_version_ = version();
   }
@@ -127,12 +127,12 @@ class Unit {
     return main_.empty() || cast_version_ == version();
   }
 
-  // Changes whenever the optimizer or the user changed the shards.
+  // Returns a number that grows whenever the optimizer or the user changes the shards.
   int64_t version() const {
     return versions_.of_unit();
   }
-  // Parameters that were set to other memory (`p.data = t`) go back to the unit's. With `keeps`
-  // their values come along and count as changed. Those that there were.
+  // Gives full parameters that the user set to other memory (`p.data = t`) the unit's memory again.
+  // With `keeps` it copies their values, which count as changed. Returns these parameters.
   std::vector<int> take_back(bool keeps);
   ParamVersions& versions() {
     return versions_;
@@ -140,38 +140,40 @@ class Unit {
   const ParamVersions& versions() const {
     return versions_;
   }
-  // The unsharded parameters are those of the shards, in all regions.
+  // Marks the full parameters of all regions as equal to the shards.
   void mark_gathered();
-  // The gathered parameters are, from now on, those that the shards hold.
+  // Notes the shards' present version as the gathered one.
   void mark_taken();
-  // The same, and tells autograd. True if a parameter that requires grad has changed.
+  // The same, and bumps autograd's versions. Returns whether a parameter that requires grad has
+  // changed.
   bool mark_fresh();
-  // A call has changed the parameters in place. Another rank may change its part later in the same
-  // pass than a gather, so what the pass gathered is stale when it has ended.
+  // Notes that a call has written to the parameters in place. Another rank may write its part after
+  // an all-gather of the same pass, so at the end of the pass the gathered values are stale.
   void mark_written() {
     written_ = true;
   }
   bool is_fresh() const {
     return !written_ && gathered_version_ == version();
   }
-  // False unless the shards were changed by themselves since they were gathered last, or marked as
-  // fresh. Then the next gather is one of what they are now.
+  // Returns true if the shards were written directly since they were gathered or marked fresh. Then
+  // it also casts main weights for the next all-gather.
   bool cast_shard_changes();
-  // Unsharded parameters that stay are those of the shards, or a gather under way makes them so.
+  // Returns whether the full parameters equal the shards, perhaps after a pending all-gather.
   bool is_gathered() const;
-  // The unsharded parameter stays and is that of all ranks' shards now, bit for bit; asks no rank.
+  // Returns whether this rank has the parameter's full value now, bit for bit, without asking
+  // another rank.
   bool holds_values(int param) const;
-  // Bytes on the device that stay on this rank between steps, without main weights.
+  // Returns the bytes on the device that stay between steps, without main weights.
   int64_t persistent_nbytes() const;
-  // Parameters that stay between steps.
+  // Returns the parameters' memory that stays between steps: the shards, or the full parameters.
   const Bucket& kept() const {
     return shards_ ? *shards_ : bucket_;
   }
-  // The weights that the optimizer updates, where they are no part of the unit's own memory.
+  // Returns the weights that the optimizer updates, if they have memory of their own.
   const MainWeights& main() const {
     return main_;
   }
-  // See Unsharding; false frees the memory, too.
+  // See Unsharding::set_keeps_near; false also frees the memory.
   void set_keeps_near(bool keeps);
   UnitMemory& memory() {
     return memory_;
@@ -181,11 +183,12 @@ class Unit {
   }
 
  private:
-  // For the checker: the compute stream has changed the shards.
+  // Tells the checker of hand-overs that the compute stream writes the shards now.
   void note_change() const;
   void begin_gathers(const std::vector<int>& regions);
   at::Tensor model_part(int param) const;
-  // Persistent memory, 1-D, this rank's part of a region: what gathers send, what is updated.
+  // Return this rank's part of a region, 1-D: the one that all-gathers send, and the one that the
+  // optimizer updates.
   const at::Tensor& model_shard(int region) const;
   const at::Tensor& updated_shard(int region) const;
   void allocate_persistent();
@@ -194,7 +197,7 @@ class Unit {
     return gathered_[region] == versions_.of_region(region);
   }
   void write_back(const Bucket& full);
-  // A bucket as the unit's own over other memory of the same size.
+  // Returns a bucket with the unit's layout over `bytes`.
   Bucket over(const at::Tensor& bytes) const;
   at::Tensor part_of(const Bucket& full, int param) const;
 
@@ -204,28 +207,28 @@ class Unit {
   UnitContext context_;
   Layout layout_;
   UnitMemory memory_;
-  Bucket& bucket_; // of it: unsharded
-  const std::optional<Bucket>& shards_; // the same: where parameters are sharded
+  Bucket& bucket_; // memory_'s full parameters
+  const std::optional<Bucket>& shards_; // memory_'s shards; nullopt if full parameters stay
   MainWeights main_;
   Unsharding unsharding_;
   StepRunner runner_;
   UnitSettings settings_;
   ParamVersions versions_;
-  std::vector<int64_t> gathered_; // version of each region that is in the buffer
+  std::vector<int64_t> gathered_; // the version of each region in bucket_
   int64_t gathered_version_ = -1;
-  int64_t begun_version_ = -1; // when the last gather began
-  int64_t shards_version_ = -1; // of_shards() then
-  bool written_ = false; // by calls, since mark_fresh()
-  at::Tensor written_full_; // bytes, see Note [Writes in a forward]
-  std::vector<int> written_params_; // to be written back
+  int64_t begun_version_ = -1; // the version that the last all-gather moved
+  int64_t shards_version_ = -1; // of_shards() when the unit was last gathered or marked fresh
+  bool written_ = false; // calls have written in place since mark_fresh()
+  at::Tensor written_full_; // the kept copy, as bytes; see Note [Writes in a forward]
+  std::vector<int> written_params_; // parameters to be written back
   int64_t cast_version_ = -1;
 };
 
 using Units = std::vector<std::unique_ptr<Unit>>; // by id
 
-// `contexts` by number of the mesh.
+// Makes the units; `contexts` has one for each mesh, by number.
 Units make_units(std::vector<UnitSpec> specs, const std::vector<UnitContext>& contexts);
-// The collectives of all units, each once.
+// Returns the collectives of all units, each once.
 std::vector<Collectives*> collectives_of(const Units& units);
 
 } // namespace zerocore

@@ -1,4 +1,4 @@
-// The parts of an engine that its units share, and the settings of each unit.
+// The parts of an engine that its units use, and the settings of a unit.
 #pragma once
 
 #include <cstdint>
@@ -21,24 +21,23 @@ class Alarm;
 class DiskStates;
 class HostStates;
 
-// Shared by the units of a model; outlives them.
+// The parts that the units of one mesh share. Owns none of them; `Resources` does.
 struct UnitContext {
   UnitMesh mesh;
-  int64_t first_rank = 0; // of the mesh, in the default group
-  Collectives* collectives = nullptr; // of mesh.state, null for one rank; as the next two
-  Collectives* replicas = nullptr;
-  Collectives* near = nullptr;
-  ControlChannel* control =
-      nullptr; // all ranks; null where there is one or the others are simulated
+  int64_t first_rank = 0; // the lowest rank of the mesh, in the default group
+  Collectives* collectives = nullptr; // over mesh.state; null if that has one rank
+  Collectives* replicas = nullptr; // over mesh.replicas; null if that has one rank
+  Collectives* near = nullptr; // over mesh.near; null if that has one rank
+  ControlChannel* control = nullptr; // all ranks; null if there is one, or peers are simulated
   Streams* streams = nullptr;
-  Alarm* alarm = nullptr; // null for none
+  Alarm* alarm = nullptr; // null if the model has no alarm
   BucketPool* pool = nullptr;
-  RegisteredMemory* registered = nullptr; // null where none is offered or asked for
+  RegisteredMemory* registered = nullptr; // null if the backend offers none, or without the option
   Trace* trace = nullptr;
   bool by_rows = false; // see Note [Shards of rows]
   Tiers tiers; // see Note [States on the host]
-  HostStates* host = nullptr; // null where nothing is on the host
-  DiskStates* disk = nullptr; // null where nothing is on disk
+  HostStates* host = nullptr; // null if no state is on the host
+  DiskStates* disk = nullptr; // null if no state is on disk
 
   Collectives& collectives_of(AxisName axis) const {
     return axis == AxisName::State ? *collectives : axis == AxisName::Near ? *near : *replicas;
@@ -46,24 +45,24 @@ struct UnitContext {
   c10::Device device_of(Tier tier) const {
     return tier == Tier::Device ? streams->device() : c10::Device(c10::kCPU);
   }
-  // Gradients are kept on the host and come off a device, see Note [Gradients of a device on the
-  // host].
+  // Returns whether gradients are copied from a device and kept on the host, see Note [Gradients of
+  // a device on the host].
   bool lands_gradients() const {
     return tiers.lands_gradients(!streams->has_streams());
   }
-  // For the bucket of a part of the unit, which lies in that tier.
+  // Returns memory in `tier` for the bucket of a part of the unit.
   c10::DataPtr memory_of(Tier tier, UnitId unit, Memory part, const Bucket& bucket) const;
-  // For the storage of `bytes`, outside of the tiers.
+  // Allocates memory for the storage of `bytes` on its device.
   c10::DataPtr memory_for(const at::Tensor& bytes) const {
     const auto nbytes = static_cast<int64_t>(bytes.storage().nbytes());
     return registered == nullptr ? allocate_memory(bytes.device(), nbytes)
                                  : registered->memory_for(bytes);
   }
-  // Counts what happens to a unit now; null where it is not traced.
+  // Adds an event of a unit to the trace. Returns null if it is not traced.
   std::shared_ptr<OpenRecord> note(TraceOp op, UnitId unit, int64_t nbytes) const {
     return trace->add(op, unit, nbytes, pool->stats().in_use_nbytes);
   }
-  // For each flag whether it is set on any rank; blocks the host.
+  // Returns for each flag whether any rank has set it. Collective; the host waits.
   std::vector<bool> any_rank(
       const std::vector<bool>& flags,
       MessageKind kind = MessageKind::AnyFlags) const {
@@ -71,15 +70,12 @@ struct UnitContext {
   }
 };
 
-// Settings of a unit.
 struct UnitSettings {
-  double gradient_scale = 1; // the sum of gradients over the ranks is multiplied by it
-  bool syncs = true; // a backward reduces them
-  bool stays = false; // after a forward, from the beginning; see UnitSpec
-  OwnCollective gather = {},
-                reduce = {}; // the program's, over the ranks that share the state; may be empty
-  // Gets each reduced gradient, of a region, before it is added to the one that is kept; may be
-  // empty.
+  double gradient_scale = 1; // multiplies the sum of gradients over the ranks
+  bool syncs = true; // backward passes reduce the gradients
+  bool stays = false; // unsharded from its forward to its backward
+  OwnCollective gather = {}, reduce = {}; // the user's own, over mesh.state; may be empty
+  // Receives each reduced gradient of a region before it is added to the kept one; may be empty.
   std::function<void(const at::Tensor&)> after_reduce = {};
 };
 

@@ -1,4 +1,3 @@
-// The memory of one unit, as steps name it.
 #include "engine/unit/unit_memory.h"
 
 #include <ATen/ops/empty_like.h>
@@ -84,7 +83,7 @@ void UnitMemory::add_gradients(int index, const std::string& owner) {
   }
 }
 
-// The reduction over the replicas leaves its result in place, or behind the part.
+// The reduction over the replicas leaves its result inside this rank's part, or after it.
 void UnitMemory::cut_scratch(int index) {
   const Bucket& scratch = bucket(Memory::Scratch, index);
   const int64_t own = layout_.regions()[index].shard_numel;
@@ -96,7 +95,7 @@ void UnitMemory::cut_scratch(int index) {
                : scratch.view(index, numel, {numel})};
 }
 
-// The part that a rank keeps, and behind it the sums that come from the replicas.
+// This rank's part comes first; the sums that the replicas send lie after it.
 void UnitMemory::cut_sums(int index) {
   const Region& region = layout_.regions()[index];
   const Bucket& sums = bucket(Memory::Sums, index);
@@ -108,7 +107,8 @@ void UnitMemory::cut_sums(int index) {
   }
 }
 
-// One that was frozen when the model was sharded has memory apart.
+// Returns null if the region's gradients are not in the host's mapping. A region that was frozen
+// when the model was sharded has no place in it.
 const HostStates* UnitMemory::host_of(int region) const {
   const bool is_planned = layout_.regions()[region].requires_grad;
   return context_.tiers.gradients == Tier::Host && is_planned ? context_.host : nullptr;
@@ -147,7 +147,7 @@ const at::Tensor& UnitMemory::bytes(Memory memory, int region) const {
 
 Operands UnitMemory::operands(const Step& step) const {
   const Axis& axis = mesh_.axis(step.axis);
-  const bool is_across = step.axis == AxisName::Replicas; // between parts of one state
+  const bool is_across = step.axis == AxisName::Replicas;
   if (step.op == TraceOp::AllGather || step.op == TraceOp::GatherNear) {
     const Bucket& gathered = bucket(step.to, step.region);
     const at::Tensor& full = gathered.full_bytes(step.region);
@@ -195,7 +195,7 @@ Operands UnitMemory::near_part(int region) {
   near_.resize(layout_.regions().size());
   const at::Tensor part = slice(full().full_bytes(region), mesh_.near);
   if (!near_[region].defined()) {
-    const c10::InferenceMode normal(false); // later steps write to it, too
+    const c10::InferenceMode normal(false); // steps outside of inference mode write to it, too
     near_[region] = at::empty_like(part);
   }
   return {near_[region], part};

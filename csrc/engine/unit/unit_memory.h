@@ -1,4 +1,4 @@
-// The memory of one unit, as steps name it: some stays, some is taken from the pool.
+// The memory of one unit, as steps name it. Some of it stays, the rest is blocks of the pool.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,14 +20,14 @@ struct Operands {
 
 class UnitMemory {
  public:
-  // All but the name outlive it. Allocates nothing.
+  // All arguments but the name must outlive the object. Allocates nothing.
   UnitMemory(
       UnitId unit,
       const std::string& name,
       const Layout& layout,
       const UnitContext& context);
 
-  // Parameters as layers compute with them, and this rank's where they have memory of their own.
+  // Return the full parameters, and this rank's shards if they have memory of their own.
   Bucket& full() {
     return bucket(Memory::Full, 0);
   }
@@ -35,25 +35,25 @@ class UnitMemory {
     return blocks_[Memory::Shard].front().bucket;
   }
 
-  // Of a region, 1-D: all that the memory holds, and this rank's part of it. Not to be touched
-  // before the memory is there.
+  // Return a region's tensor in `memory`, 1-D: all of it, or this rank's part. Take the memory
+  // before you read them.
   const at::Tensor& whole(Memory memory, int region) const;
   const at::Tensor& own(Memory memory, int region) const;
-  // The `parts` that a reduction leaves there for each element of this rank's part.
+  // Returns the result of a reduction, which leaves `parts` values for each element of this rank.
   const at::Tensor& received(Memory memory, int region, int64_t parts) const {
     return parts > 1 ? whole(memory, region) : own(memory, region);
   }
-  // The `numel` elements of this rank's part that it sums itself, see Note [Sums in order].
+  // Returns the `numel` elements that this rank sums itself, see Note [Sums in order].
   at::Tensor summed(Memory memory, int region, int64_t numel) const;
-  // Bytes of parameters, which gathers only move; elements of gradients.
+  // Returns the operands of a collective: parameters as bytes, gradients as elements.
   Operands operands(const Step& step) const;
 
   // Carry out a Take and a Free.
   void take(const Step& step);
   void free(const Step& step);
 
-  // Of Full, see Note [Near ranks]: what is kept, with new memory at first, and where it comes
-  // from.
+  // Returns the kept copy and the part of Full that it copies, see Note [Near ranks]. Allocates the
+  // copy at the first call.
   Operands near_part(int region);
   void drop_near() {
     near_.clear();
@@ -62,28 +62,28 @@ class UnitMemory {
     return !near_.empty();
   }
 
-  // A contiguous leaf of a region's kept gradients, from the element `begin` of this rank's.
+  // Returns a contiguous leaf over a region's kept gradients, from this rank's element `begin` on.
   at::Tensor grad_view(int region, int64_t begin, at::IntArrayRef sizes) const;
-  // The same of the gradients of all ranks, which only those that are not sharded have.
+  // The same, but `begin` counts from the first element that the kept gradients hold.
   at::Tensor sums_view(int region, int64_t begin, at::IntArrayRef sizes) const {
     return bucket(home_, region).view(region, begin, sizes);
   }
-  // The kept gradients have memory from here on, zeroed at first.
+  // Allocates the memory of a region's kept gradients, zeroed, if there is none.
   void keep_grad(int region);
   bool keeps_grad(int region) const {
     return bucket(home_, region).attached();
   }
-  // This rank's kept gradients, by region those that have memory.
+  // Returns this rank's kept gradients of all regions that have memory for them.
   std::vector<at::Tensor> kept_grads() const;
-  // The memory of kept gradients, as bytes; without that of the host's mapping.
+  // Returns the memory of kept gradients, as bytes, outside of the host's mapping.
   std::vector<at::Tensor> grad_bytes() const;
 
  private:
   struct Block {
     std::optional<Bucket> bucket;
-    std::optional<Slot> slot = std::nullopt; // while it is taken
+    std::optional<Slot> slot = std::nullopt; // the pool's memory, while the block is taken
   };
-  // A part of a block, and what the reduction over the replicas leaves beside or in it.
+  // This rank's part of a block, and the result of the reduction over the replicas.
   struct Cut {
     at::Tensor part, across;
   };
@@ -95,7 +95,7 @@ class UnitMemory {
     const std::vector<Block>& blocks = blocks_[memory];
     return *blocks[blocks.size() == 1 ? 0 : region].bucket;
   }
-  // Parameters have one for all regions.
+  // Returns the region's block; parameters have one block for all regions.
   Block& block(Memory memory, int region) {
     std::vector<Block>& blocks = blocks_[memory];
     return blocks[blocks.size() == 1 ? 0 : region];
@@ -110,11 +110,11 @@ class UnitMemory {
   const Layout& layout_;
   const UnitContext& context_;
   const UnitMesh& mesh_;
-  const Memory home_; // whose block holds the kept gradients: FullGrad unless they are sharded
-  ByMemory<std::vector<Block>> blocks_; // of gradients by region
+  const Memory home_; // the block of the kept gradients: Kept if they are sharded, else FullGrad
+  ByMemory<std::vector<Block>> blocks_; // parameters have one block, gradients one a region
   Memory cut_ = Memory::Scratch;
-  std::vector<Cut> cuts_; // of `cut_`, by region
-  std::vector<at::Tensor> near_; // bytes by region; empty before the first
+  std::vector<Cut> cuts_; // by region: the parts of the block `cut_`
+  std::vector<at::Tensor> near_; // by region: bytes kept for near ranks; empty until near_part()
 };
 
 } // namespace zerocore

@@ -1,4 +1,3 @@
-// Versions of parameters, and tensors that count writes through their data.
 #include "engine/unit/unit_param.h"
 
 #include <c10/core/InferenceMode.h>
@@ -12,7 +11,7 @@ namespace zerocore {
 
 namespace {
 
-// The counter itself: those of a tensor and of its views are one.
+// Returns the address of the counter, which a tensor shares with its views.
 const void* identity_of(const c10::VariableVersion& version) {
   static_assert(sizeof(version) == sizeof(void*), "a version is a pointer to its counter");
   const void* counter = nullptr;
@@ -20,14 +19,14 @@ const void* identity_of(const c10::VariableVersion& version) {
   return counter;
 }
 
-// Counters of writes through `.data`, by the version counters whose tensors have them.
+// The data counters of counted tensors, by the address of their version counters.
 struct DataCounters {
-  std::mutex mutex; // tensors may end on any thread
+  std::mutex mutex; // any thread may free a tensor
   std::unordered_map<const void*, c10::VariableVersion> by_version;
 };
 
 DataCounters& data_counters() {
-  static auto* const counters = new DataCounters; // tensors may outlive static objects
+  static auto* const counters = new DataCounters; // leaked: tensors may outlive static objects
   return *counters;
 }
 
@@ -43,7 +42,8 @@ class CountedTensor : public c10::TensorImpl {
   }
 
   using TensorImpl::shallow_copy_and_detach;
-  // `.data` asks for a copy with a new counter; `detach()` and saved tensors give this one's.
+  // `.data` asks for a copy with a new version counter, and gets the data counter instead.
+  // `detach()` and saved tensors use the other overload and share the version counter.
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(
       c10::VariableVersion&& /*version_counter*/,
       bool allow_tensor_metadata_change) const override {
@@ -59,7 +59,7 @@ class CountedTensor : public c10::TensorImpl {
   c10::VariableVersion counter_;
 };
 
-// One whose views are known by their version counter.
+// A counted tensor that registers its counters, so that `.data` of its views finds them.
 class CountedLeaf final : public CountedTensor {
  public:
   CountedLeaf(
@@ -86,7 +86,7 @@ class CountedLeaf final : public CountedTensor {
   }
 
  private:
-  c10::VariableVersion version_; // held, so that no other counter gets its address
+  c10::VariableVersion version_; // kept alive, so that no other counter gets its address
 };
 
 } // namespace
@@ -114,7 +114,7 @@ void count_as_data(const at::Tensor& tensor, const at::Tensor& alias) {
     return;
   }
   if (c10::InferenceMode::is_enabled()) {
-    counter.bump(); // torch need not count what is written here, so that it may be written counts
+    counter.bump(); // torch may not count writes in inference mode, so assume that one follows
   }
   if (!alias.is_inference()) {
     alias.unsafeGetTensorImpl()->set_version_counter(counter);
@@ -125,7 +125,7 @@ void count_view_as_data(const at::Tensor& view, const at::Tensor& alias) {
   const c10::TensorImpl* const impl = view.unsafeGetTensorImpl();
   if (view.is_inference() || alias.is_inference() ||
       dynamic_cast<const CountedTensor*>(impl) != nullptr) {
-    return; // the latter's own does
+    return; // inference tensors have no counters; a counted tensor's own copy gets the data counter
   }
   DataCounters& known = data_counters();
   const std::lock_guard lock(known.mutex);
@@ -141,7 +141,7 @@ int64_t count_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// Those of what is written through `.data`, too.
+// Returns the number of writes to the full parameter, also through `.data`.
 int64_t all_writes(const UnitParam& param) {
   return count_of(param.full) + num_writes(param.full_writes);
 }
@@ -150,7 +150,7 @@ int64_t all_writes(const UnitParam& param) {
 
 int64_t ParamVersions::told_of(size_t param) const {
   const UnitParam& counted = params_[param];
-  // A change of a DTensor may count in either.
+  // torch may count a change of a DTensor in the DTensor or in its local tensor.
   const int64_t local = counted.local.defined() ? count_of(counted.local) : 0;
   return changes_[param] + count_of(counted.shard) + local;
 }

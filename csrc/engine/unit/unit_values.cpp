@@ -1,5 +1,5 @@
-// Values of a unit's parameters: filled, read, cast, written back; and full ones for a while. See
-// Note [Main and model weights].
+// Fills, reads, casts and writes back the values of a unit's parameters. See Note [Main and model
+// weights].
 #include "engine/unit/unit_values.h"
 
 #include <ATen/ops/empty.h>
@@ -54,7 +54,7 @@ void FullValues::broadcast(Collectives& collectives) const {
 
 void FullValues::gather() const {
   const UnitContext& context = unit_.context();
-  // Parts of a replica's shard first, see Note [Sharded across].
+  // The replicas' parts of a shard come first, see Note [Sharded across].
   const Axis whole, &state = context.mesh.state;
   std::vector<std::pair<Collectives*, Axis>> levels = {{context.collectives, whole}};
   if (context.mesh.shards_across) {
@@ -71,7 +71,7 @@ void FullValues::gather() const {
     }
     wait_for_all(pending, streams_);
   }
-  // Units with encoded parameters have rows under `shard`, too.
+  // A unit with fsdp_pre_all_gather is laid out by rows, whatever the model's option.
   const Layout& layout = unit_.layout();
   for (const int region : layout.by_rows() ? bucket_.regions() : std::vector<int>()) {
     const at::Tensor wire = bucket_.full(region).clone();
@@ -139,7 +139,7 @@ at::Tensor own_part(const Unit& unit, const Bucket& full, int region) {
 
 namespace {
 
-// Throws unless `given`, which the user has set as the parameter's data, can lie in `home`.
+// Throws unless `given`, which the user has set as the parameter's data, fits into `home`.
 void check_data(const UnitParam& param, const at::Tensor& given, const at::Tensor& home) {
   TORCH_CHECK_VALUE(
       given.sizes() == home.sizes() && given.dtype() == home.dtype(),
@@ -232,7 +232,7 @@ Bucket Unit::over(const at::Tensor& bytes) const {
   return full;
 }
 
-// 1-D; undefined where the parameter is not gathered.
+// Returns the parameter's elements, 1-D; undefined if the parameter is not gathered.
 at::Tensor Unit::part_of(const Bucket& full, int param) const {
   const ParamPlace& place = layout_.places()[param];
   return full.has(place.region)
@@ -276,7 +276,7 @@ std::vector<int> Unit::take_back(bool keeps) {
     found.push_back(static_cast<int>(param));
     const at::Tensor home = make_full(static_cast<int>(param));
     const at::Tensor given = full.detach();
-    full.set_data(home); // autograd is not told, as elsewhere
+    full.set_data(home); // bumps no version of autograd
     if (keeps) {
       check_data(params_[param], given, home);
       home.copy_(given);

@@ -1,4 +1,4 @@
-// Full parameters of a unit for a while, before anything is rounded.
+// Temporary full parameters of a unit, in the dtype of its main weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,18 +10,19 @@
 
 namespace zerocore {
 
-// In memory from the allocator, not the pool: what is only needed once must not stay reserved.
+// Full parameters in memory of their own. It comes from the device's allocator and not from the
+// pool, whose arena stays reserved.
 class FullValues {
  public:
-  explicit FullValues(const Unit& unit); // which outlives it
+  explicit FullValues(const Unit& unit); // must outlive the object
 
-  // Copies the values in; zero where they are undefined.
+  // Copies the values in; a parameter whose value is undefined becomes zero.
   void fill(const std::vector<at::Tensor>& values) const;
-  // Rank 0's values to all.
+  // Broadcasts rank 0's values.
   void broadcast(Collectives& collectives) const;
-  // This rank's part from each rank.
+  // All-gathers the ranks' own parts.
   void gather() const;
-  // Views of the values, by parameter.
+  // Returns views of the values, by parameter.
   std::vector<at::Tensor> by_param() const;
   const Bucket& bucket() const {
     return bucket_;
@@ -33,14 +34,14 @@ class FullValues {
   Bucket bucket_;
 };
 
-// Where the rows of all ranks on the wire belong in a region of unsharded parameters.
+// Returns the copies that move gathered rows from rank order to their place in the full region. See
+// Note [Shards of rows].
 std::vector<kernels::Piece> row_pieces(const Layout& layout, int region);
 
-// This rank's part of a region of unsharded parameters as it lies in its shard, 1-D. A copy where
-// shards are rows.
+// Returns this rank's part of a full region, 1-D, laid out as its shard is; a copy by rows.
 at::Tensor staged_part(const Unit& unit, const Bucket& full, int region);
-// The same of gathered parameters: of an encoded region with the values of the unit's shards where
-// it has what these became on their way.
+// The same for gathered parameters. A one-byte gather has rounded them; elements that still have
+// the rounded value are returned with the exact value of the shard.
 at::Tensor own_part(const Unit& unit, const Bucket& full, int region);
 
 } // namespace zerocore
