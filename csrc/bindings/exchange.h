@@ -43,7 +43,8 @@ inline void exchange_impls(PyObject* first, PyObject* second) {
 // layout, and neither object stores its `__dict__` by the keys of its type.
 inline void exchange(PyObject* first, PyObject* second) {
   exchange_impls(first, second);
-  const auto slots = reinterpret_cast<PyTypeObject*>(ParameterClass)->tp_basicsize; // DTensors' slots
+  // A DTensor's slots begin where a Parameter ends.
+  const auto slots = reinterpret_cast<PyTypeObject*>(ParameterClass)->tp_basicsize;
   for (auto at = slots; at < Py_TYPE(first)->tp_basicsize; at += sizeof(PyObject*)) {
     std::swap(
         *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(first) + at),
