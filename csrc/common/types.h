@@ -29,9 +29,9 @@ constexpr const char* stream_role_name(StreamRole role) {
   return kNames[static_cast<size_t>(role)];
 }
 
-// Operations that the runtime counts and the planner predicts. It does not predict AllToAll, which
-// optimizers issue, nor the last four, for states on the host: a gradient is copied to the host,
-// its squares are summed, AdamW updates the weights there, and the weights go back.
+// Operations that the runtime counts. The planner predicts the ones in steps (plan/steps.h), but
+// not AllToAll, HostSquares and HostUpdate, which optimizers cause. The last four are of states on
+// the host: gradients go there, are squared for their norm, weights are updated, and go back.
 enum class TraceOp : uint8_t {
   AllGather,
   GatherNear,
