@@ -96,8 +96,8 @@ def counted_view(leaf: Tensor, view: Tensor) -> Tensor: ...
 def count_as_data(tensor: Tensor, alias: Tensor) -> None: ...
 def count_view_as_data(view: Tensor, alias: Tensor) -> None: ...
 def take_node_hooks(from_: Tensor, to: Tensor) -> object:
-    """Moves the hooks of one leaf's node of gradients to another leaf's; the returned object keeps
-    that node alive."""
+    """Moves hooks from the node that accumulates one leaf's gradient to the node of another leaf.
+    The returned object keeps the latter alive."""
 
 def exchange_impls(first: Tensor, second: Tensor) -> None:
     """Exchanges the tensors of two objects; their classes and attributes stay."""

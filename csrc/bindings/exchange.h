@@ -3,8 +3,8 @@
 // Note [One object]
 // Programs key, mark and keep a parameter by its Python object, so the user's object stays in the
 // module. Between calls it is the shard. While a module shows the parameter, it is the full tensor,
-// and a hidden object of the engine is the shard. Attributes stay with the object. Hooks belong to
-// the impl, whose hooks autograd calls, and go with it.
+// and a hidden object of the engine is the shard. Attributes stay with the object. Hooks go with
+// the impl, because autograd calls the hooks of an impl.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>

@@ -14,9 +14,9 @@
 
 namespace zerocore {
 
-// A type whose constructor fills a Given from its arguments, and converts that. A TypeError names
-// the argument that is unknown, missing, given twice or of another type. The stubs say which
-// arguments may come by position.
+// A type whose constructor fills a Given from its arguments and returns what `convert` makes of it.
+// A TypeError names the argument that is unknown, missing, given twice or of another type. The
+// stubs say which arguments may come by position.
 template <typename T, typename Given = T>
 class KeywordType : public pybind11::class_<T> {
  public:

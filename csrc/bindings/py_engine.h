@@ -20,7 +20,7 @@ struct RegisteredParam {
   pybind11::object show = {}; // for a parameter that is not a plain tensor, see ShownView
 };
 
-// Makes the Python objects of parameters full tensors or shards.
+// Makes the Python object of each parameter the full tensor or the shard.
 class Registrar {
  public:
   explicit Registrar(size_t num_units) : units_(num_units) {}

@@ -55,7 +55,7 @@ Works broadcast_slices(
 // Note [Pieces]
 // Gloo sends when the receiver has asked, and a rank's request waits for the data that it sends
 // itself. So the broadcasts and the all-to-all of two ranks use a link in one direction at a time.
-// A piece of 1 MiB leaves at once for the socket's buffer, so pieces in turn keep both directions
+// A piece of 1 MiB goes to the socket's buffer at once, so pieces in turn keep both directions
 // busy. At 1 Gbit/s a step of stage 3 takes 0.63 of FSDP2's time instead of 1.03
 // (benchmarks/network.py). Over loopback pieces only add turns of gloo's threads: a step takes 1.07
 // of the time without. With more ranks the links are busy both ways anyway.
@@ -103,7 +103,7 @@ int64_t loopback_number() {
       mix(std::hash<std::string>()(boot), static_cast<uint64_t>(of_namespace.st_ino)));
 }
 
-// Returns whether the ranks reach each other without a network. Collective, for gloo.
+// Returns whether the ranks reach each other without a network. Collective; gloo only.
 bool share_loopback(c10d::Backend& backend) {
   at::Tensor own = at::full({1}, loopback_number(), at::kLong);
   at::Tensor all = at::empty({backend.getSize()}, own.options());
@@ -171,8 +171,9 @@ c10::intrusive_ptr<c10d::Work> reduce_by(
   return reduce(received.narrow(0, 0, numel), full);
 }
 
-// Makes one launch of the collectives that `issue` begins. Ends it even on an error, as the backend
-// would coalesce for ever. Throws the error of a backend that cannot (Backend::supportsCoalescing).
+// Makes one launch of the collectives that `issue` begins. Ends it even on an error: else the
+// backend would coalesce for ever. Throws the error of a backend that cannot
+// (Backend::supportsCoalescing).
 template <typename Issue>
 Works launch_together(c10d::Backend& backend, const Issue& issue) {
   backend.startCoalescing();

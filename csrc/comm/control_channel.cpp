@@ -1,4 +1,4 @@
-// Encodes messages as numbers whose largest over the ranks is the answer.
+// Encodes messages so that the largest values over the ranks are the answer.
 #include "comm/control_channel.h"
 
 #include <c10/util/Exception.h>
@@ -153,7 +153,7 @@ std::vector<bool> ControlChannel::any_rank(const std::vector<bool>& flags, Messa
   return hear(told);
 }
 
-// First hears the message before, which has long arrived: the ledger needs its end.
+// First ends the message before, which has long arrived: the ledger needs its end.
 void ControlChannel::tell_used(const std::vector<bool>& flags) {
   if (used_.pending.round != nullptr) {
     hear(used_);

@@ -1,5 +1,5 @@
-// Integer arithmetic on sizes: division, rounding and checked products. The block sizes of files,
-// mappings and one-byte encodings.
+// Integer arithmetic on sizes: division, rounding and checked products. Also the block sizes of
+// direct transfers and of one-byte encodings.
 #pragma once
 
 #include <c10/util/Exception.h>

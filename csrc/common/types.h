@@ -29,9 +29,9 @@ constexpr const char* stream_role_name(StreamRole role) {
   return kNames[static_cast<size_t>(role)];
 }
 
-// Operations that the runtime counts. The planner predicts the ones in steps (plan/steps.h), but
-// not AllToAll, HostSquares and HostUpdate, which optimizers cause. The last four are of states on
-// the host: gradients go there, are squared for their norm, weights are updated, and go back.
+// Operations that the runtime counts. The planner predicts all but an optimizer's: AllToAll,
+// HostSquares, HostUpdate, and ToDevice of updated weights. The last four are of states on the
+// host: gradients go there, are squared for their norm, weights are updated, and go back.
 enum class TraceOp : uint8_t {
   AllGather,
   GatherNear,
@@ -68,7 +68,7 @@ constexpr const char* trace_op_name(TraceOp op) {
 // The buffers of a unit, on any device.
 enum class Memory : uint8_t {
   Shard, // this rank's parameters, if they have memory of their own
-  Main, // main weights: what the optimizer updates, if layers compute with other values
+  Main, // main weights, which the optimizer updates if layers compute with other values
   Sent, // main weights, cast for the copy to the device
   ExpAvg, // AdamW's moments: this one and the next
   ExpAvgSq,

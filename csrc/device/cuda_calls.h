@@ -8,8 +8,7 @@
 namespace zerocore {
 
 struct CudaCalls {
-  // Pins host memory, so that every device copies from and to it without the host. Throws
-  // c10::Error.
+  // Pins host memory, so that every device copies from and to it asynchronously. Throws c10::Error.
   void (*pin)(void* data, size_t nbytes);
   // Unpins it. Never throws.
   void (*unpin)(void* data);

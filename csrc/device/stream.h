@@ -79,10 +79,10 @@ class HandOverLog {
 // Note [Waits that are needed]
 // Every stream keeps a vector clock: the last event of each stream that its own work runs after. An
 // event carries the clock of its stream, so Streams skips a wait that would order nothing new. This
-// saves driver calls. It also lets the checker demand that something breaks without any of the
-// remaining waits.
+// saves driver calls. It also lets the checker demand that each remaining wait is needed: without
+// it something breaks.
 
-// By StreamRole: the number of the last event of that stream that comes before.
+// By StreamRole: the number of that stream's last event that comes before this point.
 using StreamClock = std::array<int64_t, kNumStreamRoles>;
 
 // Returns the role of this name. Throws ValueError for an unknown name.
@@ -188,8 +188,8 @@ class Streams {
     log_->add_access(access...);
   }
 
-  // Released events, by whether they are timed: recording one again is faster than a new one of the
-  // driver. Events may outlive the streams.
+  // Released events, by whether they are timed: recording one again is faster than creating one.
+  // Events may outlive the streams.
   struct Unused {
     std::mutex mutex;
     std::array<std::vector<std::unique_ptr<RecordedEvent>>, 2> events;

@@ -18,8 +18,8 @@
 
 namespace zerocore {
 
-// A collective of the emulated group under construction: the moves, with peers that mirror this
-// rank, and how many bytes cross the link.
+// Builds a collective of the emulated group: its moves, with peers that mirror this rank, and the
+// bytes that cross the link.
 class MirroredCall {
  public:
   MirroredCall(
@@ -62,7 +62,7 @@ class EmulatedGroup final : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  // Calls a function that blocks, without the locks that finish callbacks may need (Python's).
+  // Calls a function that blocks, without the locks that finish callbacks may need (Python's GIL).
   using Unlocked = std::function<void(const std::function<void()>&)>;
 
   EmulatedGroup(
@@ -125,8 +125,8 @@ class EmulatedGroup final : public c10d::Backend {
   WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
   WorkPtr barrier(const c10d::BarrierOptions&) override;
 
-  // Calls between these two become one collective that pays the latency once. They return null, and
-  // endCoalescing() returns the work of all.
+  // Calls between startCoalescing() and endCoalescing() become one collective that pays the latency
+  // once. They return null; endCoalescing() returns the work of all.
   bool supportsCoalescing() const override {
     return true;
   }

@@ -64,7 +64,7 @@ namespace {
 
 // The last part of a wait spins, as wake-ups vary by about this much.
 constexpr auto kSpin = std::chrono::microseconds(40);
-// A longer delay is not taken for the time in which the system wakes a thread.
+// The longest delay that counts as the system's lateness in waking a thread.
 constexpr auto kMaxLateness = std::chrono::microseconds(500);
 
 std::exception_ptr stopped_error() {
@@ -269,7 +269,7 @@ void EmulatedLink::carry_on_device(
     record(current)->block(stream);
   }
   if (communicator.last != nullptr && communicator.last_stream != stream) {
-    communicator.last->block(stream); // before booking: none may book ahead of an earlier one
+    communicator.last->block(stream); // before booking: it must not book ahead of the last one
   }
   const c10::StreamGuard guard(stream);
   auto* clock = reinterpret_cast<uint64_t*>(link.clock.data_ptr<int64_t>());

@@ -1,4 +1,4 @@
-// The emulated link itself: carries out collectives, each in the time that a link would take.
+// The emulated link, which carries out collectives, each in the time that a link would take.
 //
 // Note [Time on the link]
 // A collective lasts as long as LinkModel says, its real memory traffic included. On the CPU

@@ -71,11 +71,12 @@ at::Scalar factor_for(const Move& move) {
 void scale(const Move& move) {
   if (!is_plain(move) || !at::isFloatingType(move.to.scalar_type())) {
     at::Tensor to = move.to;
-    // A factor as a tensor: with a Scalar, mul_out() multiplies into new memory and copies that.
+    // Passes the factor as a tensor: with a Scalar, mul_out() multiplies into new memory and copies
+    // that.
     at::mul_out(to, move.from, at::native::wrapped_scalar_tensor(factor_for(move)));
     return;
   }
-  // at::mul would use the cores that compute.
+  // Avoids at::mul, which would use the cores that compute.
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, move.to.scalar_type(), "emulated_scale", [&] {
         using opmath_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;

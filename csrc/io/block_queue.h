@@ -44,12 +44,11 @@ struct Block {
 class BlockQueue {
  public:
   using Lock = std::unique_lock<std::mutex>;
-  // Does one thing to a block while it lets the lock go; returns false if there is nothing to do
-  // now.
+  // Does one thing to a block with the lock released; returns false if there is nothing to do now.
   using Work = std::function<bool(Lock&)>;
 
   explicit BlockQueue(Work work) : work_(std::move(work)) {}
-  // Ends the threads after the work that they are doing.
+  // Ends the threads after their current work.
   ~BlockQueue();
 
   Lock lock() {
@@ -70,7 +69,7 @@ class BlockQueue {
   void wake() {
     changed_.notify_all();
   }
-  // Lets the lock go until is_so(). Throws a thread's error, which ends all threads.
+  // Releases the lock until is_so(). Throws a thread's error, which ends all threads.
   void wait_until(Lock& lock, const std::function<bool()>& is_so);
   // The same, but works as the threads do; then ends them, also on an error.
   void finish(Lock& lock, const std::function<bool()>& is_so);

@@ -105,7 +105,7 @@ std::vector<uint32_t> FileStream::read(std::vector<Run> runs) {
   runs_ = std::move(runs);
   asked_ = true;
   queue_.wake();
-  queue_.start(is_direct_ ? 0 : std::max<size_t>(num_threads_, 1) - 1); // with this one
+  queue_.start(is_direct_ ? 0 : std::max<size_t>(num_threads_, 1) - 1); // this thread works, too
   queue_.finish(lock, [this] { return num_summed_ == sums_.size(); });
   return std::move(sums_);
 }
@@ -121,8 +121,8 @@ bool FileStream::work(BlockQueue::Lock& lock) {
   return true;
 }
 
-// Keeps the disk busy. Blocks from the page cache are summed first, while they are in the
-// processor's.
+// Keeps the disk busy. Blocks from the page cache are summed first, while the processor's cache has
+// them.
 bool FileStream::may_read() const {
   if (next_ >= end_ || (!asked_ && !is_direct_)) {
     return false;

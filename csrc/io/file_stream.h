@@ -1,4 +1,4 @@
-// Reads blocks of a file once, in their order, with several threads, and sums each.
+// Reads blocks of a file once, in their order, with several threads, and computes their checksums.
 #pragma once
 
 #include <cstdint>

@@ -31,8 +31,8 @@ class FileWriter {
   FileWriter(int file, int64_t nbytes, StreamWay way);
 
   // Writes `nbytes` at `offset`, and returns crc32(crc, data, nbytes). The caller gives each byte
-  // of the file once. Throws the errors of earlier writes, too. Through the page cache long writes
-  // begin to go to the disk at once, so that a later fsync finds little left.
+  // of the file once. Throws the errors of earlier writes, too. Through the page cache it starts
+  // long writes to the disk at once, so that a later fsync finds little left.
   uint32_t write(const void* data, size_t nbytes, int64_t offset, uint32_t crc);
   // Waits until the system has all bytes. Call it once, after every byte was given; fsync is the
   // caller's.

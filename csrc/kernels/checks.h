@@ -1,5 +1,5 @@
-// Checks of the kernels' arguments, whose errors name the operator and the argument; and raw access
-// to tensors' memory.
+// Checks the kernels' arguments, and gives raw access to tensors' memory. Errors name the operator
+// and the argument.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ namespace zerocore::kernels {
 
 // How values of dtype `src` become values of `dst`. With `moves_only`, a dtype that kernels cannot
 // compute with moves as bytes. Then `step` is its itemsize, otherwise 1. conversion() throws
-// TypeError if there is no way.
+// TypeError for any other pair.
 struct Conversion {
   Pair pair;
   int64_t step = 1;

@@ -15,7 +15,7 @@
 
 namespace zerocore::kernels {
 
-// For every segment: dst = or += src * scale, or zeros.
+// For every segment: dst = src * scale, dst += src * scale, or dst = 0.
 struct CopyCall {
   c10::Device device;
   Pair pair;

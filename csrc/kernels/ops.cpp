@@ -25,7 +25,7 @@ SegmentList list_for(Pair pair) {
   return SegmentList(pair.dst == Element::Byte ? kByteChunkNumel : kChunkNumel);
 }
 
-// Returns the elements from the first run's begin to the last run's end, with the gaps.
+// Returns the number of elements from the first run's begin to the last run's end, gaps included.
 int64_t extent(int64_t numel, const Runs& runs) {
   if (runs.numel == 0 || numel == 0) {
     return numel;
@@ -44,7 +44,7 @@ ScaledFormat format_of(const char* op, c10::ScalarType format) {
   return format == at::kChar ? ScaledFormat::Int8 : ScaledFormat::Float8;
 }
 
-// A GPU reads words there, and a misaligned one would end the process's use of the device.
+// Rejects a misaligned tensor: reading a misaligned word ends the process's use of a GPU.
 void check_aligned(const char* op, const char* name, const at::Tensor& tensor, int64_t nbytes) {
   const auto past = reinterpret_cast<uintptr_t>(Source(tensor).data) % nbytes;
   TORCH_CHECK_VALUE(

@@ -86,7 +86,7 @@ const float* scalar(const char* name, const std::optional<at::Tensor>& tensor, c
   return reinterpret_cast<const float*>(Source(*tensor).data);
 }
 
-// Returns the gradients, and copies of those whose elements do not lie in the weight's order.
+// Returns the gradients, copying each one whose elements do not lie in its weight's order.
 std::vector<at::Tensor> in_order(const AdamWTensors& tensors) {
   std::vector<at::Tensor> grads(tensors.grads.begin(), tensors.grads.end());
   for (size_t i = 0; i < grads.size(); ++i) {

@@ -19,7 +19,7 @@ struct AdamWTensors {
   at::TensorList exp_avgs; // of the weights' dtype
   at::TensorList exp_avg_sqs; // the same
   at::TensorList steps; // float32 of one element: steps taken before; counted up
-  at::TensorList model_weights; // float16 or bfloat16 beside float32 weights; or an empty list
+  at::TensorList model_weights; // float16 or bfloat16, for float32 weights; may be empty
 };
 
 // Tensors of one float32 element, on the weights' device.

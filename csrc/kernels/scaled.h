@@ -3,10 +3,10 @@
 //
 // Note [Scaled blocks]
 // A block's scale is its largest magnitude divided by the largest number of the format, 448 for
-// float8_e4m3fn and 127 for int8. Each element is divided by it and rounded to the nearest number,
-// ties to even. If the scale would be subnormal, the block is zero. If an element is NaN or
-// infinite, so is the scale, and no element decodes to a finite value. No number exceeds the
-// largest one.
+// float8_e4m3fn and 127 for int8. Each element is divided by the scale and rounded to the nearest
+// number, ties to even; none exceeds the largest number. If the scale would be subnormal, the block
+// is zero. If an element is NaN or infinite, so is the scale, and no element decodes to a finite
+// value.
 #pragma once
 
 #include <cfloat>

@@ -1,4 +1,4 @@
-// Makes tensors over shared storages, and gives storages memory and takes it back.
+// Makes tensors over shared storages, and attaches memory to storages.
 #include "memory/bucket.h"
 
 #include <ATen/ops/empty.h>
@@ -66,8 +66,8 @@ c10::DataPtr allocate_memory(c10::Device device, int64_t nbytes) {
   if (device.is_cpu()) {
     return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(nbytes));
   }
-  // c10 knows the GPU allocator from before a program plugs in its own, so at::empty() allocates.
-  // Python modes, such as FakeTensorMode, must not intercept it.
+  // On a GPU at::empty() allocates: c10 keeps the allocator from before the program plugged in its
+  // own. Python modes, such as FakeTensorMode, must not intercept it.
   const c10::impl::ExcludeDispatchKeyGuard below_modes(c10::python_ks);
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
   return at::empty({nbytes}, options).storage().set_data_ptr(c10::DataPtr(nullptr, device));

@@ -1,4 +1,4 @@
-// Orders the streams of a block's users, and of the device's allocator.
+// Makes the stream of a block's next user wait for the last uses of its bytes.
 #include "memory/bucket_pool.h"
 
 #include <c10/util/Exception.h>

@@ -2,8 +2,8 @@
 //
 // PoolMap decides where a block lies, see Note [Places in the arena]. Events order the users of its
 // bytes: release() records when the last use ends. acquire() makes the next user's stream wait for
-// the uses of its bytes, and for no others. A step that repeats allocates nothing. Not thread-safe:
-// calls come from one thread at a time.
+// the uses of its bytes, and for no others. A step like the one before allocates nothing. Not
+// thread-safe: calls come from one thread at a time.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -71,7 +71,8 @@ class BucketPool {
     }
   }
   // While set, slots outside the arena reuse memory of released slots of their size. This acts on
-  // the CPU only, where the system maps and clears new memory; a device's allocator caches it.
+  // the CPU only, where the system maps and clears new memory; a device's allocator has its own
+  // cache.
   void set_recycling(bool recycling) {
     recycles_ = recycling && !streams_.has_streams();
     spares_.clear();

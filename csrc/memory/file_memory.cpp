@@ -81,7 +81,7 @@ void FileMemory::read(const Range& range, bool writes, const std::string& label)
 
 void FileMemory::begin_write(const Range& range) const {
 #ifdef __linux__
-  if (!range.empty()) { // 0 bytes would mean all bytes to the end of the file
+  if (!range.empty()) { // 0 bytes stand for all bytes to the end of the file
     ::sync_file_range(file_, range.begin, range.size(), SYNC_FILE_RANGE_WRITE);
   }
 #endif

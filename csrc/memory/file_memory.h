@@ -3,7 +3,7 @@
 // Note [Memory of a file]
 // The whole file is mapped at one address, so tensors over it stay where they are and can be read
 // and written at any time: the system moves pages through its page cache. The methods below only
-// tell it which pages are needed next, and which not soon; they change no byte.
+// tell the system which pages are needed next and which are not; they change no byte.
 //
 // Note [A file without a name]
 // FileMemory removes the file's name right after it makes the file. So no file is left on the disk

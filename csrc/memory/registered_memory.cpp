@@ -24,7 +24,7 @@ RegisteredMemory::RegisteredMemory(c10::intrusive_ptr<c10d::Backend> backend, c1
     : backend_(std::move(backend)),
       device_(device),
       is_offered_(backend_->supportsTensorAlloc(device.index())) {
-  if (!device.is_cpu()) { // also if only this rank's backend offers no registration
+  if (!device.is_cpu()) { // even if this rank's backend registers nothing: all ranks take part
     std::vector<at::Tensor> one = {at::zeros({1}, at::TensorOptions().device(device))};
     backend_->allreduce(one)->wait();
   }

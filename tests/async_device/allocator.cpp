@@ -111,7 +111,7 @@ class PoisoningAllocator final : public c10::DeviceAllocator {
     return block;
   }
 
-  // Gives blocks that other streams have done with back to their own stream.
+  // Gives blocks back to their own stream once other streams have done with them.
   void collect() {
     std::erase_if(freed_, [this](Block* block) {
       std::erase_if(block->last_uses, [](const PointPtr& use) { return use->is_reached(); });

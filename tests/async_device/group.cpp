@@ -1,4 +1,4 @@
-// Carries out collectives as tasks that read as late and write as late as they may.
+// Carries out collectives as tasks that read and write as late as they may.
 #include "group.h"
 
 #include <ATen/ATen.h>
@@ -18,7 +18,7 @@ namespace async_device {
 
 namespace {
 
-// Makes the current stream go on after the collective; the host does not wait.
+// Makes the current stream wait for the collective; the host does not wait.
 class AsyncWork final : public c10d::Work {
  public:
   AsyncWork(int rank, c10d::OpType op, PointPtr done, std::vector<at::Tensor> tensors)

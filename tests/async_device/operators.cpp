@@ -44,7 +44,7 @@ void keep_number(const at::Tensor& from, const at::Tensor& to) {
 
 at::Tensor on_meta(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    return tensor; // numbers are the CPU's everywhere
+    return tensor; // numbers stay on the CPU
   }
   return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
 }
@@ -176,7 +176,7 @@ void resize(const at::Tensor& tensor, const at::Tensor& like) {
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
 }
 
-// Gives empty tensors that the operator writes to their sizes.
+// Resizes empty tensors that the operator writes to.
 void resize_outputs(const c10::OperatorHandle& op, const Stack& args) {
   const auto is_empty = [&](size_t i) {
     return op.schema().arguments()[i].is_out() && args[i].isTensor() &&

@@ -93,11 +93,11 @@ class Queue {
 Queue& queue(int id);
 // Returns the stream whose task runs on this thread.
 Queue& working_queue();
-// Returns the streams that are not the default in turn.
+// Returns the next stream of all but the default, in turn.
 int next_stream();
 void set_delays(const Delays& delays);
 
-// By thread.
+// Each thread has a current stream.
 int current_stream();
 int exchange_stream(int id);
 
@@ -107,7 +107,7 @@ std::atomic<int>& capturing_stream();
 // -- recorded work --------------------------------------------------------------------------------
 
 // A thread's launches, which a stream can run again with the same addresses. Like a captured graph
-// it contains no waits, and the memory that it allocated is never another's.
+// it contains no waits, and the memory that it allocated is never reused.
 struct Recording {
   std::vector<Task> tasks;
 };
@@ -130,10 +130,10 @@ void choose_device() noexcept;
 void note_host_wait(const char* what);
 void forbid_host_waits(bool forbidden);
 std::vector<std::pair<std::string, int64_t>> host_waits();
-void wait_for_stream(int id); // throws what a task threw
+void wait_for_stream(int id); // throws a task's error
 void wait_for_point(const PointPtr& point);
 void wait_for_device();
-void check_error(); // throws what a task threw
+void check_error(); // throws a task's error
 
 // -- planted faults -------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ SquareSum square_chunk(const T* src, int64_t numel) {
     done = square_halves(src, numel, result.sum);
   }
   result.sum += sum_squares(src + done, numel - done);
-  // A sum that is not finite has such a value, or it has overflowed.
+  // A sum that is not finite contains a NaN or an infinity, or it has overflowed.
   if (is_nonfinite(result.sum)) {
     result.num_nonfinite = static_cast<double>(count_nonfinite(src, numel));
   }

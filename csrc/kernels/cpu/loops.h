@@ -16,7 +16,7 @@ void encode(const EncodeCall& call);
 void decode(const DecodeCall& call);
 
 // Calls run(chunk, its segment's index, its span) for each chunk, on several threads.
-// `chunks_per_task` is the work that is worth another thread.
+// `chunks_per_task` chunks are worth another thread.
 template <typename List, typename Run>
 void for_each_chunk(const List& list, int64_t chunks_per_task, const Run& run) {
   const auto first_chunk = [&](int i) { return list[i].first_chunk; };

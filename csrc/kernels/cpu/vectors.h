@@ -1,5 +1,5 @@
-// Features of the processor for loops: clones by generation, float16 casts, prefetches and
-// streaming stores.
+// Processor features that loops use: clones by generation, float16 casts, prefetches and streaming
+// stores.
 #pragma once
 
 #include <c10/util/Half.h>

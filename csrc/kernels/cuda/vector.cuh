@@ -10,7 +10,7 @@ namespace zerocore::kernels::cuda {
 
 constexpr int kThreads = 256; // of every block
 constexpr int kWarp = 32;
-constexpr int kInFlightNbytes = 64; // that a thread loads before it stores the first of them
+constexpr int kInFlightNbytes = 64; // bytes that a thread loads before it stores the first of them
 
 // An element function that keeps the value, without unpacking vectors.
 struct Keep {};
