@@ -1,4 +1,4 @@
-// The loops that a device provides to run the kernels, and how the typed callers find them.
+// The loops that a device provides to run the kernels, and the table in which callers find them.
 //
 // Callers have checked the arguments. On CUDA loops run on the current stream, and the host does
 // not wait for the device.

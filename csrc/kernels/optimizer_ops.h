@@ -18,7 +18,7 @@ struct AdamWTensors {
   at::TensorList grads; // of a dtype that casts to the weights'
   at::TensorList exp_avgs; // of the weights' dtype
   at::TensorList exp_avg_sqs; // the same
-  at::TensorList steps; // float32 of one element: steps taken before; counted up
+  at::TensorList steps; // one float32 element: steps taken before, which run() counts up
   at::TensorList model_weights; // float16 or bfloat16, for float32 weights; may be empty
 };
 

@@ -4,8 +4,8 @@
 // NCCL sends from registered memory without a copy to its own buffers. A window is one allocation
 // of c10d::Backend::allocateTensor(). NCCL takes it from a pool that is registered with the group's
 // communicator only. The call is local: ranks need not agree. There are three windows: the bucket
-// pool's arena, all gathered parameters between steps, all kept gradients. The last two assign
-// places before the first tensor has memory; a window is freed with its last part.
+// pool's arena, all gathered parameters between steps, all kept gradients. In the last two each
+// tensor has its place before the first one has memory. A window is freed with its last part.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -215,7 +215,7 @@ def gathers_before_each_call(on_device: bool, offload: zerocore.Offload | None) 
 
 
 def test_a_device_computes_before_the_host_waits_for_weights() -> None:
-    """See Note [Gathers behind a call]."""
+    """Gathers of weights from the host come a call later, see Note [Gathers behind a call]."""
     for offload in (zerocore.Offload(), zerocore.Offload(parameters="cpu")):
         (found, _) = run_ranks(gathers_before_each_call, 2, True, offload, launch="torchrun")
         assert found == [1, 2, 3, 4]

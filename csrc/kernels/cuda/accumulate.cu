@@ -20,7 +20,7 @@ struct AccumulateArgs {
   bool add;
 };
 
-// Groups that a thread loads: kInFlightNbytes for two chunks, the least number.
+// Groups that a thread loads at a time: kInFlightNbytes for two chunks, the fewest.
 template <typename In, int lanes>
 constexpr int kGroups = lanes == 1 ? 1 : kInFlightNbytes / (2 * sizeof(Vector<In, lanes>));
 
