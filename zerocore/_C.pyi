@@ -15,7 +15,7 @@ from zerocore._C_plan import CallEvent, HostBytes, Layout, ParamSpec, ShardOptio
 build: str  # the compiler, torch's version, whether CUDA code was built, and flags
 
 CHUNK_NUMEL: int
-"""Elements that one block of a CUDA kernel works on."""
+"""Elements of a chunk, which one block of a CUDA kernel works on."""
 HAS_CUDA_KERNELS: bool
 """Whether this build has the kernels for CUDA devices."""
 
