@@ -1,4 +1,4 @@
-"""Types of the C++ runtime; the Python functions that use it say shapes and errors."""
+"""Types of the C++ runtime; the Python functions that call it document shapes and errors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,15 +12,15 @@ from zerocore._C_io import HostMemory
 from zerocore._C_plan import *  # noqa: F403
 from zerocore._C_plan import CallEvent, HostBytes, Layout, ParamSpec, ShardOptions
 
-build: str  # compiler, the torch that it was built against, CUDA toolkit, flags
+build: str  # the compiler, torch's version, whether CUDA code was built, and flags
 
 CHUNK_NUMEL: int
-"""Elements that a block of a kernel works on."""
+"""Elements of a chunk, which one block of a CUDA kernel works on."""
 HAS_CUDA_KERNELS: bool
 """Whether this build has the kernels for CUDA devices."""
 
 class RegisteredStats:
-    """Memory that a group's backend has registered; whether it offers that, and how much it is."""
+    """Memory that a group's backend has registered: whether it offers that, and how many bytes."""
 
     backend: str
     is_offered: bool
@@ -28,7 +28,7 @@ class RegisteredStats:
     nbytes: int
 
 class PoolStats:
-    """Figures of a bucket pool, bytes."""
+    """Figures of a bucket pool; sizes are in bytes."""
 
     in_use_nbytes: int
     peak_nbytes: int
@@ -38,7 +38,7 @@ class PoolStats:
     num_allocations: int
 
 class AllocatorCounts:
-    """How often torch's allocator has turned to a device in this process."""
+    """How often torch's allocator has called a device's own allocator in this process."""
 
     num_retries: int
     num_device_allocations: int
@@ -83,7 +83,7 @@ class EmulatedGroup(Backend):
     link: LinkModel
     def __init__(self, rank: int, size: int, link: LinkModel, timeout: float) -> None: ...
     def beside(self) -> EmulatedGroup:
-        """Another communicator of the same ranks, over the same link."""
+        """Returns another communicator of the same ranks, over the same link."""
     def shutdown(self) -> None: ...
     @staticmethod
     def waited_ns() -> int: ...
@@ -91,45 +91,45 @@ class EmulatedGroup(Backend):
     def shut_down_all() -> None: ...
 
 def define_grad(type: type) -> None: ...
-def counted(tensor: Tensor) -> Tensor: ...  # see csrc/engine/unit/data_writes.h
+def counted(tensor: Tensor) -> Tensor: ...  # see csrc/engine/unit/unit_param.h
 def counted_view(leaf: Tensor, view: Tensor) -> Tensor: ...
 def count_as_data(tensor: Tensor, alias: Tensor) -> None: ...
 def count_view_as_data(view: Tensor, alias: Tensor) -> None: ...
 def take_node_hooks(from_: Tensor, to: Tensor) -> object:
-    """Hooks on the node that accumulates the gradient of one leaf become those of another, whose
-    node lives as long as what is returned."""
+    """Moves hooks from the node that accumulates one leaf's gradient to the node of another leaf.
+    The returned object keeps the latter alive."""
 
 def exchange_impls(first: Tensor, second: Tensor) -> None:
-    """The tensors of two objects change places; their classes and attributes stay."""
+    """Exchanges the tensors of two objects; their classes and attributes stay."""
 
 def show_grad(param: Tensor, grad: Tensor) -> None: ...
 def window_on(memory: Tensor) -> Tensor: ...
 def move_window(window: Tensor, memory: Tensor) -> None: ...
 def free_memory(tensor: Tensor, message: str) -> None:
-    """Frees the memory of a tensor's storage; reading it raises ``message``, from torch 2.13 on."""
+    """Frees a tensor's storage. From torch 2.13 on reading it raises ``message``."""
 
 def take_memory(tensor: Tensor) -> None:
-    """Gives the storage of a tensor memory again, not initialised."""
+    """Gives a tensor's freed storage memory again, not initialised."""
 
 def same_objects(first: dict[Any, Any], second: dict[Any, Any]) -> bool:
-    """Whether two dicts, and the dicts in them, have the same objects in the same order."""
+    """Returns whether two dicts, and the dicts in them, have the same objects in order."""
 
 def replace_in_modules(replaced: list[tuple[Any, Any]]) -> None:
-    """Puts the second of a pair in the place of the first, wherever a module has it."""
+    """Replaces the first object of each pair by the second, wherever a module has it."""
 
 def ask_before_typed(
     types: Iterable[type], ask: Callable[[type, tuple[Any, ...]], Tensor | None]
 ) -> None:
-    """``torch.FloatTensor(tensor)`` and the like, of ``types``, ask before they make a tensor."""
+    """Makes ``types``, such as ``torch.FloatTensor``, call ``ask`` before they make a tensor."""
 
 def note_backward_call(roots: Any) -> None: ...
 def forget_backward_call() -> None: ...
 
 class GroupNames:
-    """Names of the c10d groups of a mesh: to shard over, with the same shards, and near.
+    """Names of a mesh's c10d groups: ranks to shard over, replicas, and near ranks.
 
-    ``reductions``: another one of the ranks of ``shard``, for reductions; None for the same.
-    ``first_rank``: of all of them, in the default group.
+    ``reductions``: a second group of the ranks of ``shard``, for reductions; None for ``shard``.
+    ``first_rank``: the number of the mesh's first rank in the default group.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class GroupNames:
 class EngineOptions:
     """How an engine shards, over which groups, and how long it waits for other ranks.
 
-    The first one of ``meshes`` has all ranks of the model, which ``control`` joins on the CPU.
+    The first of ``meshes`` has all ranks of the model; ``control`` is a group of them on the CPU.
     """
 
     def __init__(
@@ -165,11 +165,11 @@ class EngineOptions:
 class UnitParam:
     """A parameter to be sharded.
 
-    ``like`` is the model weight as a meta tensor; ``main``, ``reduce`` and ``grad`` are the dtypes
-    of the main weight, of gradients on their way and as they are kept. A frozen parameter that is
-    cast ``lacks_main``. Gathers move numbers of ``gather`` with their scales.
-    Of one that is not ``is_gathered`` the unit has the gradient and, if it ``is_kept``, the main
-    weights.
+    ``like`` is the model weight as a meta tensor. ``main``, ``reduce`` and ``grad`` are the dtypes
+    of the main weight, of gradients in a reduction and of kept gradients. A frozen parameter that
+    is cast ``lacks_main``. Gathers move numbers of dtype ``gather`` with their scales. For a
+    parameter that is not ``is_gathered`` the unit has the gradient and, if ``is_kept``, the main
+    weight.
     """
 
     def __init__(
@@ -199,12 +199,12 @@ class UnitSpec:
     ) -> None: ...
 
 class UpdatedUnit:
-    """A unit that an optimizer updates, and which parameters in it; None for all it trains."""
+    """A unit that an optimizer updates, and which of its parameters; None for all trained."""
 
     def __init__(self, unit: int, params: Sequence[int] | None = None) -> None: ...
 
 class TraceRecord:
-    """One thing the runtime did; fields as of :class:`zerocore.common.events.Event`."""
+    """An operation of the runtime; :class:`zerocore.common.events.Event` explains the fields."""
 
     op: str
     unit: int
@@ -217,7 +217,7 @@ class TraceRecord:
 class HostUpdate:
     """A step of AdamW for parameters of one unit, whose states are on the host.
 
-    ``casts`` are pairs of what is written behind it, and from what.
+    ``casts`` are pairs of tensors: the first is written after the step, from the second.
     """
 
     def __init__(
@@ -243,13 +243,13 @@ class HostUpdate:
     ) -> None: ...
 
 class UnitSettings:
-    """Settings of a unit of an engine; what is assigned holds from then on.
+    """Settings of an engine's unit; an assignment holds from then on.
 
     Attributes:
         gradient_scale: factor of the sum of the ranks' gradients.
-        syncs: whether a backward reduces them.
-        gather, reduce: the program's own collectives, over the ranks that share the state.
-        after_reduce: gets each reduced gradient before it is added to the one that is kept.
+        syncs: whether a backward reduces gradients.
+        gather, reduce: the program's own collectives over the ranks that share the state.
+        after_reduce: is called with each reduced gradient before it is added to the kept one.
     """
 
     gradient_scale: float
@@ -259,7 +259,7 @@ class UnitSettings:
     after_reduce: Callable[[Tensor], None] | None
 
 class OpCounter:
-    """How often one operation was done, and the bytes of its buckets."""
+    """How often an operation ran, and the bytes of its buckets."""
 
     count: int
     nbytes: int
@@ -271,13 +271,13 @@ def set_device_loops(loops: Any) -> None:
     """Lends ``Loops`` (``kernels/loops.h``) of a device that was added to torch, in a capsule."""
 
 def set_logged_compute_stream(stream: int) -> None:
-    """The compute stream of engines that log hand-overs, from here on; 0 at first."""
+    """Sets the compute stream's number in logs of hand-overs; it is 0 at first."""
 
 class HandOver:
     """An access of a stream to memory, or an event that orders two streams.
 
     ``kind`` is ``read`` or ``write`` (of addresses ``begin`` to ``end``, for ``what`` and
-    ``unit``), ``record`` or ``wait`` (of the ``event`` of that number of stream ``source``).
+    ``unit``), ``record`` or ``wait`` (for ``event``, a number, of stream ``source``).
     """
 
     kind: str
@@ -290,7 +290,7 @@ class HandOver:
     unit: str
 
 class Exchange:
-    """An all-to-all under way; ``wait`` returns what came, 1-D."""
+    """An all-to-all under way; ``wait`` returns the received bytes, 1-D."""
 
     def wait(self) -> Tensor: ...
 
@@ -329,10 +329,10 @@ class Engine:
         local: Tensor | None = None,
         is_seen: bool = True,
     ) -> None:
-        """``shard`` is the object that programs hold, unless none is ``is_seen`` by them."""
+        """Binds a parameter's tensors. Programs hold ``shard``, unless it is not ``is_seen``."""
 
     def set_view(self, unit: int, param: int, show: Callable[[bool], None]) -> None:
-        """``show(full)`` shows the parameter, in full or not."""
+        """Makes ``show(full)`` show the full parameter or the shard."""
 
     def unshard(self, unit: int) -> None: ...
     def reshard(self, unit: int) -> None: ...
@@ -349,9 +349,9 @@ class Engine:
     in_call: bool
     def hold_unsharded(self, units: Sequence[int]) -> None: ...
     def release_unsharded(self, units: Sequence[int], write_back: bool) -> list[str]:
-        """Returns the names of parameters that were changed, if they are not written back."""
+        """Returns the names of changed parameters that are not written back."""
     def set_hiding(self, hides: bool) -> None:
-        """While it hides, programs see shards, also within calls."""
+        """While set, modules show shards, also within calls."""
 
     def begin_hold(self, unit: int) -> None:
         """Begins to gather a unit for reads outside of calls, until ``release_unsharded``."""
@@ -377,22 +377,22 @@ class Engine:
     def synchronize(self) -> None: ...
     def fail_backward(self) -> None: ...
     def finalize_backward(self) -> None:
-        """Reduces gradients that backwards without sync have held back; on all ranks."""
+        """Reduces gradients that backwards without sync have held back. Collective."""
 
     defers_reductions: bool
     holds_back: bool
-    """Whether there are gradients that were not reduced."""
+    """Whether gradients are yet to be reduced."""
 
     def begin_deferred(self) -> None:
-        """Reductions wait, and gathered units stay, until :meth:`end_deferred`."""
+        """Defers reductions, and keeps gathered units, until :meth:`end_deferred`."""
 
     def end_deferred(self, drops: bool) -> None: ...
     @property
     def takes_notes(self) -> bool:
-        """Whether writes to shards are compared: not those of an optimizer's step."""
+        """Whether ranks compare writes to shards; not within an optimizer's step."""
 
     def note_write(self, unit: int, param: int, number: int) -> None:
-        """A shard was written to, by a function whose arguments have this number."""
+        """Notes that a function wrote to a shard; ``number`` is a checksum of its arguments."""
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]: ...
     def exchange(

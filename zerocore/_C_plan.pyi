@@ -1,18 +1,18 @@
-"""Types of the C++ plan layer, all of them in ``zerocore._C``; nothing to import at run time."""
+"""Types of the C++ plan; at run time they are in ``zerocore._C``."""
 
 from collections.abc import Sequence
 
 class ElementType:
-    """A dtype as a number, which the plan only compares, and the bytes of an element."""
+    """A dtype as a number, which the plan only compares, and an element's bytes."""
 
     def __init__(self, dtype: int, itemsize: int) -> None: ...
 
 class ParamSpec:
     """A parameter as the planner sees it.
 
-    ``main``, ``reduce`` and ``grad`` are the types of the optimizer's copy, of gradients on their
-    way and of gradients as they are kept; None for the parameter's own. Gathers move numbers of
-    ``gather``, of one byte, with their scales.
+    ``main``, ``reduce`` and ``grad`` are the types of the main weight, of gradients in a reduction
+    and of kept gradients; by default the parameter's own. Gathers move numbers of ``gather``, a
+    type of one byte, with their scales.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ParamPlace:
     numel: int
 
 class Range:
-    """Elements from `begin` up to, and without, `end`."""
+    """The half-open range of elements [``begin``, ``end``)."""
 
     def __init__(self, begin: int, end: int) -> None: ...
     begin: int
@@ -72,7 +72,7 @@ class Layout:
     num_shards: int
     by_rows: bool
     copies_out: bool
-    received_nbytes: int  # of what a gather copies out; 0 for nothing
+    received_nbytes: int  # bytes that a gather receives and copies out; 0 if it copies nothing
     nbytes: int
     shard_nbytes: int
     param_nbytes: int
@@ -80,7 +80,7 @@ class Layout:
     def offset_in_shard(self, param: int, shard: int) -> int: ...
 
 class CallEvent:
-    """A unit entered or left in a forward."""
+    """A forward enters or leaves a unit."""
 
     def __init__(
         self, enter: bool, unit: int, needs_backward: bool = True, reads: bool = True
@@ -91,7 +91,7 @@ class CallEvent:
     reads: bool
 
 class ShardOptions:
-    """The options that an engine and its plan share: stage, gathers ahead, sums, rows, memories."""
+    """Options that an engine and its plan share: stage, prefetch, sums, rows, tiers."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ShardOptions:
 class PlanOptions:
     """How the plan's model is sharded, seen from ``rank``, counted replica by replica.
 
-    ``parts``: further meshes, as the ranks that share the state, replicas, and the rank's shard.
+    ``parts`` are further meshes: ranks that share the state, replicas, and this rank's shard.
     """
 
     def __init__(
@@ -144,27 +144,27 @@ class UnitPlan:
     ) -> None: ...
 
 class BackwardEvent:
-    """A call's outputs get their gradient, or, if ``ready``, all gradients of a unit exist.
+    """A call's outputs get their gradient; or, if ``ready``, a unit has all its gradients.
 
-    ``index`` is that of the call's exit in the order, or of the unit.
+    ``index`` is the call's exit in the order, or the unit.
     """
 
     def __init__(self, ready: bool, index: int) -> None: ...
 
 class PlannedEvent:
-    """One thing that a rank does in a step.
+    """An operation of a rank in a step.
 
     Attributes:
         op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``gather_sums``,
-            ``unshard`` or ``reshard``.
+            ``unshard``, ``reshard``, ``to_host`` or ``to_device``.
         unit: index of the unit.
         nbytes: bytes of the full bucket.
         pool_nbytes: bytes of the bucket pool in use right after.
-        moment: when, counted by the calls of the forward; one after the backward's end is at the
+        moment: when, counted by the forward's calls and mirrored in the backward; the last is the
             optimizer's step.
-        axis: among which ranks: ``state``, those that share the state, ``replicas``, those that
-            hold the same shard, or ``near``, those that gather again from each other.
-        num_ranks: how many these are.
+        axis: the ranks that communicate: ``state``, which share the state, ``replicas``, which
+            hold the same shard, or ``near``, which gather again from each other.
+        num_ranks: how many ranks communicate.
     """
 
     op: str
@@ -176,7 +176,7 @@ class PlannedEvent:
     num_ranks: int
 
 class HostBytes:
-    """Predicted bytes on the host for one rank, and in its file."""
+    """Predicted bytes of one rank on the host, and in its file."""
 
     weights: int
     gradients: int

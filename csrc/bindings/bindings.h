@@ -1,4 +1,4 @@
-// The parts of the module that Python sees, one function per file of this folder.
+// Registers the parts of the Python module: one function per file of this folder.
 #pragma once
 
 #include <pybind11/pybind11.h>

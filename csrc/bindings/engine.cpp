@@ -1,4 +1,4 @@
-// Python face of the engine.
+// Python bindings of the engine.
 #include <ATen/core/functional.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -23,7 +23,7 @@ namespace zerocore {
 
 namespace {
 
-// The values in a tuple, list, dict or dataclass; none of another object.
+// Returns the values in a tuple, list, dict or dataclass; nothing for other objects.
 std::vector<py::object> values_in(const py::object& container) {
   std::vector<py::object> values;
   PyObject* object = container.ptr();
@@ -49,8 +49,8 @@ std::vector<py::object> values_in(const py::object& container) {
   return values;
 }
 
-// Tensors that require grad in nested tuples, lists, dicts and dataclasses, which may be in
-// themselves.
+// Returns the tensors that require grad in nested tuples, lists, dicts and dataclasses, which may
+// contain themselves.
 std::vector<at::Tensor> collect_outputs(const py::object& value) {
   std::vector<at::Tensor> outputs;
   std::vector<py::object> rest{value};
@@ -71,8 +71,8 @@ std::vector<at::Tensor> collect_outputs(const py::object& value) {
   return outputs;
 }
 
-// Its end waits for collectives and threads, which may need the GIL; another thread than those of
-// Python has none to release.
+// Deletes the engine without the GIL: it waits for collectives and threads, which may need the GIL.
+// A thread that is not Python's has none to release.
 void end_without_gil(Engine* engine) {
   std::optional<py::gil_scoped_release> released;
   if (PyGILState_Check() != 0) {
@@ -87,7 +87,8 @@ PyEngine make_engine(
     std::vector<UnitSpec> units,
     Instructions order) {
   auto registrar = std::make_shared<Registrar>(units.size());
-  // It communicates, and a thread of gloo that ends a program's collective may need the GIL.
+  // The constructor communicates, and a gloo thread that ends a program's collective may need the
+  // GIL.
   const py::gil_scoped_release released;
   auto made = std::make_unique<Engine>(
       options, device, std::move(units), std::move(order), [registrar](UnitId unit, bool full) {
@@ -136,7 +137,7 @@ py::dict agreed(const PyEngine& self) {
       py::arg("num_messages") = counts.num_messages);
 }
 
-// Binds a method of a unit with its number in front.
+// Binds a method of Unit; Python passes the unit's number first.
 template <typename Result, typename... Args>
 auto of_unit(Result (Unit::*called)(Args...) const) {
   return [called](PyEngine& self, UnitId unit, Args... args) -> Result {
@@ -263,7 +264,7 @@ void register_steps(py::class_<PyEngine>& engine) {
             MessageSizes sizes{std::move(sent_nbytes), std::move(received_nbytes), total_nbytes};
             return self.engine->exchange(mesh, across, sent, std::move(sizes));
           },
-          py::keep_alive<0, 1>(), // it needs the engine to end
+          py::keep_alive<0, 1>(), // the exchange needs the engine to end
           py::arg("mesh"),
           py::arg("across"),
           py::arg("sent"),
@@ -277,7 +278,7 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def_property("sync", method(&Reducer::sync), method(&Reducer::set_sync));
 }
 
-// Settings of each unit in FSDP2's interface.
+// Binds settings of each unit, for FSDP2's interface.
 void register_unit_controls(py::module_& module, py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<UnitSettings>(module, "UnitSettings")
@@ -305,7 +306,7 @@ void register_unit_controls(py::module_& module, py::class_<PyEngine>& engine) {
           py::arg("after_backward"));
 }
 
-// Steps of states that are not on the device.
+// Binds the steps of states that are not on the device.
 void register_offload(py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   engine.def("is_updated_on_host", method(&Offload::updates))

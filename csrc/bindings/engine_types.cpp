@@ -1,4 +1,4 @@
-// Python face of the values that go into an engine and come out of it, each with named fields.
+// Python bindings of the structs that go into an engine and come out of it.
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>

@@ -1,10 +1,10 @@
-// Exchanges what two Python tensors are: their TensorImpl, hooks, slots and class.
+// Exchanges the contents of two Python tensors: their TensorImpl, hooks, slots and class.
 //
 // Note [One object]
-// Programs key, mark and keep a parameter by its Python object, so that stays the one which the
-// user made. Between calls it is the shard. While a module shows the parameter it is the full
-// tensor, and a hidden object of the engine is the shard. Attributes stay with the object. Hooks
-// belong to an impl, which autograd calls, and go with it.
+// Programs key, mark and keep a parameter by its Python object, so the user's object stays in the
+// module. Between calls it is the shard. While a module shows the parameter, it is the full tensor,
+// and a hidden object of the engine is the shard. Attributes stay with the object. Hooks go with
+// the impl, because autograd calls the hooks of an impl.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -14,7 +14,7 @@
 
 namespace zerocore {
 
-// Torch 2.11 calls it `init_pyobj`, later releases `store_pyobj`.
+// Sets the Python object of an impl. Torch 2.11 has `init_pyobj`, later releases `store_pyobj`.
 template <typename Slot>
 void set_object(Slot& slot, PyObject* object) {
   if constexpr (requires { slot.store_pyobj(object); }) {
@@ -24,12 +24,12 @@ void set_object(Slot& slot, PyObject* object) {
   }
 }
 
-// The impls and their hooks alone. Needs the GIL.
+// Exchanges only the impls and their hooks. Needs the GIL.
 inline void exchange_impls(PyObject* first, PyObject* second) {
   auto* a = reinterpret_cast<THPVariable*>(first);
   auto* b = reinterpret_cast<THPVariable*>(second);
-  // An impl with a second owner holds its object. Both have one here, so that both hold theirs
-  // before and after.
+  // An impl with a second owner keeps its Python object alive. Here both impls have one, so both
+  // keep their objects alive before and after.
   const at::Tensor of_a = THPVariable_Unpack(a); // NOLINT(performance-unnecessary-copy-*)
   const at::Tensor of_b = THPVariable_Unpack(b); // NOLINT(performance-unnecessary-copy-*)
   std::swap(a->cdata, b->cdata);
@@ -39,17 +39,18 @@ inline void exchange_impls(PyObject* first, PyObject* second) {
   std::swap(a->post_accumulate_grad_hooks, b->post_accumulate_grad_hooks);
 }
 
-// Needs the GIL. Python has assigned a `__class__` to both. So their types have one layout, and
-// their `__dict__` does not lie within the object by the keys of one type.
+// Needs the GIL. Python has assigned `__class__` to both objects before. So their types have one
+// layout, and neither object stores its `__dict__` by the keys of its type.
 inline void exchange(PyObject* first, PyObject* second) {
   exchange_impls(first, second);
-  const auto slots = reinterpret_cast<PyTypeObject*>(ParameterClass)->tp_basicsize; // of DTensors
+  // A DTensor's slots begin where a Parameter ends.
+  const auto slots = reinterpret_cast<PyTypeObject*>(ParameterClass)->tp_basicsize;
   for (auto at = slots; at < Py_TYPE(first)->tp_basicsize; at += sizeof(PyObject*)) {
     std::swap(
         *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(first) + at),
         *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(second) + at));
   }
-  PyTypeObject* class_of_a = Py_TYPE(first); // an object holds its class: these change places, too
+  PyTypeObject* class_of_a = Py_TYPE(first); // an object owns a reference to its class, too
   Py_SET_TYPE(first, Py_TYPE(second));
   Py_SET_TYPE(second, class_of_a);
 }

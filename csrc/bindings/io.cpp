@@ -1,5 +1,5 @@
-// Bytes of files and their checksums. Calls keep the tensors whose memory they use, and release the
-// GIL.
+// Python bindings of files in blocks and their checksums. Calls keep the tensors whose memory they
+// use, and release the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -27,8 +27,7 @@ struct Memory {
   int64_t nbytes;
 };
 
-// All elements of a tensor, without gaps. Throws std::invalid_argument where they are not in memory
-// like that.
+// Returns a tensor's memory. Throws std::invalid_argument unless it is contiguous and on the CPU.
 Memory memory_of(const at::Tensor& tensor) {
   if (!tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous()) {
     const std::string strides =
@@ -50,7 +49,7 @@ Memory memory_of(const at::Tensor& tensor) {
 
 using Released = py::call_guard<py::gil_scoped_release>;
 
-// A system call that fails is an OSError with its errno, as of Python's own functions.
+// Turns the error of a system call into an OSError with its errno, as Python's own functions raise.
 void translate_os_error(std::exception_ptr caught) {
   try {
     std::rethrow_exception(std::move(caught));
@@ -60,7 +59,7 @@ void translate_os_error(std::exception_ptr caught) {
   }
 }
 
-using PythonRun = std::pair<int64_t, at::Tensor>; // offset, and what is read from there on
+using PythonRun = std::pair<int64_t, at::Tensor>; // offset, and the tensor to fill from there
 
 std::vector<uint32_t> read_runs(io::FileStream& stream, const std::vector<PythonRun>& given) {
   std::vector<io::Run> runs;

@@ -1,5 +1,5 @@
-// Structs that Python makes by keyword: each name stands once, beside its member, and defaults are
-// the struct's own.
+// Structs that Python makes by keyword: each name is written once, beside its member, and defaults
+// are the struct's own.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,9 +14,9 @@
 
 namespace zerocore {
 
-// A type that Python makes of the fields of a Given, by `convert`. A TypeError names the argument
-// that is unknown, missing, given twice or of another type. The stubs say which ones may come by
-// position.
+// A type whose constructor fills a Given from its arguments and returns what `convert` makes of it.
+// A TypeError names the argument that is unknown, missing, given twice or of another type. The
+// stubs say which arguments may come by position.
 template <typename T, typename Given = T>
 class KeywordType : public pybind11::class_<T> {
  public:
@@ -30,8 +30,8 @@ class KeywordType : public pybind11::class_<T> {
       return convert(make(name, *fields, values, named));
     }));
   }
-  // The next field, with the struct's default: of a Given, or of a struct within it to which the
-  // members lead. Python can read those of the type itself.
+  // Adds the next field, with the struct's default. The members lead to it from a Given, also
+  // through structs within it. Python can read the fields of the type itself.
   template <typename... Members>
   KeywordType& takes(const char* name, Members... members) {
     const auto set = [members...](Given& owner, const pybind11::handle& value) {
@@ -44,7 +44,7 @@ class KeywordType : public pybind11::class_<T> {
     }
     return *this;
   }
-  // The same without a default.
+  // Adds the next field, without a default.
   template <typename... Members>
   KeywordType& needs(const char* name, Members... members) {
     takes(name, members...);

@@ -6,12 +6,12 @@
 
 #define QUOTE(x) #x
 #define VERSION_TEXT(major, minor) QUOTE(major) "." QUOTE(minor)
-#ifdef __clang__ // whose __VERSION__ may hold addresses
+#ifdef __clang__ // its __VERSION__ may contain a URL
 #define COMPILER "clang " VERSION_TEXT(__clang_major__, __clang_minor__)
 #else
 #define COMPILER "GCC " __VERSION__
 #endif
-// Said by setup.py and CMakeLists.txt.
+// setup.py and CMakeLists.txt define these.
 #ifndef ZEROCORE_CXX_FLAGS
 #define ZEROCORE_CXX_FLAGS "not known"
 #endif
@@ -25,7 +25,7 @@ PYBIND11_MODULE(_C, module) {
                                   ", C++ flags: " ZEROCORE_CXX_FLAGS;
   module.attr("CHUNK_NUMEL") = zerocore::kernels::kChunkNumel;
   module.attr("HAS_CUDA_KERNELS") = zerocore::kernels::has_loops(c10::DeviceType::CUDA);
-  // A device that is added to torch lends its loops as a capsule.
+  // A device that was added to torch lends its loops as a capsule.
   module.def("set_device_loops", [](const pybind11::capsule& loops) {
     zerocore::kernels::register_loops(
         c10::DeviceType::PrivateUse1, *loops.get_pointer<const zerocore::kernels::Loops>());

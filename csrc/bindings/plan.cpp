@@ -1,4 +1,4 @@
-// Python face of the plan layer: layouts, calls and predictions.
+// Python bindings of the plan: layouts, calls and predictions.
 #include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -108,7 +108,7 @@ void register_call_events(py::module_& module) {
       .def_readonly("reads", &Instruction::reads);
 }
 
-// A plan's options as Python gives them: numbers of ranks in the place of meshes.
+// A plan's options as Python gives them: numbers of ranks instead of meshes.
 struct PlannedRanks {
   PlanOptions options;
   int64_t world_size = 1; // ranks that share the state
@@ -116,7 +116,7 @@ struct PlannedRanks {
   int64_t num_replicas = 1;
   int64_t num_near = 1;
   int64_t rank = 0;
-  // Of further meshes: ranks that share the state, replicas, and which shard this rank has.
+  // For each further mesh: ranks that share the state, replicas, and this rank's shard.
   std::vector<std::tuple<int64_t, int64_t, int64_t>> parts;
 };
 

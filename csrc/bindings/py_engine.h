@@ -1,4 +1,4 @@
-// The engine as Python has it.
+// The engine as Python holds it, and the Python objects of its parameters.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -13,15 +13,14 @@
 
 namespace zerocore {
 
-// Shows full parameters and shards.
-
 struct RegisteredParam {
   pybind11::object object; // the user's, see Note [One object]; null if no program sees it
   pybind11::object hidden;
-  bool is_full = false; // the user's is the full one
-  pybind11::object show = {}; // of a parameter that is no plain tensor, see ShownView
+  bool is_full = false; // `object` is the full parameter
+  pybind11::object show = {}; // for a parameter that is not a plain tensor, see ShownView
 };
 
+// Makes the Python object of each parameter the full tensor or the shard.
 class Registrar {
  public:
   explicit Registrar(size_t num_units) : units_(num_units) {}
@@ -52,7 +51,7 @@ class Registrar {
     }
   }
 
-  // Python shows the parameter, by `show(full)`.
+  // Calls `show(full)` to show the parameter, instead of exchanging objects.
   void set_view(UnitId unit, int index, pybind11::object show) {
     units_.at(unit).at(index).show = std::move(show);
   }
@@ -66,7 +65,7 @@ struct PyEngine {
   std::shared_ptr<Registrar> registrar; // which the engine calls
 };
 
-// The object whose method is called.
+// Returns the engine's part of this type, whose method is called.
 template <typename Part>
 Part& part_of(const PyEngine& self) {
   Engine& engine = *self.engine;
@@ -82,7 +81,7 @@ Part& part_of(const PyEngine& self) {
       *self.registrar));
 }
 
-// Binds a method of one of these as a method of PyEngine.
+// Binds a method of such a part as a method of PyEngine.
 template <typename Part, typename Result, typename... Args>
 auto method(Result (Part::*called)(Args...)) {
   return [called](PyEngine& self, Args... args) -> Result {

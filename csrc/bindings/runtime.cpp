@@ -1,5 +1,5 @@
-// Python face of the runtime layer: figures of allocators and pools, the watchdog's last word,
-// threads and memory of the host.
+// Python bindings of the runtime: figures of allocators and pools, the watchdog, and the host's
+// threads and memory.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -26,7 +26,8 @@ namespace zerocore {
 
 namespace {
 
-// A collective that is not in a ledger, while a thread may wait in it.
+// A context manager around a collective that is in no ledger: it tells the alarm that a thread
+// waits.
 class Waiting {
  public:
   Waiting(std::string what, std::string group) : what_(std::move(what)), group_(std::move(group)) {}
@@ -53,13 +54,14 @@ class Waiting {
   int64_t token_ = 0;
 };
 
-// How often torch's allocator has turned to a device in this process.
+// How often torch's allocator has called a device's own allocator in this process.
 struct AllocatorCounts {
   int64_t num_retries = 0; // memory was short, so its cache was freed and it tried again
   int64_t num_device_allocations = 0; // calls to the device's own allocator, such as cudaMalloc
 };
 
-// None on the CPU, on devices without statistics and where another allocator was plugged in.
+// Returns nullopt on the CPU, on devices without statistics, and if another allocator was plugged
+// in.
 std::optional<AllocatorCounts> allocator_counts(const std::string& name) {
   const c10::Device device(name);
   if (device.is_cpu()) {

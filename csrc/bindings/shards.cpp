@@ -1,4 +1,4 @@
-// Attributes of sharded parameters that loops over all parameters read and set; names in modules.
+// Python bindings for sharded parameters: their `grad`, memory and hooks, and names in modules.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -22,8 +22,8 @@ PyObject* get_grad(PyObject* param, void* /*closure*/) {
   return THPVariable_Wrap(THPVariable_Unpack(param).grad());
 }
 
-// References to the object of a tensor that is held in C++ alone, while a caller looks at it. That
-// is a matter of torch's version.
+// Returns the reference count of a tensor's object while only C++ holds the tensor and a caller
+// looks at it. It depends on torch's version.
 Py_ssize_t references_of_unheld() {
   const at::Tensor tensor = at::empty({0});
   const at::Tensor second = tensor; // NOLINT(performance-unnecessary-copy-initialization)
@@ -32,8 +32,8 @@ Py_ssize_t references_of_unheld() {
   return Py_REFCNT(object.ptr());
 }
 
-// Also `del param.grad`, for which the value is null. A gradient that somebody has kept keeps its
-// values, which the next backward would overwrite.
+// Assigns `param.grad`; the value is null for `del param.grad`. If the program holds the old
+// gradient, that keeps its values, which the next backward would overwrite.
 int set_grad(PyObject* param, PyObject* value, void* /*closure*/) {
   static const Py_ssize_t unheld = references_of_unheld();
   const at::Tensor old = THPVariable_Unpack(param).grad();
@@ -54,7 +54,8 @@ int set_grad(PyObject* param, PyObject* value, void* /*closure*/) {
   return result == nullptr ? -1 : 0;
 }
 
-// As torch's own attribute, which would ask the class's __torch_function__ each time.
+// Defines `grad` like torch's own attribute, which would ask the class's __torch_function__ each
+// time.
 void define_grad(const pybind11::type& type) {
   static PyGetSetDef definition{"grad", get_grad, set_grad, nullptr, nullptr};
   auto attribute = pybind11::reinterpret_steal<pybind11::object>(
@@ -65,24 +66,24 @@ void define_grad(const pybind11::type& type) {
   pybind11::setattr(type, "grad", attribute);
 }
 
-// Also one on another device, which torch would refuse.
+// Assigns a gradient that may be on another device, which torch would refuse.
 void show_grad(const at::Tensor& param, const at::Tensor& grad) {
   param.mutable_grad() = grad;
 }
 
-// A tensor whose storage begins where that of `memory` does, of which it takes no part.
+// Returns a tensor over the data of `memory`, which does not own it.
 at::Tensor window_on(const at::Tensor& memory) {
   return at::from_blob(memory.mutable_data_ptr(), memory.sizes(), memory.options());
 }
 
-// Tensors that share the storage of `window` read and write that memory from now on, and keep it.
+// Makes the tensors that share the storage of `window` read and write `memory`, and keeps it alive.
 void move_window(const at::Tensor& window, const at::Tensor& memory) {
   TORCH_CHECK_VALUE(window.nbytes() == memory.nbytes(), "windows keep their size");
   auto owner = std::make_shared<c10::Storage>(memory.storage());
   give_memory(window, kept_memory(owner, memory.mutable_data_ptr(), memory.device()));
 }
 
-// Whether two dicts have the same objects, in the same order: every step of an optimizer asks.
+// Returns whether two dicts have the same objects, in the same order: every optimizer step asks.
 bool same_objects(const pybind11::dict& first, const pybind11::dict& second) {
   Py_ssize_t at = 0, other_at = 0;
   PyObject *key = nullptr, *value = nullptr, *other_key = nullptr, *other = nullptr;
@@ -103,7 +104,7 @@ bool same_objects(const pybind11::dict& first, const pybind11::dict& second) {
   return true;
 }
 
-// Puts the second of a pair in the place of the first in all modules. Other objects are not
+// Replaces the first object of each pair by the second in all modules. Other objects are not
 // touched: in a forked process a counted reference copies memory.
 void replace_in_modules(
     const std::vector<std::pair<pybind11::object, pybind11::object>>& replaced) {
@@ -127,8 +128,8 @@ void replace_in_modules(
   }
 }
 
-// How torch.FloatTensor and the like make a tensor, and what is asked first: their types are of
-// C++, where no attribute can be set.
+// The constructor of torch.FloatTensor and similar types, and the function that is called first.
+// The types are C++'s, so no attribute of them can be set.
 newfunc typed_new = nullptr;
 PyObject* asked_first = nullptr;
 
@@ -144,7 +145,8 @@ PyObject* ask_or_make(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   return typed_new(type, args, kwargs);
 }
 
-// `ask(type, args)` gives a tensor, or None where torch is to make it.
+// Makes the constructors of `types` first call `ask(type, args)`, which returns a tensor, or None
+// to let torch make it.
 void ask_before_typed(const pybind11::iterable& types, const pybind11::function& ask) {
   asked_first = pybind11::object(ask).release().ptr();
   for (const auto& each : types) {

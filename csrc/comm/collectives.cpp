@@ -1,4 +1,4 @@
-// Collectives over a c10d backend.
+// Calls the c10d backend as the group's wire methods say.
 #include "comm/collectives.h"
 
 #include <ATen/ops/empty.h>
@@ -21,7 +21,7 @@ namespace zerocore {
 
 // -- calls of a backend ---------------------------------------------------------------------
 //
-// `async`: of c10d; without, what a device does is the work of the current stream.
+// `async`: c10d's asyncOp; without it a device runs the collective on the current stream.
 
 namespace {
 
@@ -31,7 +31,7 @@ Works all_gather(c10d::Backend& backend, at::Tensor full, at::Tensor own, bool a
   return {backend._allgather_base(full, own, options)};
 }
 
-// One slice from each rank, in pieces of `most` elements.
+// Broadcasts one slice from each rank, in pieces of at most `most` elements.
 Works broadcast_slices(
     c10d::Backend& backend,
     const std::vector<at::Tensor>& slices,
@@ -39,7 +39,7 @@ Works broadcast_slices(
   const int64_t numel = slices.front().numel();
   Works works;
   int64_t begin = 0;
-  do { // also if the slices are empty
+  do { // once even if the slices are empty
     const int64_t length = std::min(most, numel - begin);
     for (size_t root = 0; root < slices.size(); ++root) {
       std::vector<at::Tensor> tensors = {slices[root].narrow(0, begin, length)};
@@ -53,12 +53,12 @@ Works broadcast_slices(
 }
 
 // Note [Pieces]
-// Gloo sends when the receiver has asked, and a rank's request waits behind the data that it sends
-// itself: broadcasts of two ranks, and their all-to-all, use a link in one direction at a time. A
-// piece of 1 MiB leaves at once for the socket's buffer, so by turns of pieces both directions are
-// busy: at 1 Gbit/s a step of stage 3 takes 0.63 instead of 1.03 of FSDP2's
-// (benchmarks/network.py). Over loopback pieces only cost turns of gloo's threads: 1.07 of a step
-// without. With more ranks the links are busy both ways anyway.
+// Gloo sends when the receiver has asked, and a rank's request waits for the data that it sends
+// itself. So the broadcasts and the all-to-all of two ranks use a link in one direction at a time.
+// A piece of 1 MiB goes to the socket's buffer at once, so pieces in turn keep both directions
+// busy. At 1 Gbit/s a step of stage 3 takes 0.63 of FSDP2's time instead of 1.03
+// (benchmarks/network.py). Over loopback pieces only add turns of gloo's threads: a step takes 1.07
+// of the time without. With more ranks the links are busy both ways anyway.
 int64_t piece_numel(const at::Tensor& tensor) {
   return 1024 * 1024 / static_cast<int64_t>(tensor.itemsize());
 }
@@ -76,7 +76,7 @@ Works gather_slices(
   return broadcast_slices(backend, slices, most);
 }
 
-// Of two ranks.
+// Exchanges halves between two ranks, in pieces.
 Works swap_halves(c10d::Backend& backend, const at::Tensor& received, const at::Tensor& sent) {
   const int own = backend.getRank();
   std::vector<at::Tensor> slices = received.chunk(2);
@@ -93,7 +93,7 @@ Works all_to_all(c10d::Backend& backend, at::Tensor received, at::Tensor sent, b
   return {backend.alltoall_base(received, sent, even, even, options)};
 }
 
-// Equal in processes that share a loopback device.
+// Returns a number that is equal in processes that share a loopback device.
 int64_t loopback_number() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -103,7 +103,7 @@ int64_t loopback_number() {
       mix(std::hash<std::string>()(boot), static_cast<uint64_t>(of_namespace.st_ino)));
 }
 
-// Whether the ranks reach each other without a network; over gloo, collective.
+// Returns whether the ranks reach each other without a network. Collective; gloo only.
 bool share_loopback(c10d::Backend& backend) {
   at::Tensor own = at::full({1}, loopback_number(), at::kLong);
   at::Tensor all = at::empty({backend.getSize()}, own.options());
@@ -158,7 +158,7 @@ Works reduce(
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// The sum comes into the first part; the others count as zero.
+// Writes the sum to the first part of `received` and zeros to the others.
 c10::intrusive_ptr<c10d::Work> reduce_by(
     const OwnCollective& reduce,
     const at::Tensor& received,
@@ -171,8 +171,9 @@ c10::intrusive_ptr<c10d::Work> reduce_by(
   return reduce(received.narrow(0, 0, numel), full);
 }
 
-// The collectives that `issue` begins are one launch, which ends in any case: a backend would
-// collect for ever. Throws what a backend does that cannot (Backend::supportsCoalescing).
+// Makes one launch of the collectives that `issue` begins. Ends it even on an error: else the
+// backend would coalesce for ever. Throws the error of a backend that cannot
+// (Backend::supportsCoalescing).
 template <typename Issue>
 Works launch_together(c10d::Backend& backend, const Issue& issue) {
   backend.startCoalescing();
@@ -181,14 +182,14 @@ Works launch_together(c10d::Backend& backend, const Issue& issue) {
   } catch (...) {
     try {
       backend.endCoalescing();
-    } catch (const std::exception&) { // what was thrown first tells more
+    } catch (const std::exception&) { // the first error says more
     }
     throw;
   }
   return {backend.endCoalescing()};
 }
 
-// Of gloo alone: see Note [Known sequences].
+// Returns gloo's guard, or null for other backends: see Note [Known sequences].
 std::shared_ptr<IssueGuard> guard_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
   if (backend->getBackendName() != "gloo") {
     return nullptr;
@@ -237,7 +238,7 @@ Works Collectives::issue(TraceOp op, const CollectiveCall& call, bool async) con
   }
 }
 
-// Sums in place read nothing else.
+// GatherSums and AllReduce work in place, so they read no other tensor.
 PendingCollective Collectives::begin(TraceOp op, const CollectiveCall& call) {
   const bool is_in_place = op == TraceOp::GatherSums || op == TraceOp::AllReduce;
   const at::Tensor from = is_in_place ? at::Tensor() : call.from;

@@ -1,12 +1,12 @@
 // All-gather, reduce-scatter, all-reduce and all-to-all of flat buckets over a c10d process group.
 //
-// Every call returns at once with a PendingCollective that keeps its tensors alive. On a device
-// with streams a collective runs on its role's stream: the caller orders that stream behind what
-// wrote the tensors (nothing does so here: a gather would wait for the layer it should overlap
-// with), and wait() orders the compute stream behind the collective. On the CPU wait() blocks the
-// host.
+// Every call returns at once with a PendingCollective that keeps its tensors alive. On a device a
+// collective runs on its role's stream. The caller orders that stream after the work that wrote the
+// tensors: if this class did so, a gather would wait for the layer it should overlap with. wait()
+// orders the compute stream after the collective; on the CPU it blocks the host.
 //
-// The backend is called directly, not through the dispatcher: 5 us less of host time a call.
+// Collectives calls the backend directly, not through the dispatcher, to save 5 us of host time a
+// call.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -19,7 +19,7 @@
 
 namespace zerocore {
 
-// Tensors are 1-D: bytes, or floating-point numbers where they are summed.
+// Tensors are 1-D: bytes, or floating-point numbers if they are summed.
 struct CollectiveCall {
   at::Tensor to, from;
   CollectiveTag tag;
@@ -28,14 +28,14 @@ struct CollectiveCall {
 // Bytes of the messages of an all-to-all, by rank.
 struct MessageSizes {
   std::vector<int64_t> sent, received;
-  int64_t total_nbytes = 0; // of all ranks' messages: the same on all
+  int64_t total_nbytes = 0; // of all ranks' messages: the same on all ranks
 };
 
 class Collectives {
  public:
-  // `alarm` may be null, and outlives the collectives otherwise. `reductions`: another communicator
-  // of the same ranks, for all but gathers; null for the same one. These run on the stream of
-  // `reducing`. `sums_in_order`: see WireMethods.
+  // `alarm` may be null; otherwise it outlives the collectives. `reductions`: a second communicator
+  // of the same ranks, for reductions, GatherSums and all-to-alls; null to use `group` for all.
+  // They run on the stream of `reducing`. `sums_in_order`: see WireMethods.
   Collectives(
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const Streams& streams,
@@ -50,40 +50,40 @@ class Collectives {
   int64_t size() const {
     return group_->getSize();
   }
-  // How gathers and reduce-scatters go over the wire.
+  // Returns how gathers and reduce-scatters go over the wire.
   const WireMethods& methods() const {
     return methods_;
   }
-  // Of gathers.
+  // Returns the communicator of gathers.
   const c10::intrusive_ptr<c10d::Backend>& backend() const {
     return backend_;
   }
-  // The role of reductions.
+  // Returns the stream role of reductions.
   StreamRole reducing() const {
     return reducing_;
   }
 
-  // Issues a gather or a reduction of `call.to`, over the ranks:
+  // Issues a gather or a reduction over the ranks, of which `call.to` receives:
   //   AllGather      every rank's `from`, rank after rank; `from` may be this rank's slice of `to`,
   //                  in place, or other memory
-  //   GatherSums     the same among reductions, in place
-  //   ReduceScatter  what methods().reduce says of this rank's slice of the sum of `from`: as many
-  //                  parts of the slice's size. One part is the sum itself, and may be the slice of
-  //                  `from`; of an exchange they are what came from each rank, rank after rank
+  //   GatherSums     the same, in place, on the communicator of reductions
+  //   ReduceScatter  as many parts as methods().reduce says, each of the size of this rank's slice.
+  //                  A single part is the slice of the sum, and may be that slice of `from`. An
+  //                  exchange leaves each rank's part, rank after rank, for the caller to add
   //   AllReduce      the sum of `to`, in place
   PendingCollective start(TraceOp op, const CollectiveCall& call);
-  // Several calls of one kind cost one launch if start_together() starts them.
+  // Returns whether start_together() makes several calls of one kind one launch.
   bool launches_together() const {
     return launches_together_;
   }
-  // As start() of each, with one event behind all.
+  // Starts all calls, in one launch with one event after all.
   std::vector<PendingCollective> start_together(
       TraceOp op,
       const std::vector<CollectiveCall>& calls);
-  // Sends each rank its part of `from`; what the ranks sent to this one comes into `to`. Both are
-  // bytes, rank after rank.
+  // Sends each rank its part of `from`, and receives the ranks' parts for this one in `to`. Both
+  // are bytes, rank after rank.
   PendingCollective all_to_all(CollectiveCall call, MessageSizes sizes);
-  // Rank 0's bytes to all ranks, in place.
+  // Sends rank 0's bytes to all ranks, in place.
   PendingCollective broadcast(const at::Tensor& bytes, const CollectiveTag& tag);
 
   IssueWatch& watch() {
@@ -103,7 +103,7 @@ class Collectives {
   const StreamRole reducing_;
   const bool launches_together_;
   WireMethods methods_;
-  IssueWatch watch_; // without a guard where there is no need or no way
+  IssueWatch watch_; // has a guard for gloo only
 };
 
 } // namespace zerocore

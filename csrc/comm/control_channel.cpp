@@ -1,4 +1,4 @@
-// Control messages between the ranks of a model.
+// Encodes messages so that the largest values over the ranks are the answer.
 #include "comm/control_channel.h"
 
 #include <c10/util/Exception.h>
@@ -19,7 +19,8 @@ namespace {
 const std::string kCalls = "the calls of a pass";
 const std::string kOptimizerFlags = "optimizer";
 const std::string kUsed = "the parameters that a backward used";
-// A message is the largest of what the ranks say: a unit so that the first one wins, or 0.
+// The ranks take the largest of each field. A wanted unit is encoded so that the first unit wins; 0
+// is no unit.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
 constexpr size_t kMostKnown = 4096; // see Note [Static graphs]
 enum Field : uint8_t {
@@ -83,7 +84,7 @@ void ControlChannel::begin_backward(const std::shared_ptr<void>& running) {
     if (alarm_ != nullptr) {
       alarm_->note_failure(error.what_without_backtrace());
     }
-    throw; // at once: autograd reports the first error, and the alarm ends waits with others
+    throw; // autograd reports the first error; the alarm ends other waits
   }
 }
 
@@ -152,7 +153,7 @@ std::vector<bool> ControlChannel::any_rank(const std::vector<bool>& flags, Messa
   return hear(told);
 }
 
-// Waits for the message before, which has long arrived, for the ledger's sake.
+// First ends the message before, which has long arrived: the ledger needs its end.
 void ControlChannel::tell_used(const std::vector<bool>& flags) {
   if (used_.pending.round != nullptr) {
     hear(used_);
@@ -179,7 +180,7 @@ std::vector<bool> ControlChannel::hear(Flags& flags) {
   std::vector<bool> heard = wait(flags.pending).flags(flags.own.size());
   if (is_static_) {
     if (known_.size() >= kMostKnown) {
-      known_.clear(); // on all ranks at once
+      known_.clear(); // all ranks do so at the same message
     }
     known_[{flags.kind, flags.own}] = heard;
   }

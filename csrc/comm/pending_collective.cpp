@@ -1,4 +1,4 @@
-// The begin, the end and the wait of a collective.
+// Issues a collective, waits for it, and notes its times.
 #include "comm/pending_collective.h"
 
 #include <utility>
@@ -35,14 +35,14 @@ void PendingCollective::issue(
     const Streams& streams,
     const std::function<Works(bool async)>& issue) {
   const bool async = !streams.has_streams();
-  { // not longer on the role's stream: a record would take that for the one that computes
+  { // record() below would take the role's stream for the compute stream
     const auto guard = streams.use(role_);
     watched_.run([&] {
       works_ = issue(async);
       std::erase(works_, nullptr);
     });
-    // NCCL has none then: what it does is the stream's work. Gloo does it on threads and streams of
-    // its own even so, and the role's stream is to go on behind them.
+    // NCCL returns no work then: the stream runs the collective. Gloo uses its own threads and
+    // streams even so, and the role's stream must go on after them.
     if (!async && !works_.empty()) {
       wait_on_host(watched_);
     }
@@ -62,7 +62,7 @@ void PendingCollective::trace_end(const Streams& streams) const {
   if (record_ != nullptr && streams.has_streams()) {
     record_->end = streams.record_timed(role_);
   } else if (record_ != nullptr) {
-    record_->note_done(); // if there is no work any more
+    record_->note_done(); // the end, if no work is left
     for (const auto& work : works_) {
       work->getFuture()->addCallback(
           [record = record_](c10::ivalue::Future&) { record->note_done(); });

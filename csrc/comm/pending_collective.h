@@ -1,5 +1,5 @@
-// A collective from before it is issued until it was waited for. Keeps its tensors alive, and tells
-// those who look on: the watch of its group, the trace, the log of hand-overs.
+// A collective, from before its issue until the wait for it. It keeps its tensors alive, and
+// informs the watch of its group, the trace and the log of hand-overs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,11 +18,11 @@
 
 namespace zerocore {
 
-// Null ones among them where the work is the current stream's.
+// An entry is null if the current stream runs the work.
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-// A program's own collective, which takes the place of the backend's; may return null when it is
-// done, or where it is the work of the current stream.
+// A program's own collective, called instead of the backend's. It may return null if it is done, or
+// if the current stream runs it.
 using OwnCollective =
     std::function<c10::intrusive_ptr<c10d::Work>(const at::Tensor& to, const at::Tensor& from)>;
 
@@ -31,16 +31,16 @@ struct CollectiveTag {
   const std::string* unit = nullptr;
   std::shared_ptr<OpenRecord> record; // null when not traced
   UnitId id = -1; // of the unit, -1 for several
-  // Bytes that ranks compare, the same on all of them; by default those of the written tensors.
+  // Bytes that ranks compare, the same on all of them; by default the bytes of `to`.
   std::optional<int64_t> nbytes = std::nullopt;
-  const OwnCollective* own = nullptr; // null for the backend's, never empty; outlives the call
+  const OwnCollective* own = nullptr; // null for the backend's, else not empty; outlives the call
 };
 
 class PendingCollective {
  public:
   PendingCollective() = default;
-  // About to be issued on the role's stream, see IssueWatch::begin. It writes `to` and reads
-  // `from`, which is undefined where it reads nothing else.
+  // Announces a collective on the role's stream, see IssueWatch::begin. It writes `to` and reads
+  // `from`, which is undefined for a collective in place.
   PendingCollective(
       IssueWatch& watch,
       const Streams& streams,
@@ -52,14 +52,14 @@ class PendingCollective {
   PendingCollective(PendingCollective&&) = default;
   PendingCollective& operator=(PendingCollective&&) = default;
 
-  // Issues it, and what goes with it.
+  // Calls `issue`, which issues this collective, and others of the same launch.
   void issue(const Streams& streams, const std::function<Works(bool async)>& issue);
-  // It was issued with `other`.
+  // Says that it was issued in the launch of `other`.
   void end_with(const PendingCollective& other, const Streams& streams);
 
-  // Orders later work of the compute stream behind the collective; on the CPU blocks until it is
-  // done. Waiting again does nothing. Throws c10::DistBackendError that names the collective and
-  // the unit when it failed (a peer died, a timeout, mismatched sizes).
+  // Orders later work of the compute stream after the collective; on the CPU blocks until it is
+  // done. Waiting again does nothing. If it failed (a peer died, a timeout, mismatched sizes),
+  // throws a c10::DistBackendError that names the collective and the unit.
   void wait(const Streams& streams);
 
  private:
@@ -67,7 +67,7 @@ class PendingCollective {
   void wait_on_host(const WatchedCollective& watched) const;
   void wait_on_device(const Streams& streams) const;
 
-  WatchedCollective watched_; // until it was waited for
+  WatchedCollective watched_; // until wait()
   StreamRole role_ = StreamRole::Compute;
   std::array<at::Tensor, 2> keep_alive_;
   std::shared_ptr<OpenRecord> record_;
@@ -75,8 +75,8 @@ class PendingCollective {
   StreamEvent done_;
 };
 
-// Waits for all of one role, the last one first: on a stream it is behind the others, so one wait
-// is enough. Empties the list.
+// Waits for collectives of one role, the last one first: a stream runs it after the others, so one
+// wait is enough. Empties the list.
 void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams);
 
 } // namespace zerocore

@@ -1,5 +1,5 @@
-// Integer arithmetic on sizes: division, rounding, overflow-checked products; the units of files
-// and mappings, and of numbers of one byte as they travel.
+// Integer arithmetic on sizes: division, rounding and checked products. Also the block sizes of
+// direct transfers and of one-byte encodings.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -32,28 +32,28 @@ inline Range intersect(const Range& a, const Range& b) {
   return {begin, std::max(begin, std::min(a.end, b.end))};
 }
 
-// A number for a pair of numbers, another one for another pair as far as can be.
+// Hashes a pair of numbers.
 constexpr uint64_t mix(uint64_t seed, uint64_t value) {
   return (seed ^ value) * 0x9E3779B97F4A7C15ULL + 1;
 }
 
-// Offsets, sizes and addresses of direct transfers are multiples of it, as O_DIRECT requires.
+// O_DIRECT requires offsets, sizes and addresses that are multiples of this.
 constexpr int64_t kDiskAlignment = 4096;
 
-// A multiple of both the pages of memory and what direct transfers are made of.
+// Returns a multiple of both the page size and kDiskAlignment.
 inline int64_t page_nbytes() {
   return std::max<int64_t>(kDiskAlignment, ::sysconf(_SC_PAGESIZE));
 }
 
-// Numbers of one byte travel with a scale for each block of them:
+// Encoded values are one byte each. Every block of 128 of them ends with its float32 scale:
 //
 //   | 128 numbers | scale, float32 | 128 numbers | scale, float32 | ...
 constexpr int64_t kScaledNumel = 128;
 constexpr int64_t kScaledNbytes = kScaledNumel + 4;
-// A multiple of blocks that ends on a multiple of 16 bytes.
+// Four blocks: the smallest number of blocks whose bytes are a multiple of 16.
 constexpr int64_t kAlignedScaledNumel = 4 * kScaledNumel;
 
-// Bytes of `numel` numbers, a multiple of a block.
+// Returns the encoded bytes of `numel` values, a multiple of a block.
 constexpr int64_t scaled_nbytes(int64_t numel) {
   return numel / kScaledNumel * kScaledNbytes;
 }

@@ -1,4 +1,4 @@
-// Ids and small value types that every layer shares.
+// Ids and small value types that all folders share.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -12,7 +12,7 @@ namespace zerocore {
 
 using UnitId = int32_t;
 
-// Work of one role runs in order; between roles events order it.
+// Work of one role runs in order; events order work of different roles.
 enum class StreamRole : uint8_t {
   Compute,
   AllGather,
@@ -29,9 +29,9 @@ constexpr const char* stream_role_name(StreamRole role) {
   return kNames[static_cast<size_t>(role)];
 }
 
-// The runtime does these, and the planner predicts them.
-// AllToAll is an optimizer's, and only run. So are the last four, of states on the host: gradients
-// come there, are squared for their norm, weights are updated there, and go back.
+// Operations that the runtime counts. The planner predicts all but an optimizer's: AllToAll,
+// HostSquares, HostUpdate, and ToDevice of updated weights. The last four are of states on the
+// host: gradients go there, are squared for their norm, weights are updated, and go back.
 enum class TraceOp : uint8_t {
   AllGather,
   GatherNear,
@@ -65,22 +65,22 @@ constexpr const char* trace_op_name(TraceOp op) {
   return kNames[static_cast<size_t>(op)];
 }
 
-// Memory for values of a unit, on any device.
+// The buffers of a unit, on any device.
 enum class Memory : uint8_t {
-  Shard, // this rank's parameters, where they have memory of their own
-  Main, // what the optimizer updates, where layers compute with something else
-  Sent, // main weights as they are sent to the device
-  ExpAvg, // the moments of AdamW
+  Shard, // this rank's parameters, if they have memory of their own
+  Main, // main weights, which the optimizer updates if layers compute with other values
+  Sent, // main weights, cast for the copy to the device
+  ExpAvg, // AdamW's moments: this one and the next
   ExpAvgSq,
   Full, // parameters as layers compute with them
-  Received, // parameters as they come from the wire
-  Near, // this rank's part of Full among the near ranks
+  Received, // gathered parameters that are yet to be decoded or copied out
+  Near, // this rank's part of Full, from which the near ranks gather
   Kept, // this rank's gradients between steps
-  FullGrad, // packed gradients of all ranks' shards; unless they are sharded, Kept is a part of it
-  Wire, // the same in the type that they travel in
-  Scratch, // the result of a reduction, where it is not the gradient yet
-  Sums, // sums in order that are not the gradient yet, in its type
-  Across, // of Scratch or Sums: what the reduction over the replicas leaves
+  FullGrad, // packed gradients for all ranks' shards; includes Kept unless gradients are sharded
+  Wire, // FullGrad in the dtype that travels
+  Scratch, // the result of a reduction that is not the gradient yet
+  Sums, // sums in the order of ranks that are not the gradient yet, in its dtype
+  Across, // the part of Scratch or Sums that the reduction over the replicas fills
 };
 inline constexpr int kNumMemories = 14;
 
@@ -98,7 +98,7 @@ class ByMemory {
   std::array<T, kNumMemories> values_ = {};
 };
 
-// Half-open range of elements, [begin, end).
+// A half-open range of elements or bytes, [begin, end).
 struct Range {
   int64_t begin = 0;
   int64_t end = 0;
@@ -112,7 +112,7 @@ struct Range {
   bool operator==(const Range& other) const = default;
 };
 
-// The text of an error without the stack that torch's errors have.
+// Returns an error's text without the stack trace that torch adds.
 inline const char* message_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   return torch_error == nullptr ? error.what() : torch_error->what_without_backtrace();

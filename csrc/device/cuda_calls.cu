@@ -1,4 +1,4 @@
-// Calls of CUDA's runtime that other code asks for.
+// Fills the table with CUDA's functions when the library is loaded.
 #include "device/cuda_calls.h"
 
 #include <c10/cuda/CUDAException.h>

@@ -1,4 +1,4 @@
-// The table through which other code calls CUDA's runtime, where zerocore is built with it.
+// The table through which code without CUDA headers calls CUDA's runtime.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -8,12 +8,11 @@
 namespace zerocore {
 
 struct CudaCalls {
-  // Pins pages of the host for all devices, which then copy from and to them by themselves. Throws
-  // c10::Error.
+  // Pins host memory, so that every device copies from and to it asynchronously. Throws c10::Error.
   void (*pin)(void* data, size_t nbytes);
-  // Never throws.
+  // Unpins it. Never throws.
   void (*unpin)(void* data);
-  // Whether the stream records a graph of its work.
+  // Returns whether the stream is being captured into a CUDA graph.
   bool (*is_capturing)(const c10::Stream& stream);
 };
 

@@ -1,4 +1,4 @@
-// Streams by role over c10's device guard interface.
+// Takes streams from the device's pool, reuses events, and skips waits that order nothing new.
 #include "device/stream.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -16,7 +16,7 @@ namespace {
 
 std::atomic<int> compute_stream = 0;
 
-// Events of several epochs have numbers of their own.
+// Numbers an event uniquely across epochs.
 int64_t event_number(int64_t epoch, int64_t event) {
   return (epoch << 32) + event;
 }
@@ -77,7 +77,7 @@ size_t index(StreamRole role) {
   return static_cast<size_t>(role);
 }
 
-// Whether the device's current stream records a graph of its work.
+// Returns whether the device's current stream is being captured into a CUDA graph.
 bool is_capturing(c10::Device device) {
   const auto ask = [](const auto& stream) {
     if constexpr (requires { stream.is_capturing(); }) {
@@ -111,7 +111,7 @@ StreamRole stream_role_named(const std::string& name) {
 }
 
 Streams::Streams(c10::Device device, HandOverLog* log) : device_(device), log_(log) {
-  // Communication first: a collective that starts late delays every layer behind it.
+  // Communication has high priority: a collective that starts late delays every layer after it.
   take(
       {StreamRole::AllGather, StreamRole::ReduceScatter, StreamRole::Replicas},
       /*is_high_priority=*/true);
@@ -146,7 +146,7 @@ void Streams::follow_compute_stream() const {
   }
 }
 
-// A wait keeps to the point that the event had then, so the event can be recorded again.
+// Reuses released events: recording one again does not change waits that were issued before.
 std::shared_ptr<RecordedEvent> Streams::take_unused(c10::EventFlag flag) const {
   const size_t kind = flag == c10::EventFlag::BACKEND_DEFAULT ? 1 : 0;
   std::unique_ptr<RecordedEvent> event;

@@ -1,4 +1,4 @@
-// Streams by role and events between them; on the CPU both are empty and every call a no-op.
+// Streams by role and events between them. On the CPU both are empty and every call is a no-op.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,11 +22,11 @@
 
 namespace zerocore {
 
-// A log of who touches which memory and what orders it, for a checker to replay.
+// A log of memory accesses and of the events that order them, for a checker to replay.
 //
-// On the CPU it stands in for streams: everything runs at once in the host's order, while the log
-// says on which stream it would have run and which events ordered it. Compute may go from stream to
-// stream: an epoch lasts as long as it is on one.
+// The log is for engines on the CPU, where work runs at once in the host's order. It says on which
+// stream a device would have run the work, and which events would have ordered it. A change of the
+// compute stream begins a new epoch.
 
 enum class HandOverKind : uint8_t { Record, Wait, Read, Write };
 
@@ -34,24 +34,24 @@ struct HandOver {
   HandOverKind kind = HandOverKind::Record;
   StreamRole role = StreamRole::Compute;
   StreamRole source = StreamRole::Compute; // Record, Wait: the stream of the event
-  int compute = 0, source_compute = 0; // which compute stream, where the role is Compute
-  int64_t event = -1; // Record, Wait: number of the event, counted by epoch and stream
-  uintptr_t begin = 0, end = 0; // Read, Write: addresses that are touched
+  int compute = 0, source_compute = 0; // number of the compute stream, for the role Compute
+  int64_t event = -1; // Record, Wait: the event's number within its epoch and stream
+  uintptr_t begin = 0, end = 0; // Read, Write: the addresses
   std::string what, unit; // Read, Write
 };
 
 class HandOverLog {
  public:
-  // The compute stream of this process is now number `stream`; 0 at first. The caller orders it
-  // behind the one before, so the logs say that it is.
+  // Says that this process's compute stream is now number `stream`; it is 0 at first. The caller
+  // orders the new stream after the old one, and the logs say so.
   static void set_compute_stream(int stream);
-  // Begins another epoch if that is another stream than in the last one; true then.
+  // Begins a new epoch and returns true if the compute stream has changed.
   bool follow_compute_stream();
 
   void add_record(StreamRole role, int64_t event);
-  // `event_epoch`: in which the event was recorded.
+  // `event_epoch`: the epoch in which the event was recorded.
   void add_wait(StreamRole role, StreamRole source, int64_t event, int64_t event_epoch);
-  // A stream reads or writes the memory.
+  // Notes that the role's stream reads or writes the memory.
   void add_access(
       StreamRole role,
       HandOverKind kind,
@@ -71,37 +71,37 @@ class HandOverLog {
   }
 
   std::vector<HandOver> entries_;
-  std::vector<int> compute_ = {0}; // by epoch: the compute stream
+  std::vector<int> compute_ = {0}; // the compute stream of each epoch
 };
 
-// Works on any device through c10's device guard interface, so no CUDA header is needed here.
+// Streams works on any device through c10's device guards, so it needs no CUDA header.
 //
 // Note [Waits that are needed]
-// Every stream keeps a vector clock: the last work of each stream that its own work runs behind.
-// An event carries the clock of the stream it was recorded on, so a wait that would order nothing
-// new is left out. It saves calls to the driver, and it lets the checker demand that every wait
-// that remains is one without which something would break.
+// Every stream keeps a vector clock: the last event of each stream that its own work runs after. An
+// event carries the clock of its stream, so Streams skips a wait that would order nothing new. This
+// saves driver calls. It also lets the checker demand that each remaining wait is needed: without
+// it something breaks.
 
-// By StreamRole: how many events of that stream lie behind.
+// By StreamRole: the number of that stream's last event that comes before this point.
 using StreamClock = std::array<int64_t, kNumStreamRoles>;
 
-// Throws ValueError for what is no name of a role.
+// Returns the role of this name. Throws ValueError for an unknown name.
 StreamRole stream_role_named(const std::string& name);
 
 // A point in a stream's work.
 struct RecordedEvent {
-  std::optional<c10::Event> event; // none on a recording device
+  std::optional<c10::Event> event; // none on the CPU
   StreamRole role = StreamRole::Compute;
   StreamClock clock = {};
   int64_t epoch = 0;
 };
 
-// Copies share the event; a default one is already reached.
+// Copies share the event; null stands for an event that was reached.
 using StreamEvent = std::shared_ptr<const RecordedEvent>;
 
-// Throws in a capture; `what` was called. A replay would leave out zerocore's work on the host:
-// waits, the exchange of control messages, gathers in the ranks' order, notes of what has changed.
-// And an event of before the capture, as the pool has them, would make it invalid.
+// Throws while a CUDA graph is captured; the error says that `what` was called. A replay would skip
+// zerocore's work on the host: waits, control messages, gathers in the ranks' order, notes of
+// changed weights. The pool's events from before the capture would also invalidate it.
 void check_not_capturing(c10::Device device, std::string_view what);
 
 class Streams {
@@ -109,39 +109,40 @@ class Streams {
   // With a log nothing is asynchronous, and the log says what the streams would have done.
   explicit Streams(c10::Device device, HandOverLog* log = nullptr);
 
-  // From now on there are streams for copies between the device and the host.
+  // Adds the streams for copies between the device and the host.
   void add_copy_streams();
 
-  // Marks the end of what the role's stream was given so far.
+  // Records an event after all work that the role's stream has so far.
   StreamEvent record(StreamRole role) const;
-  // As record, with a time that elapsed_ms() can read.
+  // Records an event whose time elapsed_ms() can read.
   StreamEvent record_timed(StreamRole role) const;
-  // Milliseconds between two timed events that were reached.
+  // Returns the milliseconds between two timed events that were reached.
   static double elapsed_ms(const StreamEvent& begin, const StreamEvent& end);
-  // Blocks the host until an event is reached.
+  // Blocks the host until the event is reached.
   static void synchronize(const StreamEvent& event);
-  // Later work of the role's stream runs after `event`. The host does not wait.
+  // Makes later work of the role's stream wait for `event`. The host does not wait.
   void wait(StreamRole role, const StreamEvent& event) const;
-  // Later work of `role` runs after what `behind` was given so far.
+  // Makes later work of `role` wait for all work that `behind` has so far.
   void order(StreamRole role, StreamRole behind) const {
     if (has_streams() && role != behind) {
       wait(role, record(behind));
     }
   }
-  // The stream that is current now; none on the CPU.
+  // Returns the current stream; nullopt on the CPU.
   std::optional<c10::Stream> compute_stream() const;
-  // Later work of `stream` runs after what the compute stream was given so far, if it is another.
+  // Makes later work of `stream`, if it is not the current one, wait for the current one's work so
+  // far.
   void order_other(const std::optional<c10::Stream>& stream) const;
   // Makes the role's stream the current one while the guard lives.
   std::optional<c10::StreamGuard> use(StreamRole role) const;
-  // The device's own handle of the role's stream; null without streams.
+  // Returns the device's own handle of the role's stream; null on the CPU.
   void* native_handle(StreamRole role) const;
 
-  // Work on different roles may run at the same time.
+  // Returns whether work of different roles may run at the same time.
   bool has_streams() const {
     return has_device() || log_ != nullptr;
   }
-  // Says that work of the role's stream, given now, reads or writes `tensor` (contiguous).
+  // Logs that work of the role's stream, issued now, reads or writes `tensor`, which is contiguous.
   void note_read(
       StreamRole role,
       const at::Tensor& tensor,
@@ -160,7 +161,8 @@ class Streams {
       log_access(role, HandOverKind::Write, tensor.const_data_ptr(), tensor.nbytes(), what, unit);
     }
   }
-  // The device's allocator gives or takes back memory; its other users are on the compute stream.
+  // Logs that the device's allocator gives or takes back memory, which others use on the compute
+  // stream.
   void note_allocator(const void* memory, int64_t nbytes) const {
     if (log_ != nullptr) {
       log_access(StreamRole::Compute, HandOverKind::Write, memory, nbytes, "other use", "others");
@@ -175,7 +177,7 @@ class Streams {
     return !device_.is_cpu();
   }
   void take(std::initializer_list<StreamRole> roles, bool is_high_priority);
-  // Compute is whatever stream is current when asked.
+  // Returns the role's stream; for Compute, the stream that is current now.
   c10::Stream stream(StreamRole role) const;
   StreamEvent make_event(StreamRole role, c10::EventFlag flag) const;
   std::shared_ptr<RecordedEvent> take_unused(c10::EventFlag flag) const;
@@ -186,8 +188,8 @@ class Streams {
     log_->add_access(access...);
   }
 
-  // Those that nobody holds any more, by whether they are timed: a new event of the driver takes
-  // longer than recording one again. Events may outlive the streams.
+  // Released events, by whether they are timed: recording one again is faster than creating one.
+  // Events may outlive the streams.
   struct Unused {
     std::mutex mutex;
     std::array<std::vector<std::unique_ptr<RecordedEvent>>, 2> events;
@@ -196,8 +198,8 @@ class Streams {
   c10::Device device_;
   HandOverLog* log_ = nullptr;
   std::shared_ptr<Unused> unused_ = std::make_shared<Unused>();
-  std::array<std::optional<c10::Stream>, kNumStreamRoles> streams_; // by role; none of Compute
-  // Clocks hold for one compute stream; another one begins a new epoch.
+  std::array<std::optional<c10::Stream>, kNumStreamRoles> streams_; // by role; none for Compute
+  // Clocks hold for one compute stream; a change of it begins a new epoch.
   mutable std::array<StreamClock, kNumStreamRoles> clocks_ = {};
   mutable std::optional<c10::Stream> compute_;
   mutable int64_t epoch_ = 0;

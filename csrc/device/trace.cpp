@@ -1,4 +1,4 @@
-// Counts operations and collects trace records.
+// Puts the times of a device's events on the host's clock.
 #include "device/trace.h"
 
 #include <algorithm>
@@ -16,7 +16,8 @@ void Trace::start(bool align) {
   }
 }
 
-// The host may be interrupted before it reads its clock: of several readings the closest counts.
+// The host may be interrupted before it reads its clock, so the shortest of several readings
+// counts.
 void Trace::tie_clocks() {
   constexpr int kReadings = 5;
   int64_t closest = std::numeric_limits<int64_t>::max();

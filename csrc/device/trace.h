@@ -1,10 +1,9 @@
-// A trace of what the runtime did: counters that are always on, and a list of typed records on
-// demand.
+// A trace of the runtime's operations: counters that are always on, and records on demand.
 //
-// The counters cost two additions per operation, the records when off a branch.
-// On the CPU times are the host's. On a device with streams they are measured by events on the
-// streams: when a collective began and ended there, and how long the compute stream stood still
-// for it. They are read when the trace stops, which is the only time that the host waits.
+// The counters cost two additions per operation; records cost a branch while they are off. On the
+// CPU times are the host's. On a device, events on the streams measure when a collective began and
+// ended, and how long the compute stream waited for it. The trace reads them when it stops. The
+// host waits for the device only then, and in start() to align the clocks.
 #pragma once
 
 #include <array>
@@ -27,20 +26,20 @@ inline int64_t now_ns() {
 struct TraceRecord {
   TraceOp op = TraceOp::AllGather;
   UnitId unit = -1; // -1 = an optimizer's
-  int64_t nbytes = 0; // of the full bucket; of an all-to-all those that leave this rank
-  int64_t pool_nbytes = 0; // in use right after
+  int64_t nbytes = 0; // of the full bucket; for an all-to-all, of what leaves this rank
+  int64_t pool_nbytes = 0; // of the pool in use right after
   int64_t issued_ns = -1; // device: when it began
   int64_t done_ns = -1;
-  int64_t wait_ns = 0; // the host was blocked on it; device: the compute stream was
+  int64_t wait_ns = 0; // how long the host was blocked on it; device: the compute stream
 };
 
-// A record whose times are not read yet. Other threads than the one that reads them set the times
-// in which something ran there: gloo's, for each part of a collective, and those of the host.
+// A record whose times are not read yet. Other threads set begun_at and done_at: gloo's, for each
+// part of a collective, and the threads of steps on the host.
 struct OpenRecord : TraceRecord {
   void note_begun() {
     begun_at = now_ns();
   }
-  // The last one counts.
+  // Keeps the latest time of several calls.
   void note_done() {
     int64_t before = done_at;
     const int64_t now = now_ns();
@@ -52,7 +51,7 @@ struct OpenRecord : TraceRecord {
   std::atomic<int64_t> begun_at = -1, done_at = -1;
 };
 
-// How often one operation was done, and the bytes of its buckets, since the engine was made.
+// How often an operation ran since the engine was made, and the bytes of its buckets.
 struct OpCounter {
   int64_t count = 0;
   int64_t nbytes = 0;
@@ -63,23 +62,23 @@ class Trace {
  public:
   explicit Trace(const Streams& streams) : streams_(streams) {}
 
-  // Begins to record. `align`: a device's times shall be on the host's clock, for which the host
-  // waits a few times; without, only their differences mean something.
+  // Begins to record. `align` puts a device's times on the host's clock, for which the host waits a
+  // few times. Without it only differences of times have a meaning.
   void start(bool align);
   // Ends recording and keeps the records for stop(). Never waits for the device.
   void pause() {
     enabled_ = false;
   }
-  // Ends recording; the records since start(), in order of issue. On a device it waits for the
-  // last of them.
+  // Ends recording and returns the records since start(), in order of issue. On a device the host
+  // waits for the last of them.
   std::vector<TraceRecord> stop();
 
   const OpCounters& counters() const {
     return counters_;
   }
 
-  // Counts what happens now and adds a record of it; null when off. The record may be completed
-  // later, also from another thread for its times.
+  // Counts an operation and returns its record, or null while recording is off. The record may be
+  // completed later, its times also by another thread.
   std::shared_ptr<OpenRecord> add(TraceOp op, UnitId unit, int64_t nbytes, int64_t pool_nbytes);
 
  private:

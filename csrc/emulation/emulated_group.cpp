@@ -1,4 +1,4 @@
-// The collectives of the emulated group: what each one moves and how many bytes cross the link.
+// The emulated group's collectives: each says what moves and how many bytes cross the link.
 #include "emulation/emulated_group.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace {
 
 using Kind = Combination::Kind;
 
-// The name that torch 2.11 has; later ones keep it.
+// Torch 2.11 has the supplement under this name; later releases keep it.
 double premul_factor(const c10d::ReduceOp& op) {
   const auto* premul = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(premul != nullptr, "PREMUL_SUM came without its factor");
@@ -126,7 +126,8 @@ const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& 
   return lists[0];
 }
 
-// Rows (of dimension 0) that go to or come from each rank; even ones if `splits` is empty.
+// Returns the rows (of dimension 0) that go to or come from each rank; equally many if `splits` is
+// empty.
 std::vector<int64_t> rows(
     const at::Tensor& tensor,
     const std::vector<int64_t>& splits,
@@ -342,7 +343,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::alltoall_base(
   const std::vector<int64_t> sent = rows(input, input_splits, size_);
   const std::vector<int64_t> received = rows(output, output_splits, size_);
   const int64_t first = std::accumulate(sent.begin(), sent.begin() + rank_, int64_t{0});
-  // A mirror sends what this rank sends to itself; zeros where more is expected of it.
+  // A mirror sends the rows that this rank sends to itself, and zeros if more are expected.
   const at::Tensor own = input.detach().narrow(0, first, sent[rank_]);
   int64_t row = 0;
   for (const int64_t count : received) {

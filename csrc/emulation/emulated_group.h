@@ -1,4 +1,4 @@
-// The emulated link: a c10d backend for one process that plays one rank of N.
+// The emulated group: a c10d backend for one process that plays one rank of N.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,8 +18,8 @@
 
 namespace zerocore {
 
-// A collective of the emulated group as it is put together: what moves, where each peer mirrors
-// this rank, and how many bytes cross the link.
+// Builds a collective of the emulated group: its moves, with peers that mirror this rank, and the
+// bytes that cross the link.
 class MirroredCall {
  public:
   MirroredCall(
@@ -30,39 +30,39 @@ class MirroredCall {
       int64_t nbytes = 0,
       std::vector<at::Tensor> outputs = {});
 
-  // The values of all ranks under a reduction.
+  // Returns how a reduction combines the ranks' equal values.
   Combination combination(const c10d::ReduceOp& op) const;
-  // One move. Throws ValueError where the tensors do not match.
+  // Adds one move. Throws ValueError if the tensors do not match.
   void add(const at::Tensor& to, const at::Tensor& from, Combination how);
-  // Every rank's slice of `full` is what `own` is; `own` may be this rank's.
+  // Adds moves of `own` to every rank's slice of `full`; `own` may be this rank's slice.
   void gather(const at::Tensor& full, const at::Tensor& own);
-  // `shard` is this rank's slice of the reduced `full`.
+  // Adds the move that makes `shard` this rank's slice of the reduced `full`.
   void reduce(const at::Tensor& shard, const at::Tensor& full, const c10d::ReduceOp& op);
 
   Traffic traffic;
   int64_t nbytes;
-  Transfer transfer; // its time follows from traffic and bytes
+  Transfer transfer; // its time follows from `traffic` and `nbytes`
 
  private:
-  // `full` has a slice for each rank.
+  // Throws unless `full` has a slice for each rank.
   void check_slices(const char* what, const at::Tensor& full, const at::Tensor& slice) const;
 
   int rank_, size_;
 };
 
 // Note [Mirrors]
-// The peers mirror this rank: whatever they send equals what this rank sends. So a
-// gather fills every slice with this rank's data; a reduction of N equal values is N times the
-// value (sum), the value (average, minimum, maximum, bitwise and, or), N * factor times it (premul
-// sum); a reduce-scatter is that of this rank's slice; a broadcast changes nothing, whoever is the
-// root; an all-to-all receives from every peer what this rank sends to itself. A training step is
-// therefore that of a single process whose batch every rank sees. Send and receive do not exist:
-// a mirror of rank 0 never sends what rank 0 expects from rank 1.
+// The peers mirror this rank: each sends the same data as this rank. So a gather fills every slice
+// with this rank's data. A reduction of N equal values is N times the value (sum), the value
+// (average, minimum, maximum, bitwise and, or), or N * factor times it (premul sum). A
+// reduce-scatter does the same to this rank's slice. A broadcast changes nothing, whichever rank is
+// the root. An all-to-all receives from every peer what this rank sends to itself. A training step
+// is therefore the step of a single process whose batch every rank sees. Send and receive do not
+// exist: a mirror of rank 0 never sends what rank 0 expects from rank 1.
 class EmulatedGroup final : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  // Calls a function that blocks without the locks that finish callbacks may need (Python's).
+  // Calls a function that blocks, without the locks that finish callbacks may need (Python's GIL).
   using Unlocked = std::function<void(const std::function<void()>&)>;
 
   EmulatedGroup(
@@ -71,7 +71,7 @@ class EmulatedGroup final : public c10d::Backend {
       const LinkModel& link,
       std::chrono::milliseconds timeout,
       Unlocked unlocked);
-  // One more communicator of a link.
+  // Makes another communicator of a link.
   EmulatedGroup(
       int rank,
       int size,
@@ -84,14 +84,14 @@ class EmulatedGroup final : public c10d::Backend {
         unlocked_(std::move(unlocked)) {}
   ~EmulatedGroup() override;
 
-  // Another communicator of the same ranks, over the same link, see Note [Time on the link]. The
-  // link ends with the group that it was made for.
+  // Returns another communicator of the same ranks, over the same link, see Note [Time on the
+  // link]. The link ends with the group that it was made for.
   c10::intrusive_ptr<EmulatedGroup> beside() const;
 
   LinkModel link() const {
     return link_->model();
   }
-  // For collectives issued from now on.
+  // Sets the model of collectives issued from now on.
   void set_link(const LinkModel& link) {
     link_->set_model(link);
   }
@@ -99,7 +99,7 @@ class EmulatedGroup final : public c10d::Backend {
   const std::string getBackendName() const override {
     return "emulated";
   }
-  // Fails what is under way and joins the thread; later collectives on the CPU throw.
+  // Fails collectives under way and joins the thread; later collectives on the CPU throw.
   void shutdown() override;
   void abort() override {
     shutdown();
@@ -125,8 +125,8 @@ class EmulatedGroup final : public c10d::Backend {
   WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
   WorkPtr barrier(const c10d::BarrierOptions&) override;
 
-  // The calls in between become one collective that pays the latency once. They return null,
-  // endCoalescing() returns the work of all.
+  // Calls between startCoalescing() and endCoalescing() become one collective that pays the latency
+  // once. They return null; endCoalescing() returns the work of all.
   bool supportsCoalescing() const override {
     return true;
   }

@@ -28,10 +28,10 @@ void LinkModel::validate() const {
 
 namespace {
 
-// Bytes that the busiest direction of a rank's link carries, over the collective's bytes (of the
-// full tensor: all slices). These are the factors between "algorithm" and "bus" bandwidth in
-// PERFORMANCE.md of NVIDIA's nccl-tests: (N-1)/N, twice that for an all-reduce (a reduce-scatter
-// and an all-gather), 1 for broadcast and reduce. All are 0 in a world of one rank.
+// Returns the bytes that the busiest direction of a rank's link carries, over the collective's
+// bytes (of the full tensor: all slices). These are the factors between "algorithm" and "bus"
+// bandwidth in PERFORMANCE.md of NVIDIA's nccl-tests: (N-1)/N, twice that for an all-reduce (a
+// reduce-scatter and an all-gather), 1 for broadcast and reduce. All are 0 in a world of one rank.
 double traffic_factor(Traffic traffic, int64_t world_size) {
   if (world_size == 1) {
     return 0.0;
@@ -62,9 +62,9 @@ int64_t duration_ns(const LinkModel& link, double transfer_ns) {
 
 namespace {
 
-// Waited awake, as wake-ups vary by about this much.
+// The last part of a wait spins, as wake-ups vary by about this much.
 constexpr auto kSpin = std::chrono::microseconds(40);
-// No more than this is believed to be how late the system wakes a thread.
+// The longest delay that counts as the system's lateness in waking a thread.
 constexpr auto kMaxLateness = std::chrono::microseconds(500);
 
 std::exception_ptr stopped_error() {
@@ -104,7 +104,7 @@ void LinkWorker::stop() {
 }
 
 void LinkWorker::run() {
-  prctl(PR_SET_TIMERSLACK, 1); // alarms are not put off to be bundled with others
+  prctl(PR_SET_TIMERSLACK, 1); // the system does not put off timers to bundle them
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
@@ -120,7 +120,7 @@ void LinkWorker::run() {
     } else {
       carry_out(std::move(next));
     }
-    // Before locking: what the job holds may free anything.
+    // Before locking, because freeing what the job holds may run any code.
     next = {};
     lock.lock();
   }
@@ -134,7 +134,7 @@ void LinkWorker::carry_out(Job job) {
   } catch (...) {
     error = std::current_exception();
   }
-  // Waking up late must not delay the next job, a transfer that took too long must.
+  // A late wake-up must not delay the next job; a transfer that took too long must.
   free_at_ = std::max(free_at_, Clock::now());
   if (!wait_until(free_at_)) {
     error = stopped_error();
@@ -172,7 +172,8 @@ std::shared_ptr<c10::Event> record(const c10::Stream& stream) {
 
 } // namespace
 
-// Kernels that have not begun yet would take what comes after the clock for their deadline.
+// Kernels that have not begun yet read their deadlines from the clock, so its memory must stay
+// until they end.
 EmulatedLink::DeviceLink::~DeviceLink() {
   try {
     for (const Communicator& each : communicators) {
@@ -240,7 +241,7 @@ EmulatedLink::DeviceLink& EmulatedLink::device_link(c10::Device device) {
   const c10::Stream home = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   const auto options = at::TensorOptions().dtype(at::kLong).device(device);
   const at::Tensor clock = at::zeros({1 + kNumDeadlines}, options);
-  // Other streams use the clock without being ordered behind this one, so it is waited for here.
+  // Other streams use the clock without an order after this stream, so the host waits here.
   record(home)->synchronize();
   device_links_.emplace_back(new DeviceLink{device, home, clock});
   return *device_links_.back();
@@ -268,7 +269,7 @@ void EmulatedLink::carry_on_device(
     record(current)->block(stream);
   }
   if (communicator.last != nullptr && communicator.last_stream != stream) {
-    communicator.last->block(stream); // before it books: a later one must not book ahead of it
+    communicator.last->block(stream); // before booking: it must not book ahead of the last one
   }
   const c10::StreamGuard guard(stream);
   auto* clock = reinterpret_cast<uint64_t*>(link.clock.data_ptr<int64_t>());

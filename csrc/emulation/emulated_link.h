@@ -1,12 +1,12 @@
-// The emulated link itself: carries out collectives, each in the time that a link would take.
+// The emulated link, which carries out collectives, each in the time that a link would take.
 //
 // Note [Time on the link]
-// A collective lasts as long as LinkModel says, its real memory traffic included.
-// On the CPU they go one after the other in the order of issue, on one thread that mostly sleeps.
-// On a device kernels book the link and wait, on the current stream (asyncOp = false) or a stream
-// of the communicator's own. Those of a communicator go in the order of issue, as NCCL's do,
-// whichever stream is late. Two communicators of the same ranks share the link: whose stream gets
-// to it first has it first.
+// A collective lasts as long as LinkModel says, its real memory traffic included. On the CPU
+// collectives run in the order of issue, on one thread that mostly sleeps. On a device kernels book
+// the link and wait, on the current stream (asyncOp = false) or a stream of the communicator's own.
+// Collectives of a communicator run in the order of issue, as NCCL's do, whichever stream is late.
+// Two communicators of the same ranks share the link: the stream that gets to it first has it
+// first.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,9 +35,9 @@ namespace zerocore {
 struct LinkModel {
   double bandwidth = std::numeric_limits<double>::infinity(); // bytes per second and direction
   double latency = 0.0; // seconds per call
-  int sms = 0; // multiprocessors that a collective occupies on a GPU; 0 = a corner of one
+  int sms = 0; // multiprocessors that a collective occupies on a GPU; 0 = one thread
 
-  // Throws ValueError on a bandwidth or latency that no link has.
+  // Throws ValueError for a bandwidth, a latency or a number of multiprocessors that no link has.
   void validate() const;
 };
 
@@ -53,18 +53,18 @@ enum class Traffic : uint8_t {
   Barrier,
 };
 
-// Time in which the bytes of one collective cross the link, without latency.
+// Returns the time in which the bytes of one collective cross the link, without latency.
 double transfer_ns(const LinkModel& link, Traffic traffic, int64_t nbytes, int64_t world_size);
 
-// latency + transfer, to the nanosecond. Calls that are coalesced pay the latency once.
+// Returns latency + transfer, in whole nanoseconds. Coalesced calls pay the latency once.
 int64_t duration_ns(const LinkModel& link, double transfer_ns);
 
 // -- a thread that carries out transfers, each in the time it is given ----------------------------
 
-// One end of a link. A job starts when it is submitted or when the one before it is over, whichever
-// is last, and is over `duration_ns` after that: its transfer is part of this time. A transfer that
-// takes longer delays the jobs behind it. The thread sleeps through nearly all of the time and is
-// started by the first job; who owns a worker must stop() it.
+// One end of a link. A job starts when it is submitted or when the job before it ends, whichever is
+// later. It ends `duration_ns` after that, its transfer included. A transfer that takes longer
+// delays later jobs. The first job starts the thread, which sleeps nearly all of the time. The
+// owner of a worker must stop() it.
 class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
   using Clock = std::chrono::steady_clock;
 
@@ -72,8 +72,8 @@ class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
   struct Job {
     int64_t duration_ns = 0;
     std::function<void()> transfer;
-    // Called on the worker's thread when the job is over, with what went wrong or null. Must not
-    // throw. Every submitted job is finished exactly once.
+    // Called on the worker's thread when the job is over, with its error or null. Must not throw.
+    // Every submitted job is finished exactly once.
     std::function<void(std::exception_ptr)> finish;
     Clock::time_point submitted = {}; // set by submit()
   };
@@ -81,15 +81,15 @@ class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
   // Any thread. Throws c10::Error after stop().
   void submit(Job job);
 
-  // Finishes all jobs with an error at once, also the one that waits, and joins the thread (but
-  // not itself: called by a finish callback, the thread ends on its own). Any number of times.
-  // The caller must hold no lock that a finish callback needs.
+  // Finishes all jobs with an error at once, the current one included, and joins the thread. If a
+  // finish callback calls it, the thread ends by itself. May be called any number of times. The
+  // caller must hold no lock that a finish callback needs.
   void stop();
 
  private:
   void run();
   void carry_out(Job job);
-  // False when stopped before.
+  // Returns false if stopped before the deadline.
   bool wait_until(Clock::time_point deadline);
 
   std::mutex mutex_;
@@ -97,7 +97,7 @@ class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
   std::deque<Job> queue_;
   bool stopping_ = false;
   std::thread thread_;
-  // Only the thread.
+  // Only the thread uses these.
   Clock::time_point free_at_;
   Clock::duration lateness_ = Clock::duration::zero(); // of its wake-ups
 };
@@ -115,17 +115,18 @@ class EmulatedLink {
  public:
   using WorkPtr = c10::intrusive_ptr<EmulatedWork>;
 
-  // `rank` and `timeout` are those of the works; the model is valid.
+  // The works get `rank` and `timeout`; the model must be valid.
   EmulatedLink(int rank, const LinkModel& model, std::chrono::milliseconds timeout)
       : rank_(rank), model_(model), timeout_(timeout) {}
 
-  // Another communicator of the same ranks: its number. There is number 0 from the beginning.
+  // Adds a communicator of the same ranks and returns its number. Number 0 exists from the
+  // beginning.
   int add_communicator();
   LinkModel model() const;
-  // For collectives issued from now on.
+  // Sets the model of collectives issued from now on.
   void set_model(const LinkModel& model);
   WorkPtr carry(Transfer transfer, int communicator);
-  // Fails what is under way and joins the thread; later collectives on the CPU throw.
+  // Fails collectives under way and joins the thread; later collectives on the CPU throw.
   void stop() {
     worker_->stop();
   }
@@ -134,14 +135,14 @@ class EmulatedLink {
   struct Communicator {
     c10::Stream stream; // for asyncOp = true
     c10::Stream last_stream; // of its last collective
-    std::shared_ptr<c10::Event> last = nullptr; // behind that
+    std::shared_ptr<c10::Event> last = nullptr; // recorded after it
   };
-  // The memory of a device's link; made by the first collective there.
+  // The memory of a device's link, which the first collective there makes.
   struct DeviceLink {
     ~DeviceLink();
 
     c10::Device device;
-    c10::Stream home; // that the clock's memory was allocated on
+    c10::Stream home; // the stream that the clock's memory was allocated on
     at::Tensor clock; // when the link is free, then a ring of deadlines; int64, nanoseconds
     int64_t next_deadline = 0;
     std::vector<Communicator> communicators = {};

@@ -18,8 +18,7 @@ __device__ uint64_t global_ns() {
   return now;
 }
 
-// Collectives of one link may come on several streams at a time: whoever swaps in its own end
-// first goes first.
+// Several streams may book the link at a time: the first one to swap in its own end goes first.
 __global__ void book_kernel(
     unsigned long long* link_free_at,
     uint64_t* deadline,

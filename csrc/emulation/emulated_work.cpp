@@ -1,4 +1,4 @@
-// Collectives on the emulated link, and the messages of the mirrors of this rank.
+// Moves the data of collectives, and completes their works.
 #include "emulation/emulated_work.h"
 
 #include <ATen/Dispatch.h>
@@ -24,15 +24,14 @@ bool is_plain(const Move& move) {
       move.to.dtype() == move.from.dtype();
 }
 
-// One row goes to every row of a matrix.
+// Returns whether one row goes to every row of a matrix.
 bool repeats_a_row(const Move& move) {
   return move.to.dim() == 2 && move.to.is_contiguous() && move.from.stride(0) == 0 &&
       move.from.stride(1) == 1 && move.to.dtype() == move.from.dtype();
 }
 
-// Not by one copy_ of the expanded row: on a CPU that would use the cores that compute, on a GPU a
-// kernel that goes element by element. Copies of contiguous ranges are memcpys, and each doubles
-// the rows that are there.
+// One copy_ of the expanded row would use the cores that compute, and on a GPU a kernel that goes
+// element by element. Copies of contiguous ranges are memcpys; on a GPU each doubles the rows.
 void repeat_row(const Move& move) {
   const int64_t rows = move.to.size(0);
   const size_t nbytes = move.to.nbytes() / rows;
@@ -61,7 +60,7 @@ void copy(const Move& move) {
   }
 }
 
-// Whole for whole numbers, so that their type is kept.
+// Returns an integer for integer tensors, so that their dtype is kept.
 at::Scalar factor_for(const Move& move) {
   const double factor = move.combination.factor;
   return at::isIntegralType(move.to.scalar_type(), /*includeBool=*/true)
@@ -72,11 +71,12 @@ at::Scalar factor_for(const Move& move) {
 void scale(const Move& move) {
   if (!is_plain(move) || !at::isFloatingType(move.to.scalar_type())) {
     at::Tensor to = move.to;
-    // A number as a tensor: with a Scalar, mul_out() multiplies into new memory and copies that.
+    // Passes the factor as a tensor: with a Scalar, mul_out() multiplies into new memory and copies
+    // that.
     at::mul_out(to, move.from, at::native::wrapped_scalar_tensor(factor_for(move)));
     return;
   }
-  // Not by at::mul: it would use the cores that compute.
+  // Avoids at::mul, which would use the cores that compute.
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, move.to.scalar_type(), "emulated_scale", [&] {
         using opmath_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;

@@ -1,4 +1,4 @@
-// The handle of one collective on the emulated link, and what its mirrored ranks send.
+// The work of one collective on the emulated link, and the moves of its data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,8 @@ namespace zerocore {
 
 // -- the result of a collective whose peers all mirror this rank: they send what it sends --------
 
-// How N equal values combine: into the value itself (average, minimum, maximum, bitwise and, or)
-// or a multiple of it (sum). Zero is what a mirror does not send.
+// How N equal values combine: into the value itself (average, minimum, maximum, bitwise and, or) or
+// a multiple of it (sum). Zero stands for data that a mirror does not send.
 struct Combination {
   enum class Kind : uint8_t { Copy, Scale, Zero };
 
@@ -23,23 +23,23 @@ struct Combination {
   double factor = 1.0; // of Scale
 };
 
-// `to` becomes the combination of N times `from`; the two may be the same memory, but not overlap
-// otherwise. One shape, dtype and device.
+// `to` becomes the combination of N times `from`. The two may be the same memory, but must not
+// overlap otherwise. They have one shape, dtype and device.
 struct Move {
   at::Tensor to;
   at::Tensor from;
   Combination combination;
 };
 
-// A tensor over the same memory as it is now: it keeps the storage alive, but does not follow it
-// when it is pointed elsewhere, and belongs to no Python object.
+// Returns a tensor over the memory that the storage has now. It keeps the storage alive, does not
+// follow it to other memory, and belongs to no Python object.
 at::Tensor alias_storage(const at::Tensor& tensor);
 
-// On the CPU in one thread, on a GPU on the current stream.
+// Carries out a move: on the CPU in this thread, on a GPU on the current stream.
 void carry_out(const Move& move);
 
-// On the CPU the link's thread completes it, and wait() blocks the host. On a device it is handed
-// to the stream that carries it out, and wait() only orders the current stream behind it.
+// On the CPU the link's thread completes it, and wait() blocks the host. On a device a stream
+// carries it out, and wait() only orders the current stream after it.
 class EmulatedWork final : public c10d::Work {
   using Clock = std::chrono::steady_clock;
 
@@ -51,7 +51,7 @@ class EmulatedWork final : public c10d::Work {
       c10::Device device,
       std::chrono::milliseconds timeout);
 
-  // Throws what went wrong, also that `timeout` (by default the group's) went by.
+  // Throws the collective's error, and an error after `timeout` (by default the group's).
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   bool isCompleted() override;
   void synchronize() override;
@@ -61,15 +61,15 @@ class EmulatedWork final : public c10d::Work {
   std::vector<at::Tensor> result() override {
     return outputs_;
   }
-  // CPU: nanoseconds that threads of this process have spent in wait() so far.
+  // CPU: returns the nanoseconds that threads of this process have spent in wait() so far.
   static int64_t waited_ns();
-  // CPU: milliseconds from issue to completion, of a collective that is over.
+  // CPU: returns the milliseconds from issue to completion of a collective that is over.
   float getDuration() const override;
 
-  // CPU: the collective is over. Never throws.
+  // CPU: ends the work, with an error or null. Never throws.
   void complete(const std::exception_ptr& error);
-  // Device: everything was issued to the current stream, where `done` was recorded. `moves` stay
-  // alive until someone waits.
+  // Device: says that all moves were issued to the current stream, where `done` was recorded.
+  // `moves` stay alive until the next wait().
   void issued(std::shared_ptr<c10::Event> done, std::vector<Move> moves);
 
  private:

@@ -1,4 +1,4 @@
-// The threads of a queue of blocks.
+// Runs the threads of a queue of blocks, and maps their memory.
 #include "io/block_queue.h"
 
 #include <cerrno>
@@ -11,7 +11,7 @@ BlockQueue::~BlockQueue() {
   try {
     finish(lock, [] { return true; });
   } catch (...) {
-    // nobody asks any more
+    // no caller is left to get the error
   }
 }
 
@@ -24,7 +24,7 @@ void BlockQueue::start(size_t num_threads) {
   }
 }
 
-// One block more is mapped, as the first one begins on a multiple of its size.
+// Maps one block more, so that the first one can begin on a multiple of the block size.
 void BlockQueue::add_memory(size_t num_blocks) {
   const size_t nbytes = (num_blocks + 1) * kBlockNbytes;
   char* data = memory_.emplace_back(nbytes).data();

@@ -1,11 +1,11 @@
 // Blocks of a file on their way between memory and the disk, and the threads that work on them.
 //
 // Note [Past the page cache]
-// A block that is read into memory of large pages is a few requests of the disk; by way of the page
-// cache, and into small pages, it is many, and the processor copies it once more. So bytes that are
-// not in the cache are read past it (O_DIRECT). Bytes that are in the cache come from there. Large
-// files are written past it, too: the cache would take as much new memory as the file has bytes,
-// from what trains beside it.
+// Reading a block into memory of large pages takes a few requests of the disk. Through the page
+// cache, or into small pages, it takes many, and the processor copies the block as well. So bytes
+// that are not in the cache are read past it (O_DIRECT), and bytes in the cache come from there.
+// Large files are written past it, too: the cache would take as much new memory as the file has
+// bytes, from the training beside it.
 #pragma once
 
 #include <condition_variable>
@@ -36,19 +36,19 @@ inline int64_t num_blocks_of(int64_t nbytes) {
 struct Block {
   int64_t index = 0; // in the file
   char* data = nullptr; // its first byte
-  bool is_own = false; // memory of the queue
+  bool is_own = false; // whether the memory is the queue's
 };
 
-// Threads call pread and pwrite: with blocks of megabytes within 5 % of io_uring, which containers
-// may forbid.
+// A queue of blocks, and threads that call pread and pwrite. With blocks of megabytes they are
+// within 5 % of io_uring, which containers may forbid.
 class BlockQueue {
  public:
   using Lock = std::unique_lock<std::mutex>;
-  // Does one thing to a block, without the lock; false if there is nothing to do now.
+  // Does one thing to a block with the lock released; returns false if there is nothing to do now.
   using Work = std::function<bool(Lock&)>;
 
   explicit BlockQueue(Work work) : work_(std::move(work)) {}
-  // Waits for what threads are doing; they do nothing more.
+  // Ends the threads after their current work.
   ~BlockQueue();
 
   Lock lock() {
@@ -57,28 +57,28 @@ class BlockQueue {
 
   // -- under the lock
   void start(size_t num_threads);
-  // Memory for so many blocks more: of large pages, where the system has them, and taken once it is
-  // touched.
+  // Adds memory for `num_blocks` blocks, of large pages if the system has them. It is taken once it
+  // is touched.
   void add_memory(size_t num_blocks);
-  std::vector<char*> free; // memory of a block each, the last one is taken first
+  std::vector<char*> free; // unused memory by block; the last one is taken first
   std::deque<Block> waiting; // for the threads
-  // No thread does or has to do anything.
+  // Returns whether no thread works and no block waits.
   bool is_idle() const {
     return num_working_ == 0 && waiting.empty();
   }
   void wake() {
     changed_.notify_all();
   }
-  // Lets the lock go until it is so. Throws what a thread has thrown, which ends all of them.
+  // Releases the lock until is_so(). Throws a thread's error, which ends all threads.
   void wait_until(Lock& lock, const std::function<bool()>& is_so);
-  // The same, but works as the threads do, and ends these in any case.
+  // The same, but works as the threads do; then ends them, also on an error.
   void finish(Lock& lock, const std::function<bool()>& is_so);
 
  private:
   void work_until(Lock& lock, const std::function<bool()>& is_so);
 
   const Work work_;
-  std::mutex mutex_; // of what follows
+  std::mutex mutex_; // guards the members below
   std::condition_variable changed_;
   std::deque<Mapping> memory_;
   std::exception_ptr error_;

@@ -1,4 +1,5 @@
-// CRC-32: 64 bytes at a time by carry-less products where the processor has them, else by tables.
+// Computes CRC-32 by carry-less products, 64 bytes at a time, if the processor has them; else by
+// tables.
 #include "io/crc32.h"
 
 #include <array>
@@ -18,7 +19,7 @@ constexpr uint32_t kPolynomial = 0xEDB88320U;
 constexpr size_t kSlices = 8;
 using Tables = std::array<std::array<uint32_t, 256>, kSlices>;
 
-// tables[k][b] is the remainder of byte b with k zero bytes behind it.
+// tables[k][b] is the remainder of byte b followed by k zero bytes.
 constexpr Tables make_tables() {
   Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -39,7 +40,7 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTables = make_tables();
 
-// Of a state that is not inverted, as the products below.
+// Adds bytes to a state that is not inverted, as does add_by_products().
 uint32_t add_by_tables(uint32_t state, const uint8_t* data, size_t nbytes) {
   for (; nbytes >= kSlices; nbytes -= kSlices, data += kSlices) {
     uint32_t low = 0;
@@ -59,7 +60,7 @@ uint32_t add_by_tables(uint32_t state, const uint8_t* data, size_t nbytes) {
 
 constexpr uint32_t kPolynomialOne = 0x80000000U; // x^0; the bits are reflected
 
-// Product of two polynomials modulo kPolynomial.
+// Returns the product of two polynomials modulo kPolynomial.
 uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (uint32_t bit = kPolynomialOne; bit != 0; bit >>= 1) {
@@ -83,14 +84,14 @@ ZEROCORE_PCLMUL inline __m128i load(const uint8_t* data) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
 }
 
-// The 128 bits of `value` moved over those of `next`.
+// Moves the 128 bits of `value` over the bits of `next`, and adds these.
 ZEROCORE_PCLMUL inline __m128i fold(__m128i value, __m128i factors, __m128i next) {
   const __m128i low = _mm_clmulepi64_si128(value, factors, 0x00);
   const __m128i high = _mm_clmulepi64_si128(value, factors, 0x11);
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// 128 bits to 32: powers of x modulo the polynomial, then Barrett's reduction.
+// Reduces 128 bits to 32, by powers of x modulo the polynomial, then by Barrett's method.
 ZEROCORE_PCLMUL inline uint32_t reduce(__m128i value, __m128i by_lanes) {
   const __m128i words = _mm_setr_epi32(~0, 0, ~0, 0);
   const __m128i by_32 = _mm_set_epi64x(0, 0x0163cd6124);
@@ -146,7 +147,7 @@ uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
 }
 
 uint32_t crc32_joined(uint32_t first, uint32_t second, uint64_t second_nbytes) {
-  // Bytes behind the first run multiply its remainder by x^8 each: by squares of that.
+  // Each byte after the first run multiplies its remainder by x^8: squares of that make the power.
   uint32_t power = kPolynomialOne >> 8;
   for (; second_nbytes > 0; second_nbytes >>= 1) {
     if ((second_nbytes & 1) != 0) {

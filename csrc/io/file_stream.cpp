@@ -1,4 +1,4 @@
-// A thread reads the next block, or sums one that has come.
+// Each thread reads the next block, or sums one that was read.
 #include "io/file_stream.h"
 
 #include <sys/stat.h>
@@ -29,7 +29,7 @@ int open_to_read(const std::string& path) {
   return file;
 }
 
-// Whether at most half of the pages of a file are in the cache, by some of them.
+// Returns whether at most half of a file's pages are in the page cache, by a sample.
 bool is_mostly_cold(int file, int64_t nbytes) {
   const Mapping mapped(static_cast<size_t>(nbytes), MAP_SHARED, file, 0, PROT_READ);
   if (mapped.data() == nullptr) {
@@ -46,7 +46,7 @@ bool is_mostly_cold(int file, int64_t nbytes) {
   return num_cold * 2 >= kNumSamples;
 }
 
-// See Note [Past the page cache]. A file of few blocks is not worth it.
+// See Note [Past the page cache]. StreamWay::Any reads files of few blocks through the cache.
 bool choose_direct(int file, int64_t nbytes, StreamWay way) {
   const bool wanted = way == StreamWay::Direct ||
       (way == StreamWay::Any && num_blocks_of(nbytes) > int64_t{kDirectThreads} &&
@@ -105,7 +105,7 @@ std::vector<uint32_t> FileStream::read(std::vector<Run> runs) {
   runs_ = std::move(runs);
   asked_ = true;
   queue_.wake();
-  queue_.start(is_direct_ ? 0 : std::max<size_t>(num_threads_, 1) - 1); // with this one
+  queue_.start(is_direct_ ? 0 : std::max<size_t>(num_threads_, 1) - 1); // this thread works, too
   queue_.finish(lock, [this] { return num_summed_ == sums_.size(); });
   return std::move(sums_);
 }
@@ -121,8 +121,8 @@ bool FileStream::work(BlockQueue::Lock& lock) {
   return true;
 }
 
-// The disk has always something to do; blocks from the page cache are summed while they are in the
-// processor's.
+// Keeps the disk busy. Blocks from the page cache are summed first, while the processor's cache has
+// them.
 bool FileStream::may_read() const {
   if (next_ >= end_ || (!asked_ && !is_direct_)) {
     return false;
@@ -162,8 +162,8 @@ void FileStream::sum_next(BlockQueue::Lock& lock) {
   }
 }
 
-// Where a block that lies within one run belongs; null for others, and past the page cache, where
-// memory must be aligned.
+// Returns where a block that lies within one run belongs. Null for other blocks, and for direct
+// reads, which need aligned memory.
 char* FileStream::place_of(int64_t index) const {
   const int64_t begin = index * kBlockNbytes;
   const size_t at = is_direct_ || !asked_ ? runs_.size() : first_run_behind(begin);
@@ -187,7 +187,7 @@ void FileStream::fill(const Block& block) const {
       fail_with(EIO, "'" + path_ + "' ends at byte " + std::to_string(begin + done));
     }
     if (count < 0 && errno == EINVAL && is_direct_ && set_direct(file_, false)) {
-      continue; // its alignment is another one
+      continue; // the file system wants another alignment
     }
     if (count < 0 && errno != EINTR) {
       fail_with(errno, "cannot read '" + path_ + "' at byte " + std::to_string(begin + done));
@@ -196,7 +196,8 @@ void FileStream::fill(const Block& block) const {
   }
 }
 
-// Sums a block piece by piece, and copies each piece to its place while it is in the cache.
+// Sums a block piece by piece, and copies each piece to its place while the processor's cache has
+// it.
 uint32_t FileStream::sum(const Block& block) const {
   const int64_t begin = block.index * kBlockNbytes;
   const int64_t end = std::min(begin + kBlockNbytes, file_nbytes_);
@@ -223,7 +224,7 @@ void FileStream::copy_out(const Block& block, int64_t begin, int64_t end) const 
   }
 }
 
-// The first run that has bytes behind `offset`, or ends the runs.
+// Returns the first run that ends after `offset`, or the number of runs.
 size_t FileStream::first_run_behind(int64_t offset) const {
   const auto found = std::partition_point(runs_.begin(), runs_.end(), [offset](const Run& run) {
     return run.offset + run.nbytes <= offset;

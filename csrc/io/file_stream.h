@@ -1,4 +1,4 @@
-// Blocks of a file, read once in their order by several threads, and the checksum of each.
+// Reads blocks of a file once, in their order, with several threads, and computes their checksums.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,13 @@ struct Run {
   char* data = nullptr;
 };
 
-// For one thread. Throws std::system_error with the errno of what failed, whose text names the
-// file.
+// One thread may use it. Throws std::system_error with the errno of the call that failed, whose
+// text names the file.
 class FileStream {
  public:
-  // Opens the file to read its blocks `first_block` to `end_block`, or to its end. Past the page
-  // cache the first `ahead_nbytes` are read before read() asks for them; from the cache
-  // `num_threads` read. Throws EINVAL for StreamWay::Direct where the file system has no such
-  // reads.
+  // Opens the file to read its blocks `first_block` to `end_block`, or to its end. Direct reads of
+  // the first `ahead_nbytes` begin before read(); through the cache `num_threads` read. Throws
+  // EINVAL for StreamWay::Direct if the file system has no direct reads.
   FileStream(
       std::string path,
       int64_t ahead_nbytes,
@@ -32,9 +31,9 @@ class FileStream {
       int64_t first_block,
       int64_t end_block);
 
-  // Once: reads all blocks and returns the CRC-32 of each. The runs come in the order of the file
-  // and have no byte in common. Throws EIO if the blocks end before a run does;
-  // std::invalid_argument for other orders and a second call.
+  // Reads all blocks and returns the CRC-32 of each; may be called once. The runs are in the order
+  // of the file and do not overlap. Throws EIO if the blocks end before a run does;
+  // std::invalid_argument for another order or a second call.
   std::vector<uint32_t> read(std::vector<Run> runs);
 
   bool is_direct() const {
@@ -58,16 +57,16 @@ class FileStream {
   bool is_direct_ = false;
   int64_t file_nbytes_ = 0;
   int64_t first_; // block
-  int64_t end_; // behind the last one
+  int64_t end_; // after the last one
 
   // Under the lock of the queue.
-  bool asked_ = false; // runs_ stay
+  bool asked_ = false; // read() was called: runs_ stay as they are
   std::vector<Run> runs_;
   std::vector<uint32_t> sums_; // of each block
   size_t num_summed_ = 0;
-  int64_t next_; // block that nobody reads yet
+  int64_t next_; // the first block that no thread reads yet
   size_t num_reads_ = 0; // under way
-  BlockQueue queue_; // of blocks that are read, and not summed; goes first
+  BlockQueue queue_; // of blocks that are read, and not summed; destroyed first
 };
 
 } // namespace zerocore::io

@@ -1,4 +1,4 @@
-// Bytes are summed while they are copied into blocks; complete blocks are the disk's.
+// Copies bytes into blocks and sums them; threads write complete blocks to the disk.
 #include "io/file_writer.h"
 
 #include <fcntl.h>
@@ -35,7 +35,7 @@ void write_all(int file, const char* data, int64_t nbytes, int64_t offset) {
   for (int64_t done = 0; done < nbytes;) {
     const auto rest = static_cast<size_t>(nbytes - done);
     const ssize_t count = ::pwrite(file, data + done, rest, offset + done);
-    if (count < 0 && errno == EINVAL && !is_refused) { // a direct write has another alignment
+    if (count < 0 && errno == EINVAL && !is_refused) { // the file system wants another alignment
       is_refused = true;
       set_direct(file, false);
     } else if (count < 0 && errno != EINTR) {
@@ -45,7 +45,7 @@ void write_all(int file, const char* data, int64_t nbytes, int64_t offset) {
   }
 }
 
-// Each piece is written while it is in the cache.
+// Writes each piece while the processor's cache has it.
 uint32_t write_and_sum(int file, const char* data, int64_t nbytes, int64_t offset) {
   uint32_t crc = 0;
   for (int64_t at = 0; at < nbytes; at += kSumNbytes) {
@@ -59,7 +59,7 @@ uint32_t write_and_sum(int file, const char* data, int64_t nbytes, int64_t offse
 } // namespace
 
 void reserve(int file, int64_t nbytes) {
-  // Not posix_fallocate, which writes to each block where the file system cannot.
+  // posix_fallocate would write to each block if the file system cannot reserve.
   while (nbytes > 0 && ::fallocate(file, 0, 0, nbytes) != 0) {
     if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO) {
       fail_with(errno, "fallocate");
@@ -111,13 +111,14 @@ uint32_t FileWriter::write(const void* data, size_t nbytes, int64_t offset, uint
     at += count;
   }
   if (!is_direct_ && end - offset >= kFlushNbytes) {
-    // Begins what fsync will wait for; an error of it says nothing of the data.
+    // Begins the writes that fsync will wait for; an error here says nothing about the data.
     ::sync_file_range(file_, offset, end - offset, SYNC_FILE_RANGE_WRITE);
   }
   return crc;
 }
 
-// The sum of a block is that of its parts, each moved over the bytes behind it, in any order.
+// A block's checksum is the XOR of its parts' checksums, in any order, each moved over the bytes
+// after the part.
 void FileWriter::note(int64_t offset, uint32_t crc, int64_t nbytes) {
   const int64_t index = offset / kBlockNbytes;
   const int64_t end = index * kBlockNbytes + nbytes_of(index);
@@ -129,8 +130,8 @@ std::vector<uint32_t> FileWriter::sums() const {
   return {sums_.begin(), sums_.end()};
 }
 
-// Waits for memory while all of it is on its way to the disk. If all waits for bytes that may come
-// behind these, it takes more.
+// Returns the memory of a block. Waits while all memory is on its way to the disk. If all of it
+// belongs to incomplete blocks, it takes more.
 char* FileWriter::place_of(int64_t index) {
   auto lock = queue_.lock();
   queue_.wait_until(
@@ -145,7 +146,7 @@ char* FileWriter::place_of(int64_t index) {
   return open_[index].data;
 }
 
-// Some bytes of a block are there; the last ones send it.
+// Notes that bytes of a block were copied; the last ones hand it to the threads.
 void FileWriter::add(int64_t index, int64_t nbytes) {
   const auto lock = queue_.lock();
   const auto found = open_.find(index);

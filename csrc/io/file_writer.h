@@ -1,5 +1,5 @@
-// A file whose bytes come in any order and go to the disk in large blocks, past the page cache: see
-// Note [Past the page cache].
+// Writes a file whose bytes come in any order, in large blocks and past the page cache: see Note
+// [Past the page cache].
 #pragma once
 
 #include <algorithm>
@@ -14,32 +14,31 @@
 
 namespace zerocore::io {
 
-// Takes the room of the first `nbytes` of a new file at once, which then are zeros, where the file
-// system can: writing them has less to do, and a full disk is an error before. Throws
-// std::system_error.
+// Reserves the first `nbytes` of a new file, which then are zeros, if the file system can. Writing
+// them then has less to do, and a full disk is an error here. Throws std::system_error.
 void reserve(int file, int64_t nbytes);
 
-// Any thread, several at a time. Throws std::system_error with the errno of what failed;
-// std::invalid_argument for bytes outside of the file.
+// Several threads may use it at a time. Throws std::system_error with the errno of the call that
+// failed; std::invalid_argument for bytes outside of the file.
 class FileWriter {
  public:
-  // Memory that is taken; more only where that much of the file is given in part and waits for the
-  // rest.
+  // Memory that it takes; it takes more only if that much belongs to incomplete blocks.
   static constexpr int64_t kRingNbytes = 12 * kBlockNbytes;
 
-  // Of an open file that the caller may close, and that in the end has `nbytes`. StreamWay::Any: a
-  // large one goes past the page cache. Throws EINVAL for StreamWay::Direct where the file system
-  // has no such writes.
+  // Writes to an open file, which the caller may close, and which in the end has `nbytes`.
+  // StreamWay::Any writes a large one past the page cache. Throws EINVAL for StreamWay::Direct if
+  // the file system has no direct writes.
   FileWriter(int file, int64_t nbytes, StreamWay way);
 
-  // Takes `nbytes` for byte `offset` on, each of the file's once, and returns crc32(crc, data,
-  // nbytes). Throws the errors of earlier writes, too. By way of the page cache the disk begins
-  // with long writes at once, so that a later fsync finds little left.
+  // Writes `nbytes` at `offset`, and returns crc32(crc, data, nbytes). The caller gives each byte
+  // of the file once. Throws the errors of earlier writes, too. Through the page cache it starts
+  // long writes to the disk at once, so that a later fsync finds little left.
   uint32_t write(const void* data, size_t nbytes, int64_t offset, uint32_t crc);
-  // Once, when every byte was given: waits until the system has them all. fsync is the caller's.
+  // Waits until the system has all bytes. Call it once, after every byte was given; fsync is the
+  // caller's.
   void finish();
-  // CRC-32 of each block of the file. If several writers share a file by way of the page cache, the
-  // XOR of their sums: each takes the bytes of the others for none.
+  // Returns the CRC-32 of each block of the file. If several writers share a file through the page
+  // cache, the XOR of their sums is the CRC-32: each one skips the others' bytes.
   std::vector<uint32_t> sums() const;
 
   bool is_direct() const {
@@ -47,7 +46,7 @@ class FileWriter {
   }
 
  private:
-  struct OpenBlock { // has not got all its bytes
+  struct OpenBlock { // some of its bytes are missing
     char* data = nullptr;
     int64_t missing = 0;
   };
@@ -60,15 +59,15 @@ class FileWriter {
     return std::min(kBlockNbytes, nbytes_ - index * kBlockNbytes);
   }
 
-  Descriptor file_; // its own
+  Descriptor file_; // a duplicate of the caller's
   int64_t nbytes_;
   bool is_direct_;
-  std::vector<std::atomic<uint32_t>> sums_; // of each block, of the bytes so far
+  std::vector<std::atomic<uint32_t>> sums_; // of each block's bytes so far
 
   // Under the lock of the queue.
-  std::map<int64_t, OpenBlock> open_; // by the block's place in the file
-  std::string rest_; // the last bytes of the file, fewer than what direct writes are made of
-  BlockQueue queue_; // of complete blocks; goes first
+  std::map<int64_t, OpenBlock> open_; // by the block's index in the file
+  std::string rest_; // the file's last bytes, too few for a direct write
+  BlockQueue queue_; // of complete blocks; destroyed first
 };
 
 } // namespace zerocore::io

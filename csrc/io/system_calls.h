@@ -1,5 +1,4 @@
-// System calls: their errors, files and mappings that end with their owner, and reads and writes
-// past the page cache.
+// System calls: their errors, files and mappings that end with their owner, and O_DIRECT.
 #pragma once
 
 #include <fcntl.h>
@@ -17,7 +16,7 @@ namespace zerocore::io {
   throw std::system_error(code, std::generic_category(), what);
 }
 
-// An open file, which this closes; a negative number is none.
+// An open file, which the destructor closes; a negative number stands for no file.
 class Descriptor {
  public:
   explicit Descriptor(int number) : number_(number) {}
@@ -37,7 +36,7 @@ class Descriptor {
   int number_;
 };
 
-// Another descriptor of the same open file.
+// Returns another descriptor of the same open file.
 inline int duplicate(int file) {
   const int own = ::fcntl(file, F_DUPFD_CLOEXEC, 0);
   if (own < 0) {
@@ -46,7 +45,8 @@ inline int duplicate(int file) {
   return own;
 }
 
-// Bytes mapped to memory; null for zero bytes, and with an errno where the system refuses.
+// Bytes mapped to memory. data() is null for zero bytes, or if the system refuses, with the reason
+// in errno.
 class Mapping {
  public:
   explicit Mapping(
@@ -76,7 +76,8 @@ class Mapping {
   size_t nbytes_;
 };
 
-// Whether the file now goes past the page cache (O_DIRECT), or through it, as asked.
+// Makes reads and writes of the file go past the page cache (O_DIRECT), or through it. Returns
+// false if the system refuses.
 inline bool set_direct(int file, bool direct) {
   return ::fcntl(file, F_SETFL, direct ? O_DIRECT : 0) == 0;
 }

@@ -1,15 +1,15 @@
-// AdamW's arithmetic for one element, and the numbers that it needs. No torch header.
+// AdamW's arithmetic for one element, and its factors. No torch header.
 //
 // Note [The arithmetic of torch]
-// One step, as in "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019), algorithm
-// 2, in the order of operations of torch.optim.AdamW(fused=True) on the CPU, so that float32 gives
-// the same bits: the moving average of the gradient is a lerp with one rounding, as is the sum of
-// the squares; the rest is rounded at every operation (which is why the extension is compiled with
-// -ffp-contract=off). There is one difference: torch's loop leaves the last numel % 16 elements of
-// a tensor (% 8 with AVX2) to a scalar loop, where its compiler rounds the other product of the sum
-// of the squares. Those elements may differ in the last bit of exp_avg_sq, and by as much in what
-// follows from it. Here every element is treated the same way, so that the result does not depend
-// on how a parameter is cut into shards.
+// This is algorithm 2 of "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). Its
+// operations have the order of torch.optim.AdamW(fused=True) on the CPU, so float32 gives the same
+// bits. The gradient's moving average is a lerp that rounds once, as does the sum of the squares.
+// Every other operation rounds, which is why the extension is compiled with -ffp-contract=off.
+// There is one difference: torch leaves the last numel % 16 elements of a tensor (% 8 with AVX2) to
+// a scalar loop, where its compiler rounds the other product of the sum of the squares. Those
+// elements may differ in the last bit of exp_avg_sq, and their weights by as much. Here every
+// element is treated the same way, so the result does not depend on how a parameter is cut into
+// shards.
 #pragma once
 
 #include <cmath>
@@ -28,20 +28,20 @@ struct AdamWOptions {
   bool maximize = false;
 };
 
-// One-element numbers on the tensors' device, so that nothing waits for it; null where not given.
+// Numbers on the tensors' device, so that the host does not wait for them; null if not given.
 struct AdamWScalars {
   const float* lr = nullptr; // instead of AdamWOptions::lr
-  const float* grad_scale = nullptr; // gradients are multiplied by it
-  const float* found_inf = nullptr; // not zero: nothing is changed
+  const float* grad_scale = nullptr; // factor of the gradients
+  const float* found_inf = nullptr; // if not zero, the step changes nothing
 };
 
-// One tensor. Elements of all of them lie in the same order.
+// A parameter's tensors, whose elements all lie in the same order.
 struct AdamWSegment {
   void* weight = nullptr;
   const void* grad = nullptr;
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
-  void* model_weight = nullptr; // receives the weight, cast; null where there is none
+  void* model_weight = nullptr; // receives the weight, cast; null if there is no model weight
   float* step = nullptr; // steps taken before this one
   int64_t numel = 0;
   int64_t first_chunk = 0; // see Note [Chunks]
@@ -57,13 +57,13 @@ ZEROCORE_HOST_DEVICE BiasCorrection bias_correction(const AdamWOptions& options,
   return {1 - std::pow(options.beta1, step), std::sqrt(1 - std::pow(options.beta2, step))};
 }
 
-// The numbers of one tensor, rounded once to the type A that is computed in.
+// One tensor's factors, rounded once to A, the type of the computation.
 template <typename A>
 struct AdamWFactors {
   A grad_factor; // scale and direction
   A decay;
-  A lerp_coefficient; // of the difference between gradient and average
-  bool lerp_from_grad; // where the lerp begins: at the nearer end
+  A lerp_coefficient; // factor of the difference between gradient and average
+  bool lerp_from_grad; // the lerp begins at the nearer end: the gradient or the average
   A beta2;
   A square_coefficient;
   A second_sqrt;

@@ -1,4 +1,4 @@
-// Checks of the kernels' arguments.
+// The errors of wrong arguments.
 #include "kernels/checks.h"
 
 namespace zerocore::kernels {

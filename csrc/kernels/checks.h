@@ -1,5 +1,5 @@
-// Arguments of the kernels' typed callers: checks of them, which name the operator and what it was
-// given, and their memory.
+// Checks the kernels' arguments, and gives raw access to tensors' memory. Errors name the operator
+// and the argument.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,18 +11,19 @@
 
 namespace zerocore::kernels {
 
-// How values of `src` become values of `dst`. Dtypes that cannot be computed with are moved as
-// bytes, if `moves_only`; then `step` is their itemsize, otherwise 1.
+// How values of dtype `src` become values of `dst`. With `moves_only`, a dtype that kernels cannot
+// compute with moves as bytes. Then `step` is its itemsize, otherwise 1. conversion() throws
+// TypeError for any other pair.
 struct Conversion {
   Pair pair;
   int64_t step = 1;
 };
 Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, bool moves_only);
 
-// A flat buffer: 1-D and contiguous.
+// Throws ValueError unless the tensor is a flat buffer: 1-D and contiguous.
 void check_flat(const char* op, const char* name, const at::Tensor& tensor);
 
-// Raise the error of a mistake. The checks themselves are inline, because they run for every
+// Throw the error of a failed check. The checks themselves are inline, because they run for every
 // tensor.
 [[noreturn]] void fail_member(
     const char* op,
@@ -38,7 +39,7 @@ void check_flat(const char* op, const char* name, const at::Tensor& tensor);
     int64_t numel,
     int64_t size);
 
-// An element of a list: on `like`'s device, of `dtype`, its elements next to each other in memory.
+// Throws unless tensor `index` of a list is on `like`'s device, of `dtype`, and dense in memory.
 inline void check_member(
     const char* op,
     const char* name,
@@ -53,17 +54,17 @@ inline void check_member(
   }
 }
 
-// [offset, offset + numel) lies in [0, size).
+// Throws unless [offset, offset + numel) lies in [0, size).
 inline void check_range(const char* op, size_t index, int64_t offset, int64_t numel, int64_t size) {
   if (C10_UNLIKELY(offset < 0 || numel < 0 || numel > size || offset > size - numel)) {
     fail_range(op, index, offset, numel, size);
   }
 }
 
-// As many offsets as tensors.
+// Throws unless as many of `name` were given as there are of `of`.
 void check_count(const char* op, const char* name, size_t given, const char* of, size_t wanted);
 
-// A tensor's memory without a type, to write and to read. On the meta device there is none: null.
+// A tensor's memory without a type, to write or to read; null on the meta device.
 template <typename Byte>
 struct TensorMemory {
   explicit TensorMemory(const at::Tensor& tensor)

@@ -8,10 +8,10 @@
 
 namespace zerocore::kernels {
 
-// A type that can be computed with, or Byte for the bytes of any other dtype, which are moved only.
+// A dtype that kernels compute with, or Byte for any other dtype, whose bytes are only moved.
 using Element = c10::ScalarType;
 
-// The types as which values are written and read.
+// The dtypes in which values are written and read.
 struct Pair {
   Element dst;
   Element src;
@@ -30,7 +30,7 @@ constexpr bool can_compute(Element element) {
   return is_narrow(element) || element == Element::Double;
 }
 
-// Whether values can be cast: among the types of up to 32 bits, and of float64 to itself.
+// Returns whether values can be cast: among the types of up to 32 bits, and from float64 to itself.
 constexpr bool can_cast(Pair pair) {
   const bool are_wide = pair.dst == Element::Double && pair.src == Element::Double;
   return are_wide || (is_narrow(pair.dst) && is_narrow(pair.src));
@@ -72,7 +72,7 @@ void visit(Pair pair, F&& f) {
   });
 }
 
-// The element types of one call of AdamW. Model is Weight where there are no model weights.
+// The element types of one call of AdamW. Model is Weight if there are no model weights.
 template <typename WeightType, typename GradType, typename ModelType>
 struct AdamWElements {
   using Weight = WeightType;
@@ -86,7 +86,8 @@ struct AdamWTypes {
   Element model;
 };
 
-// Gradients of float64 weights are float64; model weights are half types beside float32 ones.
+// Returns whether AdamW can update with these dtypes. Float64 weights need float64 gradients, and
+// only float32 weights can have model weights, of a half type.
 constexpr bool can_update(AdamWTypes types) {
   const bool casts = types.model != types.weight;
   return can_cast({types.weight, types.grad}) &&

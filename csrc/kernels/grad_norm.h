@@ -1,13 +1,12 @@
-// Adds one element to a sum of squares and to a count of values that are not finite. No torch
-// header.
+// Squares one element of a gradient, and finds values that are not finite. No torch header.
 #pragma once
 
 #include "kernels/scaling.h"
 
 namespace zerocore::kernels {
 
-// Squares of a chunk's elements; both are doubles so that a pair can be summed over ranks at once
-// (counts are exact up to 2^53).
+// The sums of a chunk. Both are doubles, so that one all-reduce sums the pair over ranks (counts
+// are exact up to 2^53).
 struct SquareSum {
   double sum = 0;
   double num_nonfinite = 0;
@@ -19,7 +18,7 @@ ZEROCORE_HOST_DEVICE AccumulateType<T> squared(T value) {
   return wide * wide;
 }
 
-// NaN or infinite: the only values whose difference to themselves is not zero.
+// Returns whether the value is NaN or infinite: only then its difference to itself is not zero.
 template <typename T>
 ZEROCORE_HOST_DEVICE bool is_nonfinite(T value) {
   const auto wide = static_cast<AccumulateType<T>>(value);

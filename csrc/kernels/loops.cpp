@@ -1,4 +1,4 @@
-// The registry of devices that have kernels.
+// The table of loops by device type; the CPU and the meta device are built in.
 #include "kernels/loops.h"
 
 #include <c10/util/Exception.h>
@@ -27,7 +27,7 @@ constexpr Table make_table() {
       &cpu::adamw,
       &cpu::encode,
       &cpu::decode};
-  // Arguments are checked and nothing is computed.
+  // On meta tensors callers check the arguments, and loops compute nothing.
   table[static_cast<size_t>(c10::DeviceType::Meta)] = {
       &nothing<CopyCall>,
       &nothing<AccumulateCall>,

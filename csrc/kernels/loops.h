@@ -1,7 +1,7 @@
-// The loops that a device provides to run the kernels, and how the typed callers find them.
+// The loops that a device provides to run the kernels, and the table in which callers find them.
 //
-// Arguments were checked by the caller. On CUDA everything runs on the current stream and nothing
-// waits for the device.
+// Callers have checked the arguments. On CUDA loops run on the current stream, and the host does
+// not wait for the device.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,7 +15,7 @@
 
 namespace zerocore::kernels {
 
-// Every segment: dst = or += src * scale, or zeros.
+// For every segment: dst = src * scale, dst += src * scale, or dst = 0.
 struct CopyCall {
   c10::Device device;
   Pair pair;
@@ -36,7 +36,7 @@ struct AccumulateCall {
   bool add;
 };
 
-// partials[c] = squares of chunk c of the sources.
+// partials[c] = the sums of chunk c of the sources.
 struct SquareCall {
   c10::Device device;
   Element element;
@@ -52,7 +52,7 @@ struct TotalCall {
   SquareSum* out;
 };
 
-// Every tensor: one step. `corrections` has room for as many as there are tensors.
+// One step for every tensor. `corrections` has room for one entry per tensor.
 struct AdamWCall {
   c10::Device device;
   AdamWTypes types;
@@ -62,7 +62,7 @@ struct AdamWCall {
   BiasCorrection* corrections;
 };
 
-// Blocks of numbers and their scales, see Note [Scaled blocks]: of the elements at `src`.
+// Encodes the elements at `src` into `blocks`, see Note [Scaled blocks].
 struct EncodeCall {
   c10::Device device;
   Element element; // of the source
@@ -72,7 +72,7 @@ struct EncodeCall {
   int64_t num_blocks;
 };
 
-// Every segment: the elements whose numbers begin at `src` within `blocks`.
+// For every segment: dst = the decoded elements whose first byte is at `src`, within `blocks`.
 struct DecodeCall {
   c10::Device device;
   Element element; // of the destinations
@@ -104,10 +104,10 @@ struct Loops {
   void (*decode)(const DecodeCall&);
 };
 
-// Once a device, before its first kernel.
+// Sets the loops of a device, once, before its first kernel.
 bool register_loops(c10::DeviceType device, const Loops& loops);
 bool has_loops(c10::DeviceType device);
-// Throws c10::NotImplementedError for a device that this build has no kernels for.
+// Returns the device's loops. Throws c10::NotImplementedError if this build has none for it.
 const Loops& loops_of(c10::Device device);
 
 } // namespace zerocore::kernels

@@ -1,4 +1,4 @@
-// Typed callers of the kernels.
+// Turns tensors into the lists of segments that the loops take.
 #include "kernels/ops.h"
 
 #include <ATen/ops/empty.h>
@@ -25,7 +25,7 @@ SegmentList list_for(Pair pair) {
   return SegmentList(pair.dst == Element::Byte ? kByteChunkNumel : kChunkNumel);
 }
 
-// Elements from the first one to behind the last one.
+// Returns the number of elements from the first run's begin to the last run's end, gaps included.
 int64_t extent(int64_t numel, const Runs& runs) {
   if (runs.numel == 0 || numel == 0) {
     return numel;
@@ -44,7 +44,7 @@ ScaledFormat format_of(const char* op, c10::ScalarType format) {
   return format == at::kChar ? ScaledFormat::Int8 : ScaledFormat::Float8;
 }
 
-// Where a GPU reads words: one that is misaligned would end the process's use of the device.
+// Rejects a misaligned tensor: reading a misaligned word ends the process's use of a GPU.
 void check_aligned(const char* op, const char* name, const at::Tensor& tensor, int64_t nbytes) {
   const auto past = reinterpret_cast<uintptr_t>(Source(tensor).data) % nbytes;
   TORCH_CHECK_VALUE(
@@ -61,7 +61,7 @@ void check_aligned(const char* op, const char* name, const at::Tensor& tensor, i
       " bytes. Start the view there, or pass a tensor that is no view.");
 }
 
-// Blocks hold a float each.
+// Checks dtypes and alignment: each block holds a float, its scale.
 void check_blocks(const char* op, const at::Tensor& blocks, const at::Tensor& values) {
   check_flat(op, "blocks", blocks);
   check_flat(op, "values", values);
@@ -83,7 +83,7 @@ constexpr std::array kElements = {
     Element::Double};
 using SquareLists = std::array<SegmentList, kElements.size()>; // by element type
 
-// Both sums of each chunk of a list, whose segments have in `dst` what is known of them.
+// Computes both sums of each chunk. A segment's `dst` points to its sums if they are known.
 void find_squares(
     c10::Device device,
     Element element,
@@ -108,7 +108,7 @@ void find_squares(
   }
 }
 
-// The known squares of shard `index`, or null.
+// Returns the known squares of shard `index`, or null.
 void* known_squares(const std::vector<at::Tensor>& known, size_t index, const at::Tensor& shard) {
   if (known.empty() || !known[index].defined()) {
     return nullptr;
@@ -127,7 +127,7 @@ void* known_squares(const std::vector<at::Tensor>& known, size_t index, const at
   return Memory(known[index]).data;
 }
 
-// The partial sums of the element types follow each other.
+// The partial sums of one element type follow those of another.
 void run_sum_of_squares(const at::Tensor& out, const SquareLists& lists) {
   int64_t num_partials = 0;
   for (const SegmentList& list : lists) {

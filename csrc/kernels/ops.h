@@ -1,9 +1,9 @@
-// Typed callers of the kernels: check the arguments, then run the device's loops.
+// The kernels on tensors: each function checks its arguments, then runs the device's loops.
 //
-// Every call is one pass over the memory and, on CUDA, one launch on the current stream for up to
-// about a thousand tensors (a few more launches beyond); nothing waits for the device. Values are
-// scaled and summed in float, for float64 in double. Casts are possible among float32, float16
-// and bfloat16. Wrong arguments throw c10::ValueError or c10::TypeError.
+// Every call goes over the memory once. On CUDA it is one launch on the current stream for up to
+// about a thousand tensors (a few more launches beyond), and the host does not wait for the device.
+// Values are scaled and summed in float, for float64 in double. Casts are possible among float32,
+// float16 and bfloat16. Wrong arguments throw c10::ValueError or c10::TypeError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,21 +13,20 @@
 
 namespace zerocore::kernels {
 
-// Elements that follow each other on one side, and in runs of `numel`, `stride` apart, on the
-// other; 0 where all are one run. See Note [Rows].
+// Elements are contiguous on one side of a copy. On the other they come in runs of `numel`,
+// `stride` apart; 0 for a single run. See Note [Rows].
 struct Runs {
   int64_t numel = 0;
   int64_t stride = 0;
 };
 
-// One piece of work of a pack. Without a source the destination is zeroed (or left
-// alone when adding).
+// A segment of a bucket to pack. Without a source it is zeroed, or left alone if `add`.
 struct PackSegment {
   const at::Tensor* source = nullptr; // dense; read in storage order
   int64_t source_offset = 0; // elements
   int64_t offset = 0; // elements in the bucket
   int64_t numel = 0;
-  bool add = false; // add to what the bucket holds
+  bool add = false; // adds to the bucket's values
   Runs runs = {}; // of the bucket
 };
 
@@ -35,7 +34,7 @@ struct PackSegment {
 // sources are of one dtype, on its device. Segments must not overlap.
 void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, double scale);
 
-// Elements [from, from + numel) of a source, to be at `to` of a target.
+// Elements [from, from + numel) of a source, which are copied to `to` of a target.
 struct Piece {
   int64_t from = 0;
   int64_t to = 0;
@@ -43,23 +42,22 @@ struct Piece {
   Runs runs = {}; // of the source
 };
 
-// to[piece] = from[piece], for every piece. Both 1-D, of one dtype and on one device; pieces must
-// not overlap in `to`.
+// to[piece] = from[piece], for every piece. Both are 1-D, of one dtype and on one device; pieces
+// must not overlap in `to`.
 void copy_pieces(const at::Tensor& to, const at::Tensor& from, const std::vector<Piece>& pieces);
 
-// Blocks of numbers of one byte with their scales, of the values of `source`: see Note [Scaled
-// blocks]. Both 1-D; `blocks` are bytes, scaled_nbytes() of the source's elements, which fill them.
-// `format`: float8_e4m3fn or int8.
+// Encodes `source` into `blocks`, see Note [Scaled blocks]. Both are 1-D. The source fills whole
+// blocks, and `blocks` are scaled_nbytes() of its elements. `format`: float8_e4m3fn or int8.
 void encode(const at::Tensor& blocks, const at::Tensor& source, c10::ScalarType format);
 
-// to[piece] = the values of blocks[piece], where `from` counts elements.
+// to[piece] = blocks[piece], decoded; `from` counts elements.
 void decode(
     const at::Tensor& to,
     const at::Tensor& blocks,
     const std::vector<Piece>& pieces,
     c10::ScalarType format);
 
-// out = [out +] scale * (sum of the `num_chunks` equal parts of `chunks`). Both 1-D.
+// out = [out +] scale * (sum of the `num_chunks` equal parts of `chunks`). Both are 1-D.
 void accumulate(
     const at::Tensor& out,
     const at::Tensor& chunks,
@@ -71,16 +69,16 @@ void accumulate(
 void cast(const at::Tensor& bucket, at::TensorList sources, at::IntArrayRef offsets);
 
 // out[0] = sum of the squares of all elements, out[1] = number of NaN and infinite ones. `out` is
-// float64 [2] on the shards' device, so that one all-reduce sums both. The same bits on every call,
-// also where `known`, empty or a tensor for each shard, has what squares_by_chunk() found of a
-// shard; undefined where nothing is known. Only on the CPU.
+// float64 [2] on the shards' device, so that one all-reduce sums both. Every call gives the same
+// bits. `known`, on the CPU only, is empty or has a tensor for each shard: the result of
+// squares_by_chunk(), or undefined.
 void sum_of_squares(
     const at::Tensor& out,
     at::TensorList shards,
     const std::vector<at::Tensor>& known = {});
 
-// Both sums of each chunk of each shard, float64 [2 * num_chunks]; see Note [Chunks]. Shards are of
-// one dtype.
+// Computes both sums of each chunk of each shard, float64 [2 * num_chunks]; see Note [Chunks].
+// Shards have one dtype.
 void squares_by_chunk(const at::Tensor& squares, at::TensorList shards);
 
 } // namespace zerocore::kernels

@@ -1,4 +1,4 @@
-// Typed callers of the optimizers' kernels.
+// Turns the tensors of a step of AdamW into the list that the loops take.
 #include "kernels/optimizer_ops.h"
 
 #include <ATen/ops/empty.h>
@@ -44,7 +44,7 @@ void check_counts(const AdamWTensors& tensors) {
   }
 }
 
-// Tensor `index` of a list: as check_member(), and as large as the weight.
+// Checks tensor `index` of a list as check_member() does, and that it is as large as its weight.
 void check_sized(
     const char* name,
     at::TensorList list,
@@ -86,7 +86,7 @@ const float* scalar(const char* name, const std::optional<at::Tensor>& tensor, c
   return reinterpret_cast<const float*>(Source(*tensor).data);
 }
 
-// Gradients whose elements lie in the same order as the weights': copied where they do not.
+// Returns the gradients, copying each one whose elements do not lie in its weight's order.
 std::vector<at::Tensor> in_order(const AdamWTensors& tensors) {
   std::vector<at::Tensor> grads(tensors.grads.begin(), tensors.grads.end());
   for (size_t i = 0; i < grads.size(); ++i) {
@@ -161,7 +161,7 @@ AdamWUpdate::AdamWUpdate(
     list_.push(make_segment(tensors, i));
   }
   for (const at::Tensor& weight : tensors.weights) {
-    weight.unsafeGetTensorImpl()->bump_version(); // autograd sees that it was written
+    weight.unsafeGetTensorImpl()->bump_version(); // tells autograd that it was written
   }
 }
 

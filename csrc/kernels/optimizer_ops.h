@@ -1,4 +1,4 @@
-// Typed callers of the optimizers' kernels: check the arguments, then run the device's loops.
+// AdamW on tensors: checks the arguments, then runs the device's loops.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,29 +11,29 @@
 
 namespace zerocore::kernels {
 
-// Lists of equal length; tensor i of each belongs to weight i and has as many elements, dense and
-// in the same order (a gradient of the weight's shape in any). Within a list there is one dtype.
+// Lists of equal length. Tensor i of each belongs to weight i and has as many elements, dense and
+// in the same order; a gradient of the weight's shape may have any order. Each list has one dtype.
 struct AdamWTensors {
   at::TensorList weights;
   at::TensorList grads; // of a dtype that casts to the weights'
   at::TensorList exp_avgs; // of the weights' dtype
   at::TensorList exp_avg_sqs; // the same
-  at::TensorList steps; // float32 of one element: steps taken before; counted up
-  at::TensorList model_weights; // float16 or bfloat16 beside float32 weights; or an empty list
+  at::TensorList steps; // one float32 element: steps taken before, which run() counts up
+  at::TensorList model_weights; // float16 or bfloat16, for float32 weights; may be empty
 };
 
-// float32 of one element, on the weights' device.
+// Tensors of one float32 element, on the weights' device.
 struct AdamWScalarTensors {
   std::optional<at::Tensor> lr; // instead of AdamWOptions::lr
-  std::optional<at::Tensor> grad_scale; // gradients are multiplied by it
-  std::optional<at::Tensor> found_inf; // not zero: nothing is changed
+  std::optional<at::Tensor> grad_scale; // factor of the gradients
+  std::optional<at::Tensor> found_inf; // if not zero, the step changes nothing
 };
 
-// One step of AdamW whose arguments are checked, and whose weights' versions are counted up
-// already. run() may be called by another thread; the tensors' memory must live until then. It is
-// one pass: weights, moments, steps and model weights are written. On CUDA two launches (the steps
-// are a small one of their own) on the current stream for up to about 500 tensors; nothing waits
-// for the device. See Note [The arithmetic of torch].
+// One step of AdamW. The constructor checks the arguments and counts up the weights' versions.
+// run() may be called by another thread; the tensors' memory must live until then. It goes once
+// over weights, moments, steps and model weights. On CUDA it is two launches on the current stream
+// for up to about 500 tensors, the first one for the steps; the host does not wait for the device.
+// See Note [The arithmetic of torch].
 class AdamWUpdate {
  public:
   // Throws c10::ValueError or c10::TypeError for wrong arguments.
@@ -45,7 +45,7 @@ class AdamWUpdate {
   void run() const;
 
  private:
-  std::vector<at::Tensor> grads_; // copied where their elements lay in another order
+  std::vector<at::Tensor> grads_; // copies of gradients whose order is not the weight's
   at::Tensor first_; // weight
   AdamWTypes types_{};
   AdamWList list_;

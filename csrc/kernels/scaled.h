@@ -1,12 +1,12 @@
-// Numbers of one byte and the scale of a block of them: the arithmetic of one element. No torch
-// header.
+// The arithmetic that encodes one element as a number of one byte, with a scale for each block. No
+// torch header.
 //
 // Note [Scaled blocks]
-// A block's scale is its largest magnitude over the largest number of the format, 448 for
-// float8_e4m3fn and 127 for int8; each element is divided by it and rounded to the nearest number,
-// to even ones between two. A block whose scale would be no normal number is zero. One that holds a
-// NaN or an infinity has such a scale, and all of it is NaN or infinite. No element goes beyond the
-// largest number.
+// A block's scale is its largest magnitude divided by the largest number of the format, 448 for
+// float8_e4m3fn and 127 for int8. Each element is divided by the scale and rounded to the nearest
+// number, ties to even; none exceeds the largest number. If the scale would be subnormal, the block
+// is zero. If an element is NaN or infinite, so is the scale, and no element decodes to a finite
+// value.
 #pragma once
 
 #include <cfloat>
@@ -36,12 +36,12 @@ ZEROCORE_HOST_DEVICE float float_of(uint32_t bits) {
   return value;
 }
 
-// As an integer, which orders magnitudes, infinity and NaN alike.
+// Returns the magnitude's bits: as integers they order magnitudes, infinity and NaN.
 ZEROCORE_HOST_DEVICE uint32_t magnitude(float value) {
   return bits_of(value) & 0x7fffffffU;
 }
 
-// Factors of elements on their way to a block, and back.
+// The factors that encode a block's elements and decode them.
 struct BlockScale {
   float inverse = 0;
   float scale = 0;
@@ -52,12 +52,13 @@ ZEROCORE_HOST_DEVICE BlockScale block_scale(uint32_t largest, ScaledFormat forma
   return scale < FLT_MIN ? BlockScale{} : BlockScale{1.0F / scale, scale};
 }
 
-// Both ways of a rounded number are computed and one is taken: loops over them become vectors.
+// Computes the normal and the subnormal number and takes one: loops without branches become
+// vectors.
 ZEROCORE_HOST_DEVICE uint8_t to_float8(float value) {
   const uint32_t size = magnitude(value);
   const uint32_t rounded = size + 0x7ffffU + ((size >> 20) & 1U);
   const uint32_t normal = (rounded >> 20) - (120U << 3);
-  // Below 2^-6 numbers are multiples of 2^-9: the low bits of a float of 2^23.
+  // Below 2^-6 numbers are multiples of 2^-9, which the low bits of a float near 2^23 count.
   const uint32_t subnormal = bits_of(float_of(size) * 512.0F + 8388608.0F);
   const uint32_t number = size < bits_of(0.015625F) ? subnormal : normal;
   return static_cast<uint8_t>((number & 0x7fU) | (bits_of(value) >> 24 & 0x80U));
@@ -71,7 +72,7 @@ ZEROCORE_HOST_DEVICE float of_float8(uint8_t number) {
 }
 
 ZEROCORE_HOST_DEVICE uint8_t to_int8(float value) {
-  return static_cast<uint8_t>(bits_of(value + 12582912.0F) & 0xffU); // as to_float8
+  return static_cast<uint8_t>(bits_of(value + 12582912.0F) & 0xffU); // rounds as to_float8() does
 }
 
 ZEROCORE_HOST_DEVICE float of_int8(uint8_t number) {
@@ -88,7 +89,7 @@ ZEROCORE_HOST_DEVICE float of_number(uint8_t number) {
   return format == ScaledFormat::Int8 ? of_int8(number) : of_float8(number);
 }
 
-// The byte of an element within its blocks.
+// Returns the offset of an element's byte within its blocks.
 ZEROCORE_HOST_DEVICE int64_t scaled_place(int64_t element) {
   return element / kScaledNumel * kScaledNbytes + element % kScaledNumel;
 }

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-// Marks what the CPU loops and the CUDA kernels both compile.
+// Marks functions that the CPU loops and the CUDA kernels both compile.
 #ifdef __CUDACC__
 #define ZEROCORE_HOST_DEVICE __host__ __device__ __forceinline__
 #else
@@ -12,10 +12,9 @@
 
 namespace zerocore::kernels {
 
-// The element types are whatever the loops instantiate: anything that casts to and from the type
-// that it is computed in.
+// An element type may be any type that casts to and from the type of its computation.
 
-// The type in which values on their way to T are scaled and summed.
+// The type in which values are scaled and summed before they become T.
 template <typename T>
 struct Accumulate {
   using type = float;

@@ -1,10 +1,10 @@
-// Lists of segments with their chunks numbered through, built anew for each call.
+// Lists of segments that number their chunks; each call builds its own.
 //
 // Note [No table to keep]
-// Gradients have other addresses in every backward, so a table of pointers is written anew anyway.
-// It is small (some nanoseconds a segment), lives on the stack up to kInlineSegments, and CUDA
-// kernels take it by value as their parameter: no device memory, no copy to order before the
-// launch, no staging memory that a later call could overwrite too early.
+// Gradients have other addresses in every backward, so each call writes a new table of pointers. It
+// takes some nanoseconds a segment, and lives on the stack up to kInlineSegments. CUDA kernels take
+// it by value as their parameter. So there is no device memory, no copy to order before the launch,
+// and no staging memory that a later call could overwrite too early.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -19,7 +19,7 @@ class ChunkList {
  public:
   explicit ChunkList(int64_t chunk_numel = kChunkNumel) : chunk_numel_(chunk_numel) {}
 
-  // Sets the segment's first chunk. An empty segment has none; find_segment() passes over it.
+  // Adds a segment and sets its first chunk. An empty segment has none; find_segment() skips it.
   void push(Segment segment) {
     segment.first_chunk = num_chunks_;
     segments_.push_back(segment);
@@ -57,7 +57,7 @@ class SegmentList : public ChunkList<Segment, 48> {
  public:
   using ChunkList::ChunkList;
 
-  // Destinations must not overlap. Nothing is done for an empty segment.
+  // Adds a segment unless it is empty. Destinations must not overlap.
   void push(const Segment& segment) {
     if (segment.numel > 0) {
       ChunkList::push(segment);

@@ -1,16 +1,16 @@
-// Index arithmetic of a list of segments that is cut into chunks of equal size. Raw pointers only.
+// Index arithmetic of segments that are cut into chunks. Raw pointers only.
 //
 // Note [Chunks]
-// A kernel works on any number of tensors in one launch: every segment is cut into chunks of
-// kChunkNumel elements (the last one may be shorter), the chunks of all segments are numbered
-// through, and each CUDA block takes one chunk. The cut depends on sizes alone, so what is summed
-// chunk by chunk is summed in the same order on every call. Copies of single bytes use chunks of
-// kByteChunkNumel: a block moves as many bytes of them as of floats.
+// A kernel works on any number of tensors in one launch. Every segment is cut into chunks of
+// kChunkNumel elements (the last one may be shorter). The chunks of all segments have consecutive
+// numbers, and each CUDA block takes one chunk. The cut depends on sizes alone, so sums of chunks
+// have the same order on every call. Copies of bytes use chunks of kByteChunkNumel, so that a block
+// moves as many bytes as with floats.
 //
 // Note [Rows]
-// A parameter's elements follow each other on one side of a copy, and lie apart, some for each
-// rank, on the other. They are one segment of several runs, whatever the number of ranks; each run
-// is cut into chunks of its own.
+// A parameter's elements are contiguous on one side of a copy. On the other they lie apart, some
+// for each rank. They are one segment of several runs, whatever the number of ranks; each run is
+// cut into its own chunks.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ struct Segment {
   const void* src = nullptr;
   int64_t numel = 0;
   bool add = false;
-  // See Note [Rows]: elements of a run (the last one may be shorter), 0 where all are one, and
-  // bytes from one run to the next.
+  // See Note [Rows]: elements of a run (the last one may be shorter; 0 for a single run), and bytes
+  // from one run to the next.
   int64_t run = 0;
   int64_t dst_step = 0;
   int64_t src_step = 0;
@@ -42,8 +42,8 @@ ZEROCORE_HOST_DEVICE int64_t num_chunks_of(int64_t numel, int64_t chunk_numel = 
   return (numel + chunk_numel - 1) / chunk_numel;
 }
 
-// The segment that holds `chunk`: the last one that starts at or before it. `first_chunk(i)` grows
-// with i and is 0 for the first segment; empty segments are not in the list.
+// Returns the segment that holds `chunk`: the last one that starts at or before it, which is not
+// empty. `first_chunk(i)` never decreases, and is 0 for the first segment.
 template <typename FirstChunk>
 ZEROCORE_HOST_DEVICE int find_segment(FirstChunk first_chunk, int num_segments, int64_t chunk) {
   int low = 0;
@@ -59,20 +59,20 @@ ZEROCORE_HOST_DEVICE int find_segment(FirstChunk first_chunk, int num_segments, 
   return low;
 }
 
-// The elements of chunk `index` of a segment.
+// Returns the elements of chunk `index` of a segment.
 ZEROCORE_HOST_DEVICE Range
 chunk_span(int64_t numel, int64_t index, int64_t chunk_numel = kChunkNumel) {
   const int64_t begin = index * chunk_numel;
   return {begin, begin + chunk_numel < numel ? begin + chunk_numel : numel};
 }
 
-// A segment's run and the elements in it of one chunk.
+// The run that a chunk lies in, and the chunk's elements within it.
 struct RunSpan {
   int64_t run = 0;
   Range span;
 };
 
-// Chunk `index` of `numel` elements in runs of `run`.
+// Returns where chunk `index` lies among `numel` elements in runs of `run`.
 ZEROCORE_HOST_DEVICE RunSpan
 run_span(int64_t numel, int64_t run, int64_t index, int64_t chunk_numel = kChunkNumel) {
   const int64_t run_chunks = num_chunks_of(run, chunk_numel);
@@ -111,21 +111,22 @@ void for_each_run(const Segment& segment, Visit visit) {
   }
 }
 
-// Elements of a group: as many of the wider type as fill one access. With 16 bytes of the narrower
-// type instead, the wider type needs two accesses, and each of a warp's would touch half of every
-// 32-byte sector.
+// Returns the elements of a group: as many of the wider type as fill one access. If the narrower
+// type filled it, the wider one would need two accesses, and each of a warp's would touch half of
+// every 32-byte sector.
 ZEROCORE_HOST_DEVICE constexpr int lanes_of(int itemsize, int other_itemsize) {
   return static_cast<int>(kVectorNbytes) / (itemsize > other_itemsize ? itemsize : other_itemsize);
 }
 
 // How a run of elements is cut for wide accesses: `head` single elements until the destination is
-// aligned, `num_vectors` groups of lanes_of() elements, the rest single again.
+// aligned, `num_vectors` groups of lanes_of() elements, then single ones again.
 struct VectorSplit {
   int64_t head = 0;
   int64_t num_vectors = 0;
 };
 
-// The split for addresses `dst` and `src`. No vectors where the two are never aligned together.
+// Returns the split for addresses `dst` and `src`; without vectors if the two are never aligned
+// together.
 ZEROCORE_HOST_DEVICE VectorSplit
 split_vectors(uintptr_t dst, int dst_itemsize, uintptr_t src, int src_itemsize, int64_t numel) {
   const int64_t lanes = lanes_of(dst_itemsize, src_itemsize);

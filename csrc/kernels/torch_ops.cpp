@@ -1,4 +1,4 @@
-// The kernels as operators of torch: schemas, and the implementation for each device.
+// The kernels as torch operators: their schemas, and the implementation for each device.
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -14,8 +14,8 @@ namespace {
 
 using MaybeTensors = c10::List<std::optional<at::Tensor>>;
 
-// Gradient i belongs at offsets[i] of the bucket and is numels[i] long; gaps and missing gradients
-// become zero. Where add[i], it is added to what the bucket holds, and a missing one leaves that.
+// Packs gradient i, numels[i] long, at offsets[i] of the bucket; gaps and missing gradients become
+// zero. If add[i], the gradient is added to the bucket's values, and a missing one leaves them.
 void pack_gradients(
     const at::Tensor& bucket,
     const MaybeTensors& grads,
@@ -159,7 +159,7 @@ TORCH_LIBRARY_IMPL(zerocore, CPU, library) {
   implement(library);
 }
 
-// The same callers: they find the loops by the tensors' device, or say that there are none.
+// The same functions: they find the loops of the tensors' device, or throw if this build has none.
 TORCH_LIBRARY_IMPL(zerocore, CUDA, library) {
   implement(library);
 }

@@ -1,4 +1,4 @@
-// A flat buffer with a layout: one storage that slots are attached to, and views made once.
+// A flat buffer with a layout: one storage, which points at a slot of memory, and views made once.
 //
 // Note [One storage, many slots]
 // All tensors of a bucket share one StorageImpl. Attaching a slot is one pointer assignment,
@@ -6,9 +6,8 @@
 // share the storage and so read the bytes of the slot attached last. While nothing is attached,
 // touching the data raises an error that names the owner instead of reading freed memory.
 //
-// Where bytes come and go while a program runs, leaves have a storage of their own: collectives
-// write to the one, layers read the other, which raises until whoever waited for the bytes shows
-// them.
+// A bucket that `hides` gives its leaves a second storage. Collectives write to the first, layers
+// read the second. It raises an error until show(), which comes after the wait for the bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +20,8 @@
 
 namespace zerocore {
 
-// A leaf tensor over `storage` that is no view of another tensor: own version counter.
+// Returns a leaf tensor over `storage` with its own version counter: it is no view of another
+// tensor.
 at::Tensor tensor_over(
     const c10::Storage& storage,
     c10::ScalarType dtype,
@@ -29,20 +29,20 @@ at::Tensor tensor_over(
     at::IntArrayRef sizes,
     at::IntArrayRef strides);
 
-// At least `nbytes`, not initialised. From the allocator that tensors come from at this moment: a
-// CUDA program may have plugged in another one.
+// Allocates at least `nbytes`, not initialised, from the allocator that tensors use at this moment:
+// a CUDA program may have plugged in its own.
 c10::DataPtr allocate_memory(c10::Device device, int64_t nbytes);
-// Memory at `data` that lives as long as its owner, whom this keeps.
+// Returns a pointer to `data` that keeps its `owner` alive.
 c10::DataPtr kept_memory(std::shared_ptr<void> owner, void* data, c10::Device device = c10::kCPU);
-// Frees the memory of a tensor's storage: all its tensors raise `message` until they are given
-// memory again, of the same size and not initialised.
+// Frees the memory of a tensor's storage. From torch 2.13 on all tensors over it raise `message`
+// until give_memory() gives it memory of the same size.
 void free_memory(const at::Tensor& tensor, const std::string& message);
 void give_memory(const at::Tensor& tensor, c10::DataPtr data);
 
 class Bucket {
  public:
-  // Holds `regions` of `layout`, one after the other; `shard` is this rank's index. `owner` is
-  // named in errors. With `hides` views cannot be read before show(). Allocates nothing.
+  // Holds `regions` of `layout`, one after the other; `shard` is this rank's index. Errors name
+  // `owner`. With `hides` views cannot be read before show(). Allocates nothing.
   Bucket(
       const Layout& layout,
       std::vector<int> regions,
@@ -51,13 +51,13 @@ class Bucket {
       std::string owner,
       bool hides = false);
 
-  // The buffer reads and writes `data` (at least nbytes()) from now on.
+  // Points the storage at `data`, at least nbytes() long, which the caller owns.
   void attach(void* data);
-  // As attach, and the bucket owns the memory.
+  // The same; the bucket owns the memory.
   void attach(c10::DataPtr data);
-  // The bytes that were attached are those that readers of views are to find.
+  // Lets readers of views see the attached bytes; does nothing unless the bucket hides them.
   void show();
-  // Forgets the memory; any access to it is an error until the next attach.
+  // Drops the memory; any access to it is an error until the next attach.
   void detach();
 
   bool attached() const {
@@ -72,7 +72,7 @@ class Bucket {
   bool has(int region) const {
     return parts_.at(region).full.defined();
   }
-  // All of its memory, 1-D.
+  // Returns all of the bucket's memory, 1-D.
   at::Tensor bytes() const {
     return tensor_over(storage_, c10::ScalarType::Byte, 0, {nbytes_}, {1});
   }
@@ -91,14 +91,15 @@ class Bucket {
   const at::Tensor& own_bytes(int region) const {
     return parts_.at(region).own_bytes;
   }
-  // A new leaf over the bucket with its own version counter; `offset` counts elements of the
-  // region. Of a region that it does not hold, one of zeros with the memory of one element.
+  // Returns a new leaf over the bucket with its own version counter; `offset` counts elements of
+  // the region. For a region that the bucket does not hold, returns zeros in the memory of one
+  // element.
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
   // The same, contiguous.
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes) const;
 
  private:
-  // A region of the layout; only its type is known if the bucket does not hold it.
+  // A region of the layout; if the bucket does not hold it, only its dtype is set.
   struct Part {
     c10::ScalarType dtype;
     int64_t offset = 0; // bytes
@@ -115,7 +116,7 @@ class Bucket {
   bool attached_ = false;
   bool hides_;
   c10::Storage storage_;
-  c10::Storage leaf_storage_; // the same one unless `hides_`
+  c10::Storage leaf_storage_; // is storage_ unless the bucket hides its bytes
 };
 
 } // namespace zerocore

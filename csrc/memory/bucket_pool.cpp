@@ -1,4 +1,4 @@
-// The flat-bucket allocator.
+// Makes the stream of a block's next user wait for the last uses of its bytes.
 #include "memory/bucket_pool.h"
 
 #include <c10/util/Exception.h>
@@ -13,7 +13,7 @@
 namespace zerocore {
 
 BucketPool::~BucketPool() {
-  // A device that has failed refuses to wait, and nothing is going to run on it.
+  // A failed device refuses to wait, and no more work will run on it.
   try {
     free_arena();
   } catch (const std::exception& error) {
@@ -75,7 +75,8 @@ void BucketPool::release(Slot& slot, StreamRole role) {
   }
 }
 
-// One of another size goes first: more is never held than slots have held at a time.
+// Frees spares of other sizes before it allocates: the pool never holds more than slots held at a
+// time.
 DeviceMemory BucketPool::take_spare(int64_t nbytes) {
   const auto found = std::ranges::find(spares_, nbytes, &DeviceMemory::nbytes);
   if (found == spares_.end()) {
@@ -87,7 +88,7 @@ DeviceMemory BucketPool::take_spare(int64_t nbytes) {
   return memory;
 }
 
-// The system clears new pages, which takes as long as the copy into them; huge ones take less.
+// The system clears new pages, which takes as long as the copy into them; huge pages take less.
 c10::DataPtr BucketPool::new_spare(int64_t nbytes) const {
   constexpr int64_t kHugeNbytes = int64_t{4} << 20;
   return recycles_ && nbytes >= kHugeNbytes
@@ -95,14 +96,14 @@ c10::DataPtr BucketPool::new_spare(int64_t nbytes) const {
       : allocate_memory(streams_.device(), nbytes);
 }
 
-// Work that the compute stream was given may still use the memory's last owner.
+// The compute stream may still run work of the memory's last owner.
 DeviceMemory BucketPool::own(c10::DataPtr data, int64_t nbytes) const {
   DeviceMemory memory{std::move(data), nbytes, streams_.compute_stream()};
   streams_.note_allocator(memory.data.get(), nbytes);
   return memory;
 }
 
-// The work that used the memory lies behind the compute stream.
+// The compute stream already runs after the work that used the memory.
 void BucketPool::free(DeviceMemory& memory) const {
   streams_.order_other(memory.stream);
   streams_.note_allocator(memory.data.get(), memory.nbytes);
@@ -124,7 +125,7 @@ void BucketPool::wait_for_past_uses(const Range& range, StreamRole role) {
       }
     }
   }
-  // The newest first: it is behind most others, and a wait that orders nothing new is left out.
+  // The newest first: it comes after most others, and Streams skips a wait that orders nothing new.
   for (auto use = past_uses_.rbegin(); use != past_uses_.rend(); ++use) {
     if (overlaps(*use)) {
       streams_.wait(role, use->end);
@@ -134,7 +135,8 @@ void BucketPool::wait_for_past_uses(const Range& range, StreamRole role) {
 }
 
 void BucketPool::free_arena() {
-  // Mostly no wait at all: uses end on the compute stream. The user may have changed that stream.
+  // Most uses end on the compute stream, which needs no wait unless the user has changed that
+  // stream.
   for (auto use = past_uses_.rbegin(); use != past_uses_.rend(); ++use) {
     streams_.wait(StreamRole::Compute, use->end);
   }

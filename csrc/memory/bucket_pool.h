@@ -1,9 +1,9 @@
-// The flat-bucket allocator: an arena of device memory that units and gradients take turns in.
+// The flat-bucket allocator: an arena of device memory that units and gradients use in turn.
 //
-// Where a block lies is decided by the map, see Note [Places in the arena]. A slot is handed over
-// by events: release() says when its last use ends, acquire() makes the next user's stream wait for
-// the uses of the bytes that it gets, and of no others. A step that repeats allocates nothing.
-// Not thread-safe: calls come from one thread at a time.
+// PoolMap decides where a block lies, see Note [Places in the arena]. Events order the users of its
+// bytes: release() records when the last use ends. acquire() makes the next user's stream wait for
+// the uses of its bytes, and for no others. A step like the one before allocates nothing. Not
+// thread-safe: calls come from one thread at a time.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -19,19 +19,19 @@
 
 namespace zerocore {
 
-// Memory of the device's allocator, which hands it to later work of `stream` when it is freed.
+// Memory of the device's allocator. Once freed, it goes to later work of `stream`.
 struct DeviceMemory {
   c10::DataPtr data;
   int64_t nbytes = 0;
   std::optional<c10::Stream> stream;
 };
 
-// A block of device memory that belongs to whoever holds it, until released.
+// A block of device memory that its holder owns until release().
 struct Slot {
   BlockKey key;
   void* data = nullptr;
   int64_t nbytes = 0;
-  DeviceMemory own; // the memory, where it is not the arena's
+  DeviceMemory own; // the memory, if it is not the arena's
 
   bool held() const {
     return nbytes > 0;
@@ -43,35 +43,36 @@ class BucketPool {
   explicit BucketPool(const Streams& streams) : streams_(streams) {}
   ~BucketPool();
 
-  // A slot of exactly `nbytes`; work of `role`'s stream may use it at once. Zero bytes give an
-  // empty slot. Throws what the device's allocator throws, and has changed nothing then.
+  // Returns a slot of exactly `nbytes`, which work of `role`'s stream may use at once; an empty
+  // slot for 0 bytes. Throws what the device's allocator throws; the pool is then unchanged.
   Slot acquire(const BlockKey& key, int64_t nbytes, StreamRole role);
-  // Gives a slot back; what the role's stream was given so far is its last use, which lies behind
-  // those of other streams. Releasing an empty slot does nothing.
+  // Gives a slot back. Its last use is the work that the role's stream has so far; the caller has
+  // ordered that after uses on other streams. Does nothing for an empty slot.
   void release(Slot& slot, StreamRole role = StreamRole::Compute);
 
-  // Places of the blocks that are expected; nothing was acquired yet.
+  // Sets the places of the expected blocks; no slot was acquired yet.
   void expect(PoolMap map) {
     map_ = std::move(map);
   }
-  // From now on a new arena is a window of `memory`, which outlives the pool.
+  // Makes each new arena a window of `memory`, which outlives the pool.
   void register_arena(RegisteredMemory& memory) {
     registered_ = &memory;
   }
-  // From now on slots are held for other reasons than a step and keep out of the arena.
+  // While set, slots are held for other reasons than a step and lie outside the arena.
   void set_apart(bool apart) {
     apart_ = apart;
   }
 
-  // Gives the arena back to the device's allocator if no slot is held; the next one takes it anew.
+  // Gives the arena back to the device's allocator if no slot is held; a later acquire() takes a
+  // new one.
   void free_unused() {
     if (map_.stats().in_use_nbytes == 0) {
       free_arena();
     }
   }
-  // While it is on, memory of slots apart is used again by slots of the same size, on the CPU:
-  // where each new one would be mapped and cleared by the system. A device's allocator does it
-  // itself.
+  // While set, slots outside the arena reuse memory of released slots of their size. This acts on
+  // the CPU only, where the system maps and clears new memory; a device's allocator has its own
+  // cache.
   void set_recycling(bool recycling) {
     recycles_ = recycling && !streams_.has_streams();
     spares_.clear();
@@ -101,8 +102,8 @@ class BucketPool {
   RegisteredMemory* registered_ = nullptr; // null for the device's allocator
   PoolMap map_;
   DeviceMemory arena_;
-  int64_t arrangement_ = 0; // of the map, that the arena is for
-  std::vector<PastUse> past_uses_; // apart from each other, oldest first
+  int64_t arrangement_ = 0; // of the map that the arena is for
+  std::vector<PastUse> past_uses_; // disjoint ranges, oldest first
   bool apart_ = false;
   bool recycles_ = false;
   std::vector<DeviceMemory> spares_;

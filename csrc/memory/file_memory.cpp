@@ -1,4 +1,4 @@
-// The mapping of a file, and what the system is told of it.
+// Reserves the file on the disk, and tells the system which pages are needed.
 #include "memory/file_memory.h"
 
 #include <fcntl.h>
@@ -14,13 +14,13 @@ namespace zerocore {
 
 namespace {
 
-#ifdef MADV_POPULATE_READ // Linux 5.14; the kernel may be older
+#ifdef MADV_POPULATE_READ // since Linux 5.14; the running kernel may be older
 constexpr int kRead = MADV_POPULATE_READ, kReadToWrite = MADV_POPULATE_WRITE;
 #else
 constexpr int kRead = MADV_WILLNEED, kReadToWrite = MADV_WILLNEED;
 #endif
 
-// Makes the file and removes its name; `path` gets the name that it had.
+// Makes the file and removes its name; sets `path` to that name.
 int make_file(std::string& path) {
   path += ".XXXXXX";
   const int file = ::mkostemp(path.data(), O_CLOEXEC);
@@ -31,7 +31,7 @@ int make_file(std::string& path) {
   return file;
 }
 
-// Some systems fill the disk before they say that it is full, so they are asked first.
+// Asks for the free space first: some systems fill the disk before they report that it is full.
 int reserve(int file, const std::string& folder, int64_t nbytes) {
   struct statvfs space{};
   const bool known = ::fstatvfs(file, &space) == 0;
@@ -81,7 +81,7 @@ void FileMemory::read(const Range& range, bool writes, const std::string& label)
 
 void FileMemory::begin_write(const Range& range) const {
 #ifdef __linux__
-  if (!range.empty()) { // to the system, an empty one is everything
+  if (!range.empty()) { // 0 bytes stand for all bytes to the end of the file
     ::sync_file_range(file_, range.begin, range.size(), SYNC_FILE_RANGE_WRITE);
   }
 #endif

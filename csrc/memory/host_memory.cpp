@@ -1,4 +1,4 @@
-// The mapping, its pages and its views.
+// Advises the system on the mapping's pages, and pins them.
 #include "memory/host_memory.h"
 
 #include <ATen/ops/from_blob.h>
@@ -13,13 +13,13 @@ namespace zerocore {
 
 namespace {
 
-// Advice that a system may not know; nothing depends on it.
+// The system may not know this advice; nothing depends on it.
 void advise([[maybe_unused]] void* data, [[maybe_unused]] const HostMemoryOptions& options) {
 #ifdef __linux__
-  // A pass over gigabytes in pages of 4 KiB spends its time on looking up pages.
+  // Going through gigabytes in pages of 4 KiB spends its time on looking up pages.
   ::madvise(data, static_cast<size_t>(options.nbytes), MADV_HUGEPAGE);
-  // Pages shared with the child of a fork (a worker of a data loader) are copied when either
-  // writes, which leaves those that a device or a disk knows to the child.
+  // When a process writes to a page that it shares with a forked child (a data loader's worker), it
+  // gets a copy. The page that a device or a disk knows stays with the child.
   const int64_t apart = options.inherited ? options.pinned_nbytes : options.nbytes;
   if (apart > 0) {
     ::madvise(data, static_cast<size_t>(apart), MADV_DONTFORK);

@@ -1,4 +1,4 @@
-// Memory that a process group's backend registers with its communicator.
+// Allocates a window when the first of its parts is needed.
 #include "memory/registered_memory.h"
 
 #include <ATen/ops/zeros.h>
@@ -16,7 +16,7 @@ namespace zerocore {
 
 namespace {
 
-constexpr int64_t kAlignment = 512; // of the allocators of devices
+constexpr int64_t kAlignment = 512; // as device allocators align
 
 } // namespace
 
@@ -24,7 +24,7 @@ RegisteredMemory::RegisteredMemory(c10::intrusive_ptr<c10d::Backend> backend, c1
     : backend_(std::move(backend)),
       device_(device),
       is_offered_(backend_->supportsTensorAlloc(device.index())) {
-  if (!device.is_cpu()) { // also where this rank alone is offered none
+  if (!device.is_cpu()) { // even if this rank's backend registers nothing: all ranks take part
     std::vector<at::Tensor> one = {at::zeros({1}, at::TensorOptions().device(device))};
     backend_->allreduce(one)->wait();
   }
@@ -63,7 +63,7 @@ c10::DataPtr RegisteredMemory::part_of(Window window, int64_t begin) {
   return kept_memory(std::move(memory), data, device_);
 }
 
-// Modes of Python (that make fake tensors) have no say in it.
+// Python modes, such as FakeTensorMode, must not intercept the allocation.
 c10::DataPtr RegisteredMemory::allocate(int64_t nbytes) const {
   const c10::DeviceGuard guard(device_);
   const c10::impl::ExcludeDispatchKeyGuard below_modes(c10::python_ks);

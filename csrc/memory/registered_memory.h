@@ -1,12 +1,11 @@
 // Memory that a process group's backend allocates and registers with its communicator.
 //
 // Note [Registered memory]
-// NCCL sends from registered memory without a copy to buffers of its own. A window is one
-// allocation of c10d::Backend::allocateTensor(): NCCL takes it from a pool that is registered with
-// the group's communicator, and with no other one. That is a local call, so ranks agree on nothing.
-// Windows are few: the bucket pool's arena, all gathered parameters between steps, all kept
-// gradients. The last two have places in their window before the first of them has memory; a window
-// is freed with the last of them.
+// NCCL sends from registered memory without a copy to its own buffers. A window is one allocation
+// of c10d::Backend::allocateTensor(). NCCL takes it from a pool that is registered with the group's
+// communicator only. The call is local: ranks need not agree. There are three windows: the bucket
+// pool's arena, all gathered parameters between steps, all kept gradients. In the last two each
+// tensor has its place before the first one has memory. A window is freed with its last part.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,25 +25,26 @@ inline constexpr size_t kNumWindows = 3;
 struct RegisteredStats {
   std::string backend;
   bool is_offered = false;
-  int64_t num_windows = 0; // that have memory now
-  int64_t nbytes = 0; // of these
+  int64_t num_windows = 0; // windows that have memory now
+  int64_t nbytes = 0; // of these windows
 };
 
 class RegisteredMemory {
  public:
-  // Collective on a device: NCCL registers memory only with a communicator that is connected.
+  // Collective on a device: it connects the communicator, without which NCCL registers no memory.
   RegisteredMemory(c10::intrusive_ptr<c10d::Backend> backend, c10::Device device);
 
-  // Where it is false, only stats() may be called.
+  // Returns whether the backend registers memory. If not, only stats() may be called.
   bool is_offered() const {
     return is_offered_;
   }
-  // All of a window, which has no memory now; not initialised, as is all memory from here.
+  // Allocates a whole window, which must have no memory now. All memory from this class is
+  // uninitialised.
   c10::DataPtr allocate(Window window, int64_t nbytes);
   // Gives the storage of `bytes` a place in a window that has no memory yet.
   void reserve(Window window, const at::Tensor& bytes);
-  // Memory for the storage of `bytes`: at its place, or of the device's allocator if it has none.
-  // It has no memory now.
+  // Returns memory for the storage of `bytes`, which has none now: its place in a window, or memory
+  // of the device's allocator if it has no place.
   c10::DataPtr memory_for(const at::Tensor& bytes);
 
   RegisteredStats stats() const;

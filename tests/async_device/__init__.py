@@ -1,1 +1,1 @@
-"""A device of streams that are threads: what `csrc/runtime` does on it is asynchronous."""
+"""A device whose streams are threads, on which the engine's work is asynchronous."""

@@ -1,9 +1,9 @@
-"""Actions of a program right behind an optimizer step, while streams and the worker are late.
+"""Actions of a program right after an optimizer step, while streams and the worker are late.
 
 `python -m tests.async_device.after_step FIRST COUNT` runs the programs of other seeds: a state on
-the host or on disk, random lags of the device's streams, and one action behind a step. The truth is
+the host or on disk, random lags of the device's streams, and one action after a step. The truth is
 the same program without offload and without lags. `0 300` took 6 minutes on two busy cores and
-ended with `up to 299: 0 failures`; of the first 200, 9 failed where nothing waited for copies.
+ended with `up to 299: 0 failures`; without waits for copies 9 of the first 200 failed.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ Found = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A program: what it does behind a step, and where its states lie."""
+    """A program: its action after a step, and where its states lie."""
 
     action: str
     stage: int
     is_narrow: bool
-    is_ours: bool  # the optimizer
+    is_ours: bool  # whether the optimizer is zerocore's
     offload: zerocore.Offload | None = None
 
     @staticmethod
     def of(seed: int) -> Case:
-        """The program of a seed; each action comes in its turn."""
+        """Returns the program of a seed; actions take turns."""
         rng = random.Random(f"after a step {seed}")
         action = list(ACTIONS)[seed % len(ACTIONS)]
         while True:
@@ -82,14 +82,14 @@ class Case:
                 return case
 
     def is_allowed(self) -> bool:
-        """Torch's optimizers and snapshots take no states on a disk."""
+        """Returns False for states on a disk with torch's optimizers or snapshots."""
         assert self.offload is not None
         on_disk = self.offload.states == "disk"
         return not (on_disk and (self.action == "snapshot" or not self.is_ours))
 
     @property
     def truth(self) -> Case:
-        """The same without offload."""
+        """Returns the same program without offload."""
         return Case(self.action, self.stage, self.is_narrow, self.is_ours)
 
 
@@ -136,7 +136,7 @@ class Program:
 
 
 def outputs(program: Program, model: Any) -> Found:
-    """The output of a model: a comparison of weights that only layers see."""
+    """Returns a model's output, which compares weights that only layers see."""
     with torch.no_grad():
         return {"output": model(torch.ones(2, WIDTH, device=program.device))}
 
@@ -178,7 +178,7 @@ def clone(program: Program) -> Found:
 
 
 def end(program: Program) -> Found:
-    """Tensors that come where the model was."""
+    """Frees the model, and returns whether tensors that reuse its memory keep their values."""
     engine = state_of(program.model).engine
     sizes = [m.nbytes for unit in range(NUM_BLOCKS) for m in engine.device_memory(unit)]
     del engine
@@ -282,7 +282,7 @@ ACTIONS: dict[str, Callable[[Program], Found]] = {
 
 
 def run(case: Case, device: torch.device, extension: Any, seed: int | None) -> Found:
-    """The values that the program finds. With a seed its streams are late around the action."""
+    """Returns the program's values. With a seed its streams are late around the action."""
     rng = None if seed is None else random.Random(f"lags {seed}")
     extension.set_delays(seed or 0, 0.0 if rng is None else rng.choice([0.0, 0.1, 0.3]), 400)
     program = Program(case, device, extension)
@@ -300,7 +300,7 @@ def run(case: Case, device: torch.device, extension: Any, seed: int | None) -> F
 
 
 def check_seeds(seeds: Sequence[int]) -> list[str]:
-    """The differences from the truth, a line for each seed."""
+    """Returns a line for each seed whose values differ from the truth."""
     device, extension = start(on_device=True)
 
     @cache
@@ -319,13 +319,13 @@ def check_seeds(seeds: Sequence[int]) -> list[str]:
 
 
 def check(seeds: Sequence[int]) -> list[str]:
-    """The same on two ranks."""
+    """Runs check_seeds() on two ranks and returns the lines of both."""
     ranks = run_ranks(check_seeds, 2, seeds, launch="torchrun", timeout=300)
     return sorted({line for rank in ranks for line in rank})
 
 
 def main() -> bool:
-    """Prints a line for each seed that goes wrong. Returns whether there is none."""
+    """Prints a line for each seed that goes wrong; returns whether all went well."""
     first, count = (int(each) for each in sys.argv[1:])
     failures = 0
     for begin in range(first, first + count, 50):

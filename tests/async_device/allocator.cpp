@@ -1,4 +1,4 @@
-// A caching allocator by stream that poisons what is freed, see Note [Poison].
+// Reuses freed blocks by stream and size, once the streams of record_stream() have done with them.
 #include "allocator.h"
 
 #include <algorithm>
@@ -14,9 +14,9 @@ namespace async_device {
 
 namespace {
 
-constexpr size_t kAlignment = 512; // as CUDA's
-// Blocks of one size are allocated several at a time, as CUDA's allocator cuts them from a segment:
-// autograd's thread may let go of a gradient a moment later than it did in the last step.
+constexpr size_t kAlignment = 512; // as CUDA's allocator
+// Allocates several blocks of one size at a time, as CUDA's allocator cuts them from a segment:
+// autograd's thread may free a gradient a moment later than it did in the last step.
 constexpr int kBlocksPerSegment = 4;
 
 struct Block {
@@ -24,7 +24,7 @@ struct Block {
   size_t nbytes = 0;
   int stream = 0;
   std::vector<int> other_streams; // by record_stream()
-  std::vector<PointPtr> last_uses; // of those, once it is freed
+  std::vector<PointPtr> last_uses; // on these streams, once the block is freed
   bool is_recorded = false; // recorded work may use it at any time
 };
 
@@ -111,7 +111,7 @@ class PoisoningAllocator final : public c10::DeviceAllocator {
     return block;
   }
 
-  // Those that other streams have done with are for their own stream again.
+  // Gives blocks back to their own stream once other streams have done with them.
   void collect() {
     std::erase_if(freed_, [this](Block* block) {
       std::erase_if(block->last_uses, [](const PointPtr& use) { return use->is_reached(); });

@@ -1,10 +1,10 @@
-// A caching allocator by stream that poisons what is freed.
+// A caching allocator by stream that poisons freed memory.
 //
 // Note [Poison]
-// Memory that is freed is filled with bytes that are NaN in every floating type, on the stream that
-// it was allocated on and behind what that stream was given. Its next user on that stream comes
-// behind, as with CUDA's allocator. A reader that comes later, or on another stream without an
-// event or record_stream, computes with NaN.
+// Freed memory is filled with bytes that are NaN in every floating type. The stream that it was
+// allocated on does so after its work so far. The next user on that stream comes after, as with
+// CUDA's allocator. A later reader, or one on another stream without an event or record_stream,
+// computes with NaN.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>

@@ -1,4 +1,4 @@
-"""The device is compiled once, by the tests' own process; its ranks load it."""
+"""Compiles the device once, in the tests' own process; its ranks load it."""
 
 from __future__ import annotations
 

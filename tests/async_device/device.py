@@ -1,4 +1,4 @@
-"""The device in torch: `load()` once in a process of its own, as nothing takes it out again.
+"""The device in torch. Call `load()` in a process of its own: torch cannot unload the device.
 
 Torch knows it as ``torch.asyncdev``, and as a backend of torch.distributed of the same name.
 """
@@ -23,7 +23,7 @@ EXTENSION = Extension("async_device_extension", tuple(map(str, _SOURCES)))
 
 
 def load() -> Any:
-    """The extension module, known to torch.
+    """Registers the device with torch and returns its extension module.
 
     Raises:
         RuntimeError: it cannot be compiled.
@@ -39,9 +39,9 @@ def load() -> Any:
 
 
 def init_process_group(rank: int, world_size: int, store: dist.Store, seconds: float = 60) -> None:
-    """A default group whose collectives on the device are the device's own.
+    """Makes a default group whose collectives on the device are the device's own.
 
-    Gloo's own threads wait as long as their group says, so a rank that is missing is an error.
+    Gloo's threads wait for the group's timeout, so a missing rank is an error.
     """
     dist.init_process_group(
         f"cpu:gloo,{DEVICE}:{DEVICE}",
@@ -60,7 +60,7 @@ def _create_group(options: Any, _: Any) -> Any:
 
 
 def _module(extension: Any) -> ModuleType:
-    """The attributes that torch and others look for in ``torch.<device>``."""
+    """Returns a module with the attributes that torch and others look for in ``torch.<device>``."""
     module: Any = ModuleType(f"torch.{DEVICE}")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
@@ -76,7 +76,7 @@ def _module(extension: Any) -> ModuleType:
     module.Event = lambda enable_timing=False: torch.Event(DEVICE, enable_timing=enable_timing)
     module.stream = lambda stream: stream  # torch's streams are context managers
     module.device = _NoChoice
-    # As CUDA's: cycles of about a nanosecond, and errors where the host waits.
+    # Like CUDA's: cycles take about a nanosecond, and waits of the host are errors.
     module._sleep = lambda cycles: extension.sleep(cycles // 1000, extension.current_stream())
     module.set_sync_debug_mode = lambda mode: extension.forbid_host_waits(mode == "error")
     module.memory_stats = lambda device=None: {
@@ -95,7 +95,7 @@ def _stream(stream_id: int) -> torch.Stream:
 
 
 class _NoChoice:
-    """There is one device, so choosing it changes nothing."""
+    """A context manager that does nothing, as there is only one device."""
 
     def __init__(self, device: Any) -> None:
         pass

@@ -1,8 +1,8 @@
-"""Leaves out one wait at a time, with the stream that is waited for late: does it show?
+"""Leaves out one wait at a time, while the stream that it waits for is late: does it show?
 
 `python -m tests.async_device.faults BLOCKS [STAGE ...] [--offload]` tries every wait of a step of a
-model of so many units, and says what became of it; with states on the host, at stages 2 and 3 then
-also with gradients, at 3 with parameters.
+model of BLOCKS units, and prints whether dropping it shows. `--offload` puts states on the host; at
+stages 2 and 3 it also tries gradients there, at stage 3 parameters.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from zerocore.model.state import state_of
 from zerocore.tensor import pending_host_updates
 
 Lags = tuple[int, int, int]
-# How late a task begins: of the stream that does not wait, of the one that it should wait for, and
-# of the others: what is not ordered comes before the others have begun, while they are at work, or
-# lasts until they come. Copies are few: those that should be waited for come when all else is done.
+# How late tasks begin: on the stream that does not wait, on the one that it should wait for, and on
+# the others. Unordered work then comes before the others begin, while they work, or goes on until
+# they come. There are few copies: a copy that should be waited for comes after all other work.
 LAGS_US: tuple[Lags, ...] = (
     *((0, 3_000, 3_000), (200, 3_000, 3_000)),
     *((1_000, 6_000, 6_000), (10_000, 1_000, 1_000)),
@@ -41,9 +41,9 @@ GRADIENTS = zerocore.Offload(states="cpu", gradients="cpu")
 
 @dataclass(frozen=True)
 class Wait:
-    """The place of a wait among those of a step, and the roles of its two streams.
+    """A wait's number within its step, and the roles of its two streams.
 
-    The host's own waits for events are numbered by themselves.
+    The host's waits for events have their own numbers.
     """
 
     number: int
@@ -52,7 +52,7 @@ class Wait:
 
 
 class Trial:
-    """Steps of a model, of which one may lack a wait."""
+    """Steps of a model, one of which may lack a wait."""
 
     def __init__(
         self, device: torch.device, extension: Any, num_blocks: int, options: dict[str, Any]
@@ -62,7 +62,7 @@ class Trial:
         self.model = zerocore.shard(model, units=[Block], **_with_meshes(options))
         offloads = options.get("offload") is not None
         make = zerocore.optim.AdamW if offloads else torch.optim.AdamW
-        self.num_backwards = 2 if offloads else 1  # a second one adds to what is on its way
+        self.num_backwards = 2 if offloads else 1  # the second adds to gradients under way
         self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=1e-2)
         engine = state_of(self.model).engine
         roles = (*ROLES, *COPIES) if offloads else ROLES
@@ -70,7 +70,7 @@ class Trial:
         self.roles[extension.current_stream()] = "compute"
 
     def step(self, backward_done: Callable[[], None] | None = None) -> torch.Tensor:
-        """The loss, on the device."""
+        """Trains one step and returns the loss, on the device."""
         x = torch.linspace(-1, 1, 4 * WIDTH, device=self.device).view(4, WIDTH)
         x = x * (1 + torch.distributed.get_rank())
         for _ in range(self.num_backwards):
@@ -83,7 +83,7 @@ class Trial:
         return loss.detach()
 
     def set_lags(self, dropped: Wait | None, lags: Lags) -> None:
-        """Makes streams late."""
+        """Makes streams late: the waiter, the source and the others of a dropped wait."""
         for stream, role in self.roles.items():
             lag = lags[2]
             if dropped is not None and role in (dropped.waiter, dropped.source):
@@ -91,22 +91,22 @@ class Trial:
             self.extension.set_lag(stream, lag)
 
     def run(self, dropped: Wait | None, lags: Lags = NO_LAGS) -> tuple[list[float], list[Wait]]:
-        """The losses of some steps, one of them without the wait, and the waits it made.
+        """Returns the losses of some steps, one without the wait, and the waits of that step.
 
-        Two steps go before: while the pool has no memory or gives it anew, a gather begins behind
-        all that compute is behind, and would not miss a wait of its own.
+        Two steps come first: while the pool allocates memory, a gather begins after all that
+        compute waits for, so dropping the gather's own wait would not show.
         """
 
         def begin() -> None:
             self.set_lags(dropped, lags)
 
         losses = [self.step(), self.step(), self.step(begin)]
-        pending_host_updates.finish()  # the host's waits of that step are not numbered
+        pending_host_updates.finish()  # before the waits of the next step are counted
         number = -1 if dropped is None else dropped.number
         of_host = dropped is not None and dropped.waiter == HOST
         self.extension.begin_waits(*((-1, number) if of_host else (number, -1)))
         losses.append(self.step())
-        pending_host_updates.finish()  # those of this step are
+        pending_host_updates.finish()  # while the waits of this step are counted
         waits = self.extension.end_waits()
         self.extension.synchronize()
         self.set_lags(None, NO_LAGS)
@@ -120,7 +120,7 @@ class Trial:
 
 
 def _with_meshes(options: dict[str, Any]) -> dict[str, Any]:
-    """``other_mesh`` names units on a group of their own; both use the same streams."""
+    """Gives the units that ``other_mesh`` names their own group, with the same streams."""
     names = options.get("other_mesh", ())
     if not names:
         return options
@@ -132,9 +132,9 @@ def _with_meshes(options: dict[str, Any]) -> dict[str, Any]:
 def try_waits(
     num_blocks: int, options: dict[str, Any], only_some: bool = False
 ) -> list[tuple[Wait, bool]]:
-    """Each wait of a step (or the first and last of a kind), and whether leaving it out shows.
+    """Returns each wait of a step (or a kind's first and last), and whether dropping it shows.
 
-    With offload only those that it adds: of copies, and of the host.
+    With offload it tries only the waits that offload adds: for copies, and of the host.
     """
     device, extension = start(on_device=True)
 
@@ -145,7 +145,7 @@ def try_waits(
         except (RuntimeError, ValueError) as error:
             if "the forward raised on" not in str(error):
                 raise
-            extension.end_waits()  # a rank has found that it has other weights: it shows
+            extension.end_waits()  # a rank found that its weights differ: the fault shows
             extension.synchronize()
             trial.set_lags(None, NO_LAGS)
             return [math.nan], []
@@ -165,7 +165,7 @@ def try_waits(
 
 
 def ends_of_each_kind(waits: list[Wait]) -> list[Wait]:
-    """The first and the last of those with the same roles."""
+    """Returns the first and the last wait for each pair of roles."""
     kinds: dict[tuple[str, str], list[Wait]] = {}
     for wait in waits:
         kinds.setdefault((wait.waiter, wait.source), []).append(wait)
@@ -173,7 +173,7 @@ def ends_of_each_kind(waits: list[Wait]) -> list[Wait]:
 
 
 def options_of(stage: int, offloads: bool) -> list[dict[str, Any]]:
-    """The options that are tried at a stage."""
+    """Returns the options to try at a stage."""
     if offloads:
         parts = [STATES] + [GRADIENTS] * (stage >= 2) + [PARAMETERS] * (stage == 3)
         return [{"stage": stage, "offload": offload} for offload in parts]
@@ -184,7 +184,7 @@ def options_of(stage: int, offloads: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """A line for each wait."""
+    """Prints a line for each wait."""
     num_blocks, *stages = (int(each) for each in sys.argv[1:] if each != "--offload")
     for stage in stages or range(4):
         for options in options_of(stage, "--offload" in sys.argv):

@@ -1,4 +1,4 @@
-// Random numbers of the device: those of the CPU's generator, drawn by the stream's thread.
+// The device's random numbers, which the stream's thread draws from a CPU generator.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,4 +1,4 @@
-// A c10d backend of the device with NCCL's order of things.
+// Carries out collectives as tasks that read and write as late as they may.
 #include "group.h"
 
 #include <ATen/ATen.h>
@@ -18,7 +18,7 @@ namespace async_device {
 
 namespace {
 
-// The current stream goes on behind it; the host does not wait.
+// Makes the current stream wait for the collective; the host does not wait.
 class AsyncWork final : public c10d::Work {
  public:
   AsyncWork(int rank, c10d::OpType op, PointPtr done, std::vector<at::Tensor> tensors)
@@ -59,7 +59,7 @@ class AsyncWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Launches, for tests.
+// Launches that are noted for tests.
 struct Noted {
   std::mutex mutex;
   int num_communicators = 0;
@@ -89,7 +89,8 @@ std::vector<at::Tensor> all_on_cpu(const std::vector<at::Tensor>& tensors) {
   return aliases;
 }
 
-// As NCCL demands: memory that is both read and written is this rank's slice of the whole.
+// Throws if memory that is both read and written is not this rank's slice of the whole, as NCCL
+// demands.
 void check_in_place(const at::Tensor& full, const at::Tensor& own, int rank) {
   const auto begin = reinterpret_cast<uintptr_t>(full.const_data_ptr());
   const auto at = reinterpret_cast<uintptr_t>(own.const_data_ptr());
@@ -106,8 +107,8 @@ bool overlaps(const at::Tensor& a, const at::Tensor& b) {
   return begin(a) < begin(b) + b.nbytes() && begin(b) < begin(a) + a.nbytes();
 }
 
-// Inputs are read late, and outputs hold nothing until all is over. `transfer` gives to the ranks
-// what `inputs` hold and returns what is to be written.
+// Reads inputs late, and leaves outputs poisoned until the end. `transfer` sends copies of the
+// inputs to the ranks and returns the results.
 template <typename Transfer>
 void carry_out(const Tensors& outputs, Tensors& inputs, const Transfer& transfer) {
   for (const at::Tensor& output : outputs) {
@@ -164,7 +165,7 @@ AsyncGroup::WorkPtr AsyncGroup::work(
     const PointPtr& done,
     Tensors tensors) const {
   const c10::StreamGuard guard(
-      c10::Stream(c10::Stream::UNSAFE, kDevice, stream)); // the future's events
+      c10::Stream(c10::Stream::UNSAFE, kDevice, stream)); // for the future's events
   return c10::make_intrusive<AsyncWork>(rank_, op, done, std::move(tensors));
 }
 
@@ -201,7 +202,7 @@ AsyncGroup::WorkPtr AsyncGroup::launch(Collective collective) {
         }
         note(&Noted::finished, noted_as);
       },
-      /*delayed=*/false); // it pauses by itself
+      /*delayed=*/false); // carry_out() pauses
   last_ = queue(stream).record();
   return collective.async ? work(collective.op, stream, last_, std::move(collective.tensors))
                           : nullptr;
@@ -225,7 +226,7 @@ AsyncGroup::WorkPtr AsyncGroup::endCoalescing() {
 }
 
 AsyncGroup::WorkPtr AsyncGroup::in_one_launch(const std::function<void()>& calls) {
-  if (coalesced_) { // within others
+  if (coalesced_) { // within an outer launch
     calls();
     return nullptr;
   }
@@ -298,7 +299,7 @@ AsyncGroup::WorkPtr AsyncGroup::_allgather_base(
        from = Tensors{on_cpu(own)},
        n = size_,
        rank = rank_]() mutable {
-        // As NCCL, which leaves this rank's slice alone if it is in its place.
+        // Leaves this rank's slice alone if it is in its place, as NCCL does.
         const auto written = [&, kept = overlaps(to, from[0])](const at::Tensor& full) {
           Tensors slices = full.view(-1).chunk(n);
           if (kept) {
@@ -314,7 +315,7 @@ AsyncGroup::WorkPtr AsyncGroup::_allgather_base(
       });
 }
 
-// The sum in the order of the ranks.
+// Sums in the order of the ranks.
 AsyncGroup::WorkPtr AsyncGroup::_reduce_scatter_base(
     at::Tensor& own,
     at::Tensor& full,

@@ -1,10 +1,10 @@
-// A c10d backend of the device with NCCL's order of things; bytes travel over gloo.
+// A c10d backend of the device that orders collectives as NCCL does; bytes travel over gloo.
 //
-// A collective is a task of a stream: of the current one, or, if it is asynchronous, of the
-// communicator's own, behind the current one. Collectives of a communicator run in the order in
-// which the host issued them, whatever their streams. Without asyncOp there is no Work to wait for;
-// with it the Work keeps what is read and written until someone waits. Coalesced ones are one task,
-// which is issued at the end.
+// A collective is a task of the current stream. If it is asynchronous, it is a task of the
+// communicator's own stream, after the current one. Collectives of a communicator run in the order
+// in which the host issued them, whatever their streams. Without asyncOp there is no Work to wait
+// for; with it the Work keeps the tensors until wait(). Coalesced collectives are one task, which
+// is issued at the end.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -19,15 +19,15 @@
 
 namespace async_device {
 
-// A task of collectives: of which communicator, by number, what they are, and whether all that they
-// read and write is registered with it.
+// A task of one or more collectives: the number of their communicator, their names, and whether all
+// their tensors are registered with it.
 struct Launch {
   int communicator;
   std::string what;
   bool is_registered;
 };
 
-// From now on launches are noted: as they are issued, and as they are over.
+// Begins to note launches when they are issued and when they are over.
 void begin_launches();
 std::vector<Launch> issued_launches();
 std::vector<Launch> finished_launches();
@@ -50,8 +50,8 @@ class AsyncGroup final : public c10d::Backend {
     return true;
   }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override; // NOLINT(*-runtime-int)
-  // The calls in between return null; their common Work, if they are asynchronous, comes at the
-  // end.
+  // Calls between these two return null; endCoalescing() returns their common Work, if they are
+  // asynchronous.
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
@@ -78,7 +78,7 @@ class AsyncGroup final : public c10d::Backend {
     c10d::OpType op;
     std::string what;
     bool async;
-    Tensors tensors; // what is written, then what is read
+    Tensors tensors; // the written ones, then the read ones
     std::vector<Task> tasks;
   };
 
@@ -91,7 +91,7 @@ class AsyncGroup final : public c10d::Backend {
   const int stream_;
   const int number_;
   std::mutex mutex_;
-  PointPtr last_; // of the communicator
+  PointPtr last_; // the end of the communicator's last task
   std::optional<Collective> coalesced_; // between startCoalescing() and endCoalescing()
 };
 

@@ -12,7 +12,7 @@ namespace async_device {
 
 namespace {
 
-// The contents of a c10::Event; recorded again, it is another point.
+// The contents of a c10::Event; recording it again sets another point.
 struct Event {
   PointPtr point;
 };

@@ -1,4 +1,4 @@
-// The emulated link's clock on the device.
+// Books the link by tasks of the streams.
 #include "link_timer.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace async_device {
 
 namespace {
 
-// Streams book one after the other, as by an atomic operation on a GPU.
+// Streams book one after the other, as a GPU's atomic operation makes them.
 struct Bookings {
   std::mutex mutex;
   std::vector<int64_t> durations;

@@ -1,4 +1,4 @@
-// The emulated link's clock on the device: what two small kernels do on a GPU.
+// The emulated link's timer on the device, which on a GPU is two small kernels.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 namespace async_device {
 
 const zerocore::DeviceTimer& link_timer();
-// Nanoseconds for which the link was booked so far, in the order in which the streams came to it.
+// Returns the nanoseconds of each booking so far, in the order in which the streams came to the
+// link.
 std::vector<int64_t> booked_durations();
 
 } // namespace async_device

@@ -1,4 +1,4 @@
-// Functions of the device for tests, in Python.
+// The device's functions for tests, in Python.
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -46,7 +46,7 @@ std::vector<std::pair<int, std::string>> in_python(const std::vector<Launch>& la
   return result;
 }
 
-// Those whose tensors lie in registered memory, or the others.
+// Returns the launches whose tensors lie in registered memory, or the others.
 std::vector<std::string> launches_by_memory(bool is_registered) {
   std::vector<std::string> result;
   for (const Launch& launch : issued_launches()) {
@@ -57,7 +57,7 @@ std::vector<std::string> launches_by_memory(bool is_registered) {
   return result;
 }
 
-// Nothing that the stream is given from now on begins before the gate is opened.
+// Holds back the stream's later tasks until the gate is opened.
 PointPtr hold(int stream) {
   auto gate = std::make_shared<Point>(-1);
   queue(stream).push([gate] { gate->wait(); }, /*delayed=*/false);
@@ -74,7 +74,7 @@ void bind_recording(py::module_& module) {
   module.def("end_recording", &end_recording);
 }
 
-// Tables of functions that zerocore takes of the device.
+// Binds the tables of functions that the device lends to zerocore.
 void bind_tables(py::module_& module) {
   module.def("device_timer", [] { return py::capsule(static_cast<const void*>(&link_timer())); });
   module.def("loops", [] { return py::capsule(static_cast<const void*>(&operator_loops())); });

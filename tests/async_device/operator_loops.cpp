@@ -1,4 +1,4 @@
-// Kernels of zerocore on the device, by torch's operators. Those for optimizers are operators of
+// Builds zerocore's kernels from torch's operators. The optimizers' kernels are operators of
 // zerocore, which reach the device as torch's do.
 #include "operator_loops.h"
 
@@ -26,7 +26,7 @@ at::Tensor tensor_at(const void* data, int64_t numel, Element element, c10::Devi
       .make_tensor();
 }
 
-// In the type that values on their way to `element` are computed in.
+// Casts to the type in which values for `element` are computed.
 at::Tensor widened(const at::Tensor& tensor, Element element) {
   return tensor.to(element == Element::Double ? c10::ScalarType::Double : c10::ScalarType::Float);
 }
@@ -74,7 +74,7 @@ Element number_type(ScaledFormat format) {
   return format == ScaledFormat::Int8 ? Element::Char : Element::Float8_e4m3fn;
 }
 
-// The numbers of blocks, and their scales, as views of them.
+// Returns views of the blocks' numbers and of their scales.
 std::pair<at::Tensor, at::Tensor> parts_of(const at::Tensor& blocks, ScaledFormat format) {
   const at::Tensor rows = blocks.view({-1, kScaledNbytes});
   const at::Tensor numbers = rows.narrow(1, 0, kScaledNumel).view(number_type(format));

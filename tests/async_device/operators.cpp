@@ -1,8 +1,8 @@
-// Operators of the device: the CPU's kernels, carried out by the current stream's thread.
+// The device's operators: the current stream's thread runs the CPU's kernels.
 //
-// A boxed fallback takes every operator that torch does not make of others. Its results are
-// known from the meta device, are allocated by the host, and are written by the stream. Operators
-// whose result the host must see, or that have no meta kernel, make the host wait.
+// A boxed fallback takes every operator that torch does not make of others. The meta device gives
+// the sizes of its results, the host allocates them, and the stream writes them. Operators whose
+// result the host must see, or that have no meta kernel, make the host wait.
 #include "operators.h"
 
 #include <ATen/ATen.h>
@@ -44,12 +44,13 @@ void keep_number(const at::Tensor& from, const at::Tensor& to) {
 
 at::Tensor on_meta(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    return tensor; // numbers are the CPU's everywhere
+    return tensor; // numbers stay on the CPU
   }
   return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
 }
 
-// A task reads the host's memory as it was when the host issued the task.
+// Returns the tensor for a task, which reads the host's memory as it was when the host issued the
+// task.
 at::Tensor for_task(const at::Tensor& tensor) {
   if (is_ours(tensor)) {
     return on_cpu(tensor);
@@ -62,7 +63,7 @@ at::Tensor for_task(const at::Tensor& tensor) {
   return copy;
 }
 
-// The argument with its tensors and devices replaced.
+// Returns the argument with its tensors and devices replaced.
 template <typename Replace>
 IValue replaced(const IValue& value, c10::DeviceType device, const Replace& replace) {
   if (value.isTensor()) {
@@ -113,7 +114,8 @@ Stack arguments_for_task(const c10::OperatorHandle& op, const Stack& args) {
   return result;
 }
 
-// An operator returns the argument that it writes to.
+// Returns the argument that the operator writes to and returns as this output; null for a new
+// result.
 const IValue* written_argument(const c10::OperatorHandle& op, const Stack& args, size_t output) {
   const c10::FunctionSchema& schema = op.schema();
   const c10::AliasInfo* wanted = schema.returns()[output].alias_info();
@@ -134,7 +136,7 @@ bool only_writes(const c10::OperatorHandle& op) {
   });
 }
 
-// The results of the operator on the meta device; none if only its kernel knows them.
+// Returns the operator's results on the meta device; nullopt if it has no meta kernel.
 std::optional<Stack> on_meta_device(const c10::OperatorHandle& op, const Stack& args) {
   Stack stack = replaced(args, c10::DeviceType::Meta, &on_meta);
   for (size_t i = 0; i < stack.size(); ++i) {
@@ -150,7 +152,7 @@ std::optional<Stack> on_meta_device(const c10::OperatorHandle& op, const Stack& 
   }
 }
 
-// The host's tensors for what the operator returns.
+// Allocates the operator's results; nullopt if only its kernel knows their sizes.
 std::optional<Stack> infer_outputs(const c10::OperatorHandle& op, const Stack& args) {
   const auto known = [](const IValue& value) { return value.isTensor() || value.isTensorList(); };
   const std::optional<Stack> metas = on_meta_device(op, args);
@@ -174,7 +176,7 @@ void resize(const at::Tensor& tensor, const at::Tensor& like) {
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
 }
 
-// An operator may be given an empty tensor to write to, and gives it a size.
+// Resizes empty tensors that the operator writes to.
 void resize_outputs(const c10::OperatorHandle& op, const Stack& args) {
   const auto is_empty = [&](size_t i) {
     return op.schema().arguments()[i].is_out() && args[i].isTensor() &&
@@ -202,7 +204,7 @@ void run(const c10::OperatorHandle& op, Stack& stack) {
   op.callBoxed(&stack);
 }
 
-// The operator's results go where the host expects them.
+// Issues the operator as a task that copies its results to `outputs`.
 void enqueue(const c10::OperatorHandle& op, const Stack& args, const Stack& outputs) {
   Stack inputs = arguments_for_task(op, args);
   std::vector<at::Tensor> targets;
@@ -235,7 +237,7 @@ at::Tensor to_device(const at::Tensor& tensor) {
   return result;
 }
 
-// The host carries it out itself, when the stream has come so far.
+// Waits for the stream, then runs the operator on the host.
 Stack run_on_host(const c10::OperatorHandle& op, const Stack& args) {
   note_host_wait(op.schema().name().c_str());
   wait_for_stream(current_stream());
@@ -329,7 +331,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     if (!is_ours(self) && !non_blocking) {
       note_host_wait("copy from the host");
     }
-    // The host's memory is as if it were pinned: it is read when the stream gets there.
+    // The host's memory counts as pinned: the stream reads it when it gets there.
     const bool reads_later = non_blocking && !is_ours(self);
     const at::Tensor source = reads_later ? self.detach() : for_task(self);
     launch([to = on_cpu(dst), source] { to.copy_(source); });
@@ -369,7 +371,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 } // namespace
 
 at::Tensor on_cpu(const at::Tensor& tensor) {
-  // An empty tensor may have no memory at all; one whose memory was taken away raises its error.
+  // An empty tensor may have no memory at all; a tensor whose memory was taken away raises its
+  // error.
   void* data = tensor.numel() == 0 ? nullptr : const_cast<void*>(tensor.const_data_ptr());
   const auto options = at::TensorOptions().dtype(tensor.scalar_type());
   at::Tensor alias = at::for_blob(data, tensor.sizes())

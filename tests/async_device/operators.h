@@ -5,8 +5,7 @@
 
 namespace async_device {
 
-// A tensor of the CPU over the memory of a tensor of the device, for a task: it keeps nothing
-// alive.
+// Returns a CPU tensor over the memory of a device's tensor, for a task: it keeps nothing alive.
 at::Tensor on_cpu(const at::Tensor& tensor);
 
 } // namespace async_device

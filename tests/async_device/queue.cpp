@@ -1,4 +1,4 @@
-// Streams that are threads.
+// Runs the streams' tasks, with delays, and notes their waits and errors.
 #include "queue.h"
 
 #include <ATen/Parallel.h>
@@ -138,7 +138,7 @@ void Queue::work() {
       const std::lock_guard error_lock(shared().mutex);
       shared().error = std::current_exception();
     }
-    item.run = nullptr; // what it holds is let go of before the stream counts as idle
+    item.run = nullptr; // frees what it holds before the stream counts as idle
     lock.lock();
     busy_ = false;
   }

@@ -1,7 +1,7 @@
-// Streams that are threads: each carries out its tasks one after the other, behind the host.
+// Streams that are threads: each runs its tasks one after the other, while the host goes on.
 //
-// A task sees memory by address, as a kernel does: nothing keeps alive what it reads. Events are
-// points between tasks. An error of a task is thrown at the host where it next waits.
+// A task reads memory by address, as a kernel does, and keeps nothing alive. Events are points
+// between tasks. The host throws the error of a task where it next waits.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@ namespace async_device {
 using Task = std::function<void()>;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kNumStreams = 16; // of which the first one is the default
+constexpr int kNumStreams = 16; // the first one is the default
 
 // A point in a stream's tasks. Thread-safe.
 class Point {
@@ -57,15 +57,15 @@ class Queue {
  public:
   explicit Queue(int id);
 
-  // `delayed`: whether it is work, which may be late, and not a wait or a mark.
+  // `delayed`: whether the task is work, which may be late, and not a wait or an event.
   void push(Task task, bool delayed = true);
   PointPtr record();
   void wait_for(const PointPtr& point);
   bool is_idle();
   void set_delays(const Delays& delays);
-  // Every task from here on begins that much later; 0 ends it.
+  // Makes all later work begin that much later; 0 ends it.
   void set_lag(int us);
-  // A task of this stream is late in the middle of its work.
+  // Delays this stream's current task in the middle of its work.
   void pause();
 
   const int id;
@@ -89,71 +89,68 @@ class Queue {
   std::thread thread_;
 };
 
-// The process's streams. They are started when they are first asked for, and never end.
+// Returns a stream of the process. The first call starts it; it never ends.
 Queue& queue(int id);
-// The stream whose task runs on this thread.
+// Returns the stream whose task runs on this thread.
 Queue& working_queue();
-// The next stream of those that are lent in turn.
+// Returns the next stream of all but the default, in turn.
 int next_stream();
 void set_delays(const Delays& delays);
 
-// By thread.
+// Each thread has a current stream.
 int current_stream();
 int exchange_stream(int id);
 
-// The stream that says that it records a graph, or -1. It carries out its tasks all the same.
+// The stream that claims to record a graph, or -1. It runs its tasks all the same.
 std::atomic<int>& capturing_stream();
 
-// -- recorded work
-// --------------------------------------------------------------------------------
+// -- recorded work --------------------------------------------------------------------------------
 
-// Work of a thread, to be given to a stream again as it is: with the addresses that it had. Like a
-// captured graph it may wait for nothing, and the memory that it allocated is never another's.
+// A thread's launches, which a stream can run again with the same addresses. Like a captured graph
+// it contains no waits, and the memory that it allocated is never reused.
 struct Recording {
   std::vector<Task> tasks;
 };
 
-// Gives the current stream work.
+// Gives the current stream a task.
 void launch(Task task);
-// From here on this thread's launches are also recorded.
+// Begins to record this thread's launches, which run all the same.
 void begin_recording();
 std::shared_ptr<Recording> end_recording();
 bool is_recording();
 // Throws while this thread records; `what` would wait, or let others wait.
 void check_not_recording(const char* what);
 
-// -- the host waits
-// --------------------------------------------------------------------------------
+// -- the host waits -------------------------------------------------------------------------------
 
-// This thread has said which device it works with.
+// Notes that this thread has chosen a device.
 void choose_device() noexcept;
-// The host is about to wait for the device, in `what`: counted, and an error where it is forbidden.
-// Also counted are those of threads without a device, which on GPUs take memory of the first one.
+// Counts a wait of the host in `what`, and throws if waits are forbidden. Waits of threads without
+// a device are also counted by themselves: on GPUs such threads take memory of the first device.
 void note_host_wait(const char* what);
 void forbid_host_waits(bool forbidden);
 std::vector<std::pair<std::string, int64_t>> host_waits();
-void wait_for_stream(int id); // throws what a task threw
+void wait_for_stream(int id); // throws a task's error
 void wait_for_point(const PointPtr& point);
 void wait_for_device();
-void check_error(); // throws what a task threw
+void check_error(); // throws a task's error
 
-// -- planted faults
-// --------------------------------------------------------------------------------
+// -- planted faults -------------------------------------------------------------------------------
 
-constexpr int kHost = -1; // that waits for an event
+constexpr int kHost = -1; // the waiter, if the host waits for an event
 
-// A wait that a stream was told to make for another, or that the host makes for one.
+// A wait of a stream, or of the host, for a stream.
 struct Wait {
   int waiter;
   int source;
 };
 
-// From now on waits are noted; number `dropped` of them (-1: none) is not made. Those of streams
-// come first; those of the host, which other threads may make meanwhile, are numbered by
-// themselves.
+// Begins to note waits. Skips number `dropped` of the streams' waits, and number `dropped_of_host`
+// of the host's (-1: none). The host's have their own numbers, because other threads may make some.
+// end_waits() returns the streams' waits first.
 void begin_waits(int64_t dropped, int64_t dropped_of_host);
 std::vector<Wait> end_waits();
-// True if the stream is to make this wait.
+// Notes a wait; returns false if it is to be skipped.
 bool note_wait(const Wait& wait);
 
 } // namespace async_device

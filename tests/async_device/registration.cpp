@@ -1,4 +1,4 @@
-// Memory that is registered with a communicator.
+// Keeps the registered windows by address.
 #include "registration.h"
 
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-// Memory that is registered with a communicator, and what is left of it.
+// Memory that is registered with a communicator, and how much of it there is.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,11 +13,11 @@ struct Registrations {
   int64_t nbytes = 0; // of these
 };
 
-// Of the device's allocator; registered until the tensor's storage lets go of it.
+// Allocates from the device's allocator; registered until the tensor's storage frees the memory.
 at::Tensor allocate_registered(int communicator, int64_t numel, const at::TensorOptions& options);
 bool is_registered(int communicator, const at::Tensor& tensor);
 Registrations registrations();
-// From now on allocations fail with this text; an empty one ends that.
+// Makes allocations fail with this text; an empty one ends that.
 void refuse_registration(const std::string& why);
 
 } // namespace async_device

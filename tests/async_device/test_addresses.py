@@ -1,4 +1,4 @@
-"""Addresses that steps of one kind work with: those of the steps before."""
+"""Steady steps use the same addresses as the steps before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def full_parameters(block: nn.Module, found: list[Place], when: str) -> None:
 
 
 def watch(block: nn.Module, found: list[Place]) -> None:
-    """Where the unit computes, in the forward and in the backward."""
+    """Notes where the unit's full parameters lie in the forward and in the backward."""
     layers: Any = block
     layers.up.register_forward_pre_hook(lambda *_: full_parameters(block, found, "forward"))
     layers.down.register_full_backward_pre_hook(
@@ -38,7 +38,7 @@ def watch(block: nn.Module, found: list[Place]) -> None:
 
 
 def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Place]:
-    """Shards, their gradients, the optimizer's states."""
+    """Returns the addresses of shards, their gradients and the optimizer's states."""
     found: list[Place] = []
     for name, param in model.named_parameters():
         shard: Any = param
@@ -51,7 +51,7 @@ def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Place]:
 def addresses(
     device: torch.device, micro_batches: int, options: dict[str, Any]
 ) -> list[list[Place]]:
-    """Of each of six steps."""
+    """Returns the addresses of each of six steps."""
     model: Any = zerocore.shard(make_model(device), units=[Block], **options)
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-3)
     steps: list[list[Place]] = []

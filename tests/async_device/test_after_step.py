@@ -1,4 +1,4 @@
-"""Code behind an optimizer step finds its weights, however late the device is."""
+"""Code after an optimizer step finds the step's weights, however late the device is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from tests.async_device.after_step import ACTIONS, Case, check
 
-# Models that are parked, parked and exported, freed, saved: wrong when the device's copies were not
-# waited for. A clone, averages, a snapshot, a load.
+# Parked, parked and exported, freed and saved models: wrong if the code does not wait for the
+# device's copies. A clone, averages, a snapshot, a load.
 FEW = (0, 33, 46, 97, 2, 8, 9, 10)
 
 

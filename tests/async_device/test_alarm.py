@@ -1,4 +1,4 @@
-"""The alarm where collectives do not hold the host: it wakes a host that waits for others."""
+"""The alarm if collectives do not block the host: it wakes a host that waits for other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE = 12.0
 
 
 def lose_the_other_rank() -> tuple[str, float]:
-    """The error of the rank that goes on, and after how many seconds it came."""
+    """Returns the error of the rank that goes on, and the seconds until it came."""
     os.environ[STALL_SECONDS] = str(LIMIT)
     device, _ = start(True)
     model = zerocore.shard(make_model(device), stage=1, units=[Block])

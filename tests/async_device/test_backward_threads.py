@@ -17,7 +17,7 @@ from tests.distributed.harness import run_ranks
 
 
 class Slow(torch.autograd.Function):
-    """The identity; its gradient is late, on the thread that computes it."""
+    """The identity, whose gradient is late on the thread that computes it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Slow(torch.autograd.Function):
 
 
 class HostBlock(Block):
-    """Takes and returns tensors of the CPU. The gradient of a weight comes behind its input's."""
+    """Takes and returns CPU tensors. The gradient of a weight comes after its input's."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = Slow.apply(self.up.weight)
@@ -45,7 +45,7 @@ def host_model(device: torch.device) -> nn.Sequential:
 
 
 def train_host_blocks(on_device: bool) -> list[Any]:
-    """The losses at each stage, and what became of units in a step."""
+    """Returns the losses at each stage, and the events of a step."""
     device, cpu = start(on_device)[0], torch.device("cpu")
     results: list[Any] = []
     for stage in range(4):
@@ -63,7 +63,7 @@ def test_units_with_outputs_on_the_cpu() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A checkpoint whose node is the CPU's."""
+    """Checkpoints a block whose autograd node runs on the CPU's thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_a_checkpoint_on_the_cpu_is_refused() -> None:
 
 
 class Leaky(Block):
-    """A unit with another way out than its output."""
+    """A unit that lets a tensor out as an attribute, beside its output."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept: Tensor = self.down(self.up(x).tanh())
@@ -95,7 +95,7 @@ class Leaky(Block):
 
 
 def backward_of_another() -> None:
-    """A model learns the shape of its own backwards, not of those of another one before them."""
+    """A model learns the shape of its own backwards, not of another model's before them."""
     start(on_device=False)
     torch.manual_seed(0)
     model: Any = zerocore.shard(nn.Sequential(Leaky(), Block(), Block()), units=[Block])
@@ -112,7 +112,7 @@ def test_a_backward_of_another_model_says_nothing_of_a_model() -> None:
 
 
 def two_models(device: torch.device, stage: int) -> list[nn.Module]:
-    """One on the device and one on the CPU."""
+    """Makes one model on the device and one on the CPU."""
     devices = (device, torch.device("cpu"))
     return [zerocore.shard(make_model(each), stage=stage, units=[Block]) for each in devices]
 
@@ -125,7 +125,7 @@ def loss_of(models: list[nn.Module], device: torch.device) -> Tensor:
 
 
 def train_two(on_device: bool) -> list[float]:
-    """Two models in one backward."""
+    """Trains two models in one backward."""
     device, _ = start(on_device)
     losses = []
     for stage in (0, 2, 3):
@@ -147,7 +147,7 @@ def test_two_models_in_one_backward_on_a_rank() -> None:
 
 
 def refuse_two() -> None:
-    """Ranks side by side begin with another one of two models."""
+    """Neighbouring ranks begin the backward with different models of two."""
     device, _ = start(on_device=True)
     models = two_models(device, 3)
     outputs = []
@@ -164,5 +164,5 @@ def refuse_two() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_two_models_in_one_backward_on_several_ranks_are_refused(world_size: int) -> None:
-    """Without a wait for the group's timeout, which is that of torch."""
+    """The error comes before the group's timeout, which is torch's default."""
     run_ranks(refuse_two, world_size, launch="torchrun")

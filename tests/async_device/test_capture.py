@@ -1,4 +1,4 @@
-"""Captures of CUDA graphs: what a sharded model does in one is refused before it does anything."""
+"""Sharded models refuse calls in the capture of a CUDA graph before they change anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AWAITED = "work on the host was awaited"  # with offload
 
 
 def calls_of(model: Any, optimizer: Any, device: torch.device) -> list[Call]:
-    """The calls that a capture makes, and what the error says was called."""
+    """Returns the calls that a capture makes, and what the error says was called."""
     x, loss = batch(device, 0), model(batch(device, 0)).sum()
 
     def without_sync() -> None:
@@ -33,7 +33,7 @@ def calls_of(model: Any, optimizer: Any, device: torch.device) -> list[Call]:
             pass
 
     scaler = torch.amp.GradScaler(device.type)
-    scaler.scale(torch.ones((), device=device))  # makes its scale
+    scaler.scale(torch.ones((), device=device))  # creates the scaler's scale
     unscaled = f"GradScaler unscaled gradients|{AWAITED}"
 
     calls: list[Call] = [
@@ -56,7 +56,7 @@ def calls_of(model: Any, optimizer: Any, device: torch.device) -> list[Call]:
 
 
 def train_with_captures(captures: bool, options: dict[str, Any]) -> list[float]:
-    """The losses of steps between which all of that is called."""
+    """Returns the losses of steps, with all these calls between them."""
     device, extension = start(on_device=True)
     model: Any = zerocore.shard(make_model(device), units=[Block], **options)
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-2)
@@ -67,7 +67,7 @@ def train_with_captures(captures: bool, options: dict[str, Any]) -> list[float]:
         for said, call in calls:
             extension.begin_launches()
             extension.set_capturing(extension.current_stream())
-            extension.forbid_host_waits("offload" not in options)  # its worker may wait
+            extension.forbid_host_waits("offload" not in options)  # offload's worker may wait
             with pytest.raises(RuntimeError, match=f"({said}).* in the capture of a CUDA graph"):
                 call()
             extension.forbid_host_waits(False)

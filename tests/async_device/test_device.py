@@ -1,4 +1,4 @@
-"""The device alone: it computes what the CPU does, later, and what is not ordered shows."""
+"""The device alone: it computes the CPU's results, later, and a missing order shows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.distributed.harness import run_ranks
 
 LATE_US = 50_000  # far longer than the host takes for the rest of a test
 # The host waits by `extension.synchronize()`: with torch 2.11 `torch.accelerator.synchronize()`
-# returns at once, as it takes the device for one that was never used.
+# returns at once, as if the device had never been used.
 
 
 def run(check: Callable[..., None], *args: Any) -> None:
-    """In a process that has the device."""
+    """Runs the check in a process that has the device."""
     run_ranks(check, 1, *args, launch="none")
 
 
 def chain(x: Tensor) -> Tensor:
-    """Products, views, broadcasts, reductions, casts and an index."""
+    """Computes with products, views, broadcasts, reductions, casts and an index."""
     y = x
     for _ in range(4):
         y = torch.tanh(y @ x + y.t()) - y.mean(0, keepdim=True)
@@ -57,7 +57,7 @@ def test_a_chain_is_that_of_the_cpu(seed: int) -> None:
 
 
 def check_streams() -> None:
-    """The host goes on at once; another stream sees what it has waited for, and no more."""
+    """The host goes on at once; a stream sees another's work only if it waits for it."""
     extension = load()
     side = torch.Stream(DEVICE)
     for waits in (True, False):
@@ -77,7 +77,7 @@ def check_streams() -> None:
 
 
 def check_poison() -> None:
-    """Memory that is read late: with record_stream, by its own stream, and freed too early."""
+    """Reads memory late: kept by record_stream, freed too early, and new."""
     extension = load()
     side = torch.Stream(DEVICE)
     for kept in (True, False):
@@ -149,7 +149,7 @@ def exchanged(own: Tensor, async_op: bool) -> tuple[Any, Tensor]:
 
 
 def collect(device: torch.device) -> list[list[float]]:
-    """The result of each collective, on the current stream and beside it."""
+    """Returns each collective's result, on the current stream and on its own."""
     found = []
     for call in (gathered, scattered, reduced, spread, exchanged):
         for async_op in (False, True):

@@ -20,7 +20,7 @@ from zerocore.model.state import state_of
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies that are issued, all of contiguous memory: on a GPU such a copy is a memcpy."""
+    """Counts copies, which must be of contiguous memory: a GPU does those by memcpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ def gather(group: Any, numel: int) -> Tensor:
 
 
 def check_order_of_a_communicator() -> None:
-    """It books the link as the host issues, another communicator as its own streams come."""
+    """A communicator books the link in the order of issue; a second one when its stream comes."""
     extension = load()
     _C.set_device_timer(extension.device_timer())
     group = _C.EmulatedGroup(1, 4, link("1GB/s", 0), 10.0)
     beside = group.beside()
-    gather(group, 1)  # the first one has the host wait for memory
+    gather(group, 1)  # the host waits for memory in the first gather
     extension.synchronize()
     side = torch.Stream(DEVICE)
     for other, expected in ((group, [192, 96]), (beside, [96, 192])):
@@ -76,7 +76,7 @@ def check_gathers_are_few_copies() -> None:
     group = _C.EmulatedGroup(5, 64, link("inf", 0), 10.0)
     with Copies() as copies:
         full = gather(group, 6)
-    assert copies.count == 1 + 6  # the own slice, then each doubles what is there
+    assert copies.count == 1 + 6  # the own slice, then each copy doubles the slices
     assert full.tolist() == list(map(float, range(6))) * 64
     full.zero_()
     own = full[30:36]
@@ -87,7 +87,7 @@ def check_gathers_are_few_copies() -> None:
 
 
 def train_emulated(device: torch.device) -> list[float]:
-    """At stage 3, where the device has a second communicator on the same link."""
+    """Trains at stage 3, where the device has a second communicator on the same link."""
     with zerocore.emulate(4, "10GB/s", "20us", rank=1) as emulation:
         model = zerocore.shard(make_model(device), stage=3, units=[Block])
         reductions = state_of(model).ranks.reductions

@@ -1,4 +1,4 @@
-"""A wait that is left out shows: the losses of real ranks are others, or NaN."""
+"""A wait that is left out shows: the losses of real ranks change, or are NaN."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ KINDS = {
     [*by_night((1, {}), (3, {"other_mesh": ("1",)})), (3, {})],
 )
 def test_a_missing_wait_shows(stage: int, more: dict[str, Any]) -> None:
-    """Of each kind at least one of the first and the last, on some rank.
+    """For each kind, dropping the first or the last wait shows on some rank.
 
-    The others are for bytes that this small model takes in no turn in which it would matter.
+    Other waits protect bytes that this small model does not reuse in time.
     """
     options = {"stage": stage, "communication": zerocore.Communication(prefetch=1), **more}
     ranks = run_ranks(try_waits, 2, 3, options, True, launch="torchrun", timeout=200)
     kinds = {(wait.waiter, wait.source) for wait, _ in ranks[0]}
-    # That of the host is for a comparison, which finds nothing here.
+    # The host waits for a comparison, which finds no difference here.
     assert kinds - {("host", "compute")} == KINDS
     shown = {(wait.waiter, wait.source) for rank in ranks for wait, shows in rank if shows}
     assert shown == KINDS
 
 
-# Waits for copies that show when they are left out. Two kinds never do, as others order the same:
-# compute behind gradients on their way (before it adds to them, the host has waited for the copy),
-# and weights on their way back behind compute (their update has waited for its gradients).
-# Gradients that are kept on the host leave a block, whose next user waits for the copy.
+# Waits for copies that show if left out. Two kinds never do, as other waits order the same work:
+# compute's wait for gradients under way (the host waits for the copy before compute adds to it),
+# and the wait of weights under way back for compute (their update has waited for its gradients).
+# The next user of a block waits for the copy that moves its gradients to the host.
 OF_COPIES = {
     (0, STATES): {("compute", "host_to_device")},
     (3, STATES): {
@@ -60,7 +60,7 @@ OF_COPIES = {
 @pytest.mark.nightly
 @pytest.mark.parametrize(("stage", "offload"), OF_COPIES)
 def test_a_missing_wait_of_offload_shows(stage: int, offload: zerocore.Offload) -> None:
-    """With states on the host, where the thread that updates them waits for events itself."""
+    """With states on the host the thread that updates them also waits for events."""
     options = {"stage": stage, "offload": offload}
     ranks = run_ranks(try_waits, 2, 3, options, True, launch="torchrun", timeout=200)
     shown = {(wait.waiter, wait.source) for rank in ranks for wait, shows in rank if shows}

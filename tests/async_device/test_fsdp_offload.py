@@ -1,4 +1,4 @@
-"""``fully_shard`` with ``CPUOffloadPolicy`` on a device: the bits of the same model without it."""
+"""``fully_shard`` with ``CPUOffloadPolicy`` on a device gives the same bits as without it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def loss_of(model: Any, device: torch.device, index: int) -> Tensor:
 
 
 def on_host(tensors: Any) -> list[Tensor]:
-    """This rank's parts as they are now: a host that does not wait must not see old values."""
+    """Copies this rank's parts now: even without a wait the host must not see old values."""
     return [tensor.to_local().detach().cpu().clone() for tensor in tensors]
 
 
@@ -60,9 +60,9 @@ def train(
     clips: bool = False,
     **options: Any,
 ) -> list[Tensor]:
-    """Losses, gradients, weights and states of some steps; ``syncs`` of the micro-batches."""
+    """Returns losses, gradients, weights and states; ``syncs`` has a flag per micro-batch."""
     model = shard(make_model(device), device, offloads, **options)
-    params = list(model.parameters())  # modules may show full ones later
+    params = list(model.parameters())  # modules may show full parameters later
     optimizer = make(params)
     found: list[Tensor] = []
     for step in range(4):
@@ -76,7 +76,7 @@ def train(
             found.append(norm.full_tensor().cpu())
         optimizer.step()
         optimizer.zero_grad(set_to_none=step != 1)
-        with torch.no_grad():  # weights change right behind a forward whose loads may be late
+        with torch.no_grad():  # weights change right after a forward whose loads may be late
             found.append(model(torch.ones(2, WIDTH, device=device)))
             for param in params:
                 param.mul_(0.9)
@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def train_all(on_device: bool, offloads: bool) -> dict[str, list[Tensor]]:
-    """Each case, on a device with late tasks."""
+    """Trains each case, with late tasks on the device."""
     device, extension = start(on_device)
     found = {}
     for number, (name, options) in enumerate(CASES.items()):
@@ -110,7 +110,7 @@ def train_all(on_device: bool, offloads: bool) -> dict[str, list[Tensor]]:
 @pytest.mark.one_by_day
 @pytest.mark.parametrize("num_ranks", [3, 2])
 def test_losses_gradients_and_weights_are_those_without_offload(num_ranks: int) -> None:
-    """Beside a CPU: both sum in the order of the ranks."""
+    """Compares with a CPU: both sum in the order of the ranks."""
     expected = run_ranks(train_all, num_ranks, False, False, launch="torchrun", timeout=150)
     found = run_ranks(train_all, num_ranks, True, True, launch="torchrun", timeout=150)
     for ours, plain in zip(found, expected, strict=True):
@@ -149,7 +149,7 @@ def test_parameters_gradients_and_states_lie_on_the_host() -> None:
 
 
 def peak_nbytes(offloads: bool) -> int:
-    """Most bytes that tensors of the device take in a step; the plan's are those that are taken."""
+    """Returns a step's peak of device memory, and checks the plan against the memory taken."""
     device, _ = start(on_device=True)
     model = shard(make_model(device, num_blocks=8), device, offloads)
     optimizer = torchs(model.parameters())

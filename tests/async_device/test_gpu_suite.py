@@ -1,4 +1,4 @@
-"""Tests of `tests/gpu`, as they are, on real ranks of the device instead of an emulated link."""
+"""Runs the tests of `tests/gpu` on real ranks of the device instead of an emulated link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DELAYED = ("plain", "all", "accumulates_sharded", "bf16_reduced", "bf16_full")
 
 
 def run_cases(test: Callable[..., None], cases: list[Case], fixture: str, share: float) -> int:
-    """All cases one after the other, on this rank; what fails says which one it was."""
+    """Runs all cases on this rank; an error names the case that failed."""
     device, extension = start(on_device=True)
     extension.set_delays(1, share, 300)
     for case in cases:
@@ -44,9 +44,9 @@ def check(
 
 
 def parity_cases(variants: Iterable[Any], by_day: bool) -> list[Case]:
-    """The first and last variant at every stage, others at 2 and 3; the prefetch takes turns.
+    """Returns the first and last variant at every stage, others at 2 and 3; prefetches alternate.
 
-    By day the first one at every stage, others at 2 or 3.
+    By day, only the first variant at every stage, others at 2 or 3.
     """
     prefetch, turn = itertools.cycle(range(3)), itertools.cycle([(3,), (2,)])
     at_all = (VARIANTS[0],) if by_day else (VARIANTS[0], VARIANTS[-1])
@@ -97,7 +97,7 @@ def test_parity_on_another_stream() -> None:
 def test_delays_change_nothing(
     num_ranks: int, names: tuple[str, ...], stages: list[tuple[int, ...]]
 ) -> None:
-    """By day at stage 3 or 2, in turn."""
+    """By day, cases take stage 3 or 2 in turn."""
     prefetch, turn = itertools.cycle(range(3)), itertools.cycle(stages)
     cases = [
         {"stage": stage, "prefetch": next(prefetch), "name": name}
@@ -111,7 +111,7 @@ def test_delays_change_nothing(
     ("num_ranks", "stages"), [*by_night((1, [(3,)]), (2, [(1, 3)])), (2, [(3,), (1,)])]
 )
 def test_nothing_waits_or_allocates(num_ranks: int, stages: list[tuple[int, ...]]) -> None:
-    """By day at stage 3 or 1, in turn."""
+    """By day, cases take stage 3 or 1 in turn."""
     clips, turn = itertools.cycle(test_steady_state.CLIPS), itertools.cycle(stages)
     cases = [
         {"stage": stage, "variant": variant, "clip": next(clips)}

@@ -1,4 +1,4 @@
-"""Steps of optimizers: how often the host waits for the device."""
+"""How often the host waits for the device in optimizer steps and saves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerocore.checkpoint.dcp.saved_state import SavedState
 
 
 def clip_muon() -> None:
-    """The third step is given a gradient that is not finite."""
+    """Gives the third step a gradient that is not finite, so that it is skipped."""
     device, extension = start(on_device=True)
     model: Any = zerocore.shard(make_model(device), stage=3, units=[Block])
     optimizer = zerocore.matrices.Muon(model.parameters(), lr=0.02, clip_grad_norm=0.5)
@@ -26,7 +26,7 @@ def clip_muon() -> None:
         backward(model, device, step)
         if step == 2:
             next(iter(model.parameters())).grad.mul_(float("inf"))
-        extension.forbid_host_waits(step > 0)  # the first one makes plans and states
+        extension.forbid_host_waits(step > 0)  # the first step makes plans and states
         optimizer.step()
         extension.forbid_host_waits(False)
         states = [value for state in optimizer.state.values() for value in state.values()]
@@ -53,7 +53,7 @@ def save() -> None:
 
 
 def test_a_save_waits_for_the_device_of_its_tensors() -> None:
-    """Its thread has the first device of the process as the current one."""
+    """The thread that saves has the process's first device as the current one."""
     run_ranks(save, 1, launch="torchrun")
 
 
@@ -70,6 +70,6 @@ def waits_of_a_step(num_blocks: int) -> int:
 
 
 def test_units_on_the_host_share_a_wait_for_the_factors() -> None:
-    """One for the factor of gradients, one for whether the step is skipped."""
+    """The host waits for the gradients' factor, and for whether the step is skipped."""
     for num_blocks in (2, 6):
         assert run_ranks(waits_of_a_step, 2, num_blocks, launch="torchrun") == [2, 2]

@@ -1,4 +1,4 @@
-"""The regions of a unit are gathered in one launch, and reduced in one."""
+"""One launch gathers the regions of a unit, and one reduces them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Adapted(nn.Module):
 
 
 class Mesh:
-    """Two replicas of two shards each, as a DeviceMesh of two dimensions says it."""
+    """Stands for a DeviceMesh of two dimensions: two replicas of two shards each."""
 
     ndim = 2
     mesh = torch.tensor([[0, 1], [2, 3]])
@@ -49,7 +49,7 @@ class Mesh:
 def train_adapted(
     on_device: bool, hybrid: bool, **options: str
 ) -> list[tuple[list[float], Counter[str], Counter[str]]]:
-    """Losses, and what a step launched and what it counted, by stage."""
+    """Returns for each stage the losses, launches and counted events of two steps."""
     device, extension = start(on_device)
     mesh = Mesh(f"cpu:gloo,{DEVICE}:{DEVICE}" if on_device else "gloo") if hybrid else None
     found = []
@@ -92,7 +92,7 @@ def test_a_unit_is_one_launch() -> None:
 
 
 def test_a_unit_of_replicas_is_two_launches() -> None:
-    """The sums over the replicas come behind both reductions, on a communicator of their own."""
+    """The sums over the replicas follow both reductions, on their own communicator."""
     on_device = run_ranks(train_adapted, 4, True, True, launch="torchrun", timeout=150)
     on_cpu = run_ranks(train_adapted, 4, False, True, launch="torchrun", timeout=150)
     for found, expected in zip(on_device, on_cpu, strict=True):
@@ -110,7 +110,7 @@ def train_shared() -> list[tuple[list[float], Counter[str], Counter[str]]]:
 
 
 def test_replicas_that_share_states_scatter_and_gather_behind_each_other() -> None:
-    """Nothing waits but the streams; losses are those of hybrid sharding on the CPU."""
+    """Only streams wait; the losses equal hybrid sharding's on the CPU."""
     on_device = run_ranks(train_shared, 4, launch="torchrun", timeout=150)
     on_cpu = run_ranks(train_adapted, 4, False, True, launch="torchrun", timeout=150)
     for found, expected in zip(on_device, on_cpu, strict=True):

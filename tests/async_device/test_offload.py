@@ -1,4 +1,4 @@
-"""Gradients that a device keeps on the host, torch's optimizers there, a disk: the bits of none."""
+"""Gradients on the host, torch's optimizers there, a disk: the same bits as without offload."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def train(
     changes: bool = False,
     **options: Any,
 ) -> Results:
-    """Losses and gradients of some steps, weights and states; ``syncs`` of the micro-batches."""
+    """Returns losses, gradients, weights and states; ``syncs`` has a flag per micro-batch."""
     model = zerocore.shard(
         make_model(device), stage=stage, units=[Block], offload=offload, **options
     )
@@ -113,7 +113,7 @@ def train(
 
 
 TWICE = (False, True)
-# Summed in float32, as both do alike, and kept in bfloat16.
+# Gradients are summed in float32, which both backends do alike, and kept in bfloat16.
 WIRED = zerocore.MixedPrecision(
     torch.bfloat16, torch.float32, grad_dtype=torch.bfloat16, output_dtype=torch.float32
 )
@@ -150,7 +150,7 @@ RUNS = {"gradients": GRADIENTS_ON_HOST, "torch": TORCH_ON_HOST, "disk": DISKS}
 
 
 def train_all(on_device: bool, kind: str) -> dict[str, Results]:
-    """Each run on the device, with late tasks; on the CPU without offload."""
+    """Trains each run: on the device with late tasks, on the CPU without offload."""
     device, extension = start(on_device)
     found = {}
     for number, (name, (stage, offload, options)) in enumerate(RUNS[kind].items()):
@@ -175,7 +175,7 @@ def test_gradients_on_the_host_keep_the_bits(num_ranks: int) -> None:
 
 
 def with_bfloat16_on_the_wire() -> None:
-    """Beside the same device without offload: backends may round a reduction in their own way."""
+    """Compares with the same device without offload: backends may round reductions differently."""
     device, _ = start(on_device=True)
     for stage, offload, make in ((2, GRADIENTS, adamw), (3, ALL, clipped)):
         for syncs in ((True,), (True, True), TWICE):
@@ -223,7 +223,7 @@ def test_parameters_wait_for_their_loads() -> None:
 
 
 def check_memory() -> None:
-    """The device keeps no gradient; planned bytes and transfers are those of a step."""
+    """The device keeps no gradient; a step takes the planned bytes and transfers."""
     device, _ = start(on_device=True)
     for stage, offload, precision in (
         (2, GRADIENTS, None),
@@ -284,12 +284,12 @@ def test_threads_wait_for_the_device_of_their_model() -> None:
         assert waits["for an event"] > 0 and "for an event, without a device" not in waits, waits
 
 
-LATE_S = 0.3  # each copy of a gradient to the host
+LATE_S = 0.3  # how late each copy of a gradient to the host is
 
 
 def steps_with_late_copies() -> list[tuple[float, int, int]]:
-    """Of each step: seconds until its backward had computed, when the next forward began to
-    gather the first unit, and when the last one was updated; ns."""
+    """Returns for each step the seconds until its backward had computed, and in ns when the next
+    forward issued its first gather, and when the last unit was updated."""
     device, extension = start(on_device=True)
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).to(device)
@@ -315,7 +315,7 @@ def steps_with_late_copies() -> list[tuple[float, int, int]]:
         gather = next(event for event in events if event.op == "all_gather")
         update = [event for event in events if event.op == "host_update"][-1]
         found.append((seconds, gather.issued_ns, update.done_ns))
-    return found[1:]  # memory comes with the first step
+    return found[1:]  # the first step allocates memory
 
 
 def test_copies_and_updates_go_on_beside_the_backward_and_the_forward() -> None:

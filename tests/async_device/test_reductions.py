@@ -1,4 +1,4 @@
-"""Reductions have a communicator of their own: none waits for a gather issued before it."""
+"""Reductions have their own communicator: they do not wait for gathers issued before them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.async_device.training import Block, make_model, start, train
 from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
 
-Launches = list[tuple[int, str]]  # number of the communicator, and what was called
+Launches = list[tuple[int, str]]  # the communicator's number, and the collective's name
 GATHER, SCATTER = "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"
 
 
 class Gate:
-    """Holds the stream of gathers in a backward, from the one of block 1 on."""
+    """Holds the stream of gathers in a backward, from block 1's gather on."""
 
     def __init__(self, extension: Any, model: nn.Sequential, waits: bool) -> None:
         self.extension, self.waits = extension, waits
@@ -42,7 +42,7 @@ class Gate:
         self.gate = self.extension.hold(self.gathers)
 
     def open(self) -> None:
-        """By now blocks 3 and 2 are being reduced."""
+        """Notes the launches, while blocks 3 and 2 are being reduced, and frees the gathers."""
         if self.waits:
             self.issued = self.extension.issued_launches()
             self.extension.wait_for_stream(self.reductions)
@@ -52,7 +52,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Step:
-    """Its launches as they were issued, and as they were over, at a moment and at the end."""
+    """A step's launches, issued and finished: at the end, and `before`, with gathers held."""
 
     issued: Launches
     finished: Launches
@@ -62,7 +62,7 @@ class Step:
 
 
 def launches_of_a_step(overlap: bool) -> Step:
-    """Those before: while a gather is held."""
+    """Trains with gathers held in the last step, and returns that step's launches."""
     device, extension = start(on_device=True)
     model = make_model(device)
     zerocore.shard(
@@ -87,7 +87,7 @@ def launches_of_a_step(overlap: bool) -> Step:
 
 
 def test_a_reduction_waits_for_no_gather() -> None:
-    """On one communicator it does: they end as they were issued."""
+    """On one communicator it does: launches end in the order of issue."""
     shared, separate = (
         run_ranks(launches_of_a_step, 2, overlap, launch="torchrun", timeout=100)
         for overlap in (False, True)
@@ -96,7 +96,7 @@ def test_a_reduction_waits_for_no_gather() -> None:
         assert {number for number, _ in one.issued} == {0} and one.finished == one.issued
         assert [what for _, what in two.issued] == [what for _, what in one.issued]
         assert set(two.issued) == {(0, GATHER), (1, SCATTER)}
-        # All reductions are over, one of them although a gather before it has not begun.
+        # All reductions are over, although a gather that was issued before has not begun.
         reductions = [launch for launch in two.issued_before if launch == (1, SCATTER)]
         assert two.finished_before.count((1, SCATTER)) == len(reductions) > 0
         last = len(two.issued_before) - two.issued_before[::-1].index((1, SCATTER))
@@ -106,7 +106,7 @@ def test_a_reduction_waits_for_no_gather() -> None:
 
 
 def hold_replicas() -> list[str]:
-    """Launches that have ended while the stream of the sums over replicas is held."""
+    """Returns the launches that ended while the stream of sums over replicas was held."""
     device, extension = start(on_device=True)
     model = make_model(device)
     communication = zerocore.Communication(reductions_in_flight=4)
@@ -121,7 +121,7 @@ def hold_replicas() -> list[str]:
     finished: Launches = []
 
     def look(*_: Any) -> None:
-        """Blocks 3, 2 and 1 are being reduced."""
+        """Notes finished launches, while blocks 3, 2 and 1 are being reduced."""
         extension.wait_for_stream(roles["reduce_scatter"])
         finished.extend(extension.finished_launches())
         gate.open()
@@ -139,7 +139,7 @@ def test_a_reduction_waits_for_no_sum_over_replicas() -> None:
 
 
 def share_communicators() -> list[int]:
-    """Of two models, one of a stage that has no use for it, and rows."""
+    """Returns the communicators that reduce: of stages 3, 3 and 2, and of rows twice."""
     device, extension = start(on_device=True)
     models = [
         zerocore.shard(make_model(device, 2), stage=stage, units=[Block]) for stage in (3, 3, 2)

@@ -100,7 +100,7 @@ def parks() -> None:
                 exported(model, 3000)
                 assert extension.registrations()[1:] == (0, 0)
             losses[-1] += trained(model, device, optimizer, 2)
-            if registered:  # parameters and gradients, then the arena
+            if registered:  # one window each: parameters, gradients and the arena
                 assert extension.registrations()[:2] == (3 * (turn + 1), 3)
                 assert "3 windows" in zerocore.describe(model).title()
         extension.begin_launches()
@@ -114,7 +114,7 @@ def parks() -> None:
 
 
 def two_communicators() -> None:
-    """Memory is registered with the one of gathers."""
+    """Memory is registered only with the communicator of gathers."""
     device, extension = start(on_device=True)
     model = zerocore.shard(
         make_model(device), units=[Block], communication=Communication(registered=True)
@@ -146,7 +146,7 @@ def replicas() -> None:
 
 
 def changes() -> None:
-    """Steps of several kinds: the arena is another one, never a second one."""
+    """Steps of several kinds replace the arena, and never hold two."""
     device, extension = start(on_device=True)
     model = sharded(device, True, Communication(accumulate="full"))
     optimizer = zerocore.optim.AdamW(model.parameters(), lr=1e-2)

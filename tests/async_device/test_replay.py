@@ -1,4 +1,4 @@
-"""Work of a unit that is recorded in one step and given to the device again in later ones.
+"""Records a unit's work in one step and replays it on the device in later steps.
 
 CUDA graphs of single blocks need this: a block's own forward and backward wait for nothing, and
 find weights, activations and gradients at the addresses of the step before.
@@ -23,7 +23,7 @@ RECORDED_STEP = 4
 
 
 class Recorded:
-    """Around work of this thread, or in the place of it."""
+    """Records this thread's work, for replays instead of it."""
 
     def __init__(self) -> None:
         self.work: Any = None
@@ -36,7 +36,7 @@ class Recorded:
 
 
 class Region(torch.autograd.Function):
-    """A block's own compute: runs and is recorded, or what was recorded does its work."""
+    """A block's own compute: runs it and records it, or replays the recorded work."""
 
     @staticmethod
     def forward(ctx: Any, block: ReplayedBlock, x: Tensor, *params: Tensor) -> Tensor:
@@ -93,14 +93,14 @@ def mode_of(step: int) -> str:
 
 
 def move(model: nn.Module, device: torch.device) -> list[Tensor]:
-    """Gives the model other memory on the device; returns what lies where it was."""
+    """Moves the model to other device memory; returns tensors that take its old memory."""
     with zerocore.parked(model):
         sizes = range(512, 200_000, 512)
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
 def train(replays: bool, stage: int, moves: bool = False) -> list[list[float]]:
-    """The losses and, at the end, this rank's weights."""
+    """Returns the losses and, at the end, this rank's weights."""
     device, _ = start(on_device=True)
     torch.manual_seed(0)
     blocks = nn.Sequential(*(ReplayedBlock() for _ in range(4))).to(device)
@@ -129,6 +129,6 @@ def test_steps_that_replay_a_recorded_one_train_as_plain_ones(stage: int) -> Non
 
 
 def test_replays_of_a_model_that_has_moved_are_wrong() -> None:
-    """So the addresses are what the test above is about."""
+    """This shows that the test above depends on the addresses."""
     plain = run_ranks(train, 2, False, 3, True, launch="torchrun")
     assert run_ranks(train, 2, True, 3, True, launch="torchrun") != plain

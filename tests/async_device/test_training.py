@@ -1,4 +1,4 @@
-"""Real ranks on the device: what they learn is what ranks on the CPU learn."""
+"""Real ranks on the device learn the same as ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREFETCH = (0, 1, 2)
 
 
 def train_all(on_device: bool, seeds: int) -> list[list[float]]:
-    """Losses of this rank by stage and prefetch; on the device also by seed of its delays."""
+    """Returns this rank's losses by seed of the delays, stage and prefetch."""
     device, extension = start(on_device)
     losses = []
     for seed in in_turns(extension, seeds):
@@ -48,7 +48,7 @@ def test_losses_are_those_of_gloo(num_ranks: int) -> None:
 
 
 class Streams:
-    """Two that work takes in turn, each behind the other; none on the CPU."""
+    """Two streams that work uses in turn, each after the other; none on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.streams = [torch.Stream(device) for _ in range(2)] if device.type != "cpu" else []
@@ -63,7 +63,7 @@ class Streams:
 
 
 def train_on_streams(device: torch.device, stage: int, prefetch: int) -> list[float]:
-    """Losses of steps of two micro-batches whose forwards, backwards and updates take turns."""
+    """Returns the losses of steps whose forwards, backwards and updates change streams."""
     model = zerocore.shard(
         make_model(device),
         stage=stage,
@@ -82,7 +82,7 @@ def train_on_streams(device: torch.device, stage: int, prefetch: int) -> list[fl
                 loss = (model(x) - x.flip(1)).square().mean()
             with streams.next() if step % 2 else forward_stream or nullcontext():
                 loss.backward()
-            losses.append(loss)  # its memory is not given back while another stream may read it
+            losses.append(loss)  # keeps its memory while another stream may read it
         with streams.next():
             optimizer.step()
             optimizer.zero_grad()
@@ -103,7 +103,7 @@ def train_all_on_streams(on_device: bool, seeds: int) -> list[list[float]]:
 
 @pytest.mark.nightly
 def test_compute_goes_from_stream_to_stream() -> None:
-    """The engine's events are those of the stream that is current when they are recorded."""
+    """The engine records events on the stream that is current at the time."""
     expected = run_ranks(train_all_on_streams, 2, False, 3, launch="torchrun", timeout=150)
     assert run_ranks(train_all_on_streams, 2, True, 3, launch="torchrun", timeout=150) == expected
 
@@ -112,7 +112,7 @@ BF16 = zerocore.MixedPrecision(torch.bfloat16, torch.float32)
 
 
 def change_weights_alone(stage: int) -> str:
-    """The error of a rank where only the last one changes a weight that was gathered."""
+    """Returns this rank's error after only rank 1 changes a gathered weight."""
     device, _ = start(on_device=True)
     model = zerocore.shard(make_model(device), stage=stage, units=[Block])
     inputs = torch.ones(4, WIDTH, device=device)
@@ -134,7 +134,7 @@ def test_a_gathered_weight_that_one_rank_changes_is_an_error(stage: int) -> None
 
 
 def train_all_offloaded(on_device: bool) -> list[list[float]]:
-    """As train_all, with states on the host; and parameters, at stage 3."""
+    """Does the same as train_all with states on the host, and at stage 3 parameters."""
     device, extension = start(on_device)
     losses = []
     for _ in in_turns(extension, 2):
@@ -152,7 +152,7 @@ def test_losses_with_states_on_the_host_are_those_of_gloo() -> None:
 
 
 def train_in_order(on_device: bool) -> list[list[float]]:
-    """Gradients travel in bfloat16 and are summed in order; each unit has two regions."""
+    """Trains with gradients sent in bfloat16 and summed in order; each unit has two regions."""
     device, extension = start(on_device)
     mixed = zerocore.MixedPrecision(wire_dtype=torch.bfloat16, keep_fp32=("*.up.bias",))
     losses = []
@@ -174,14 +174,14 @@ def train_in_order(on_device: bool) -> list[list[float]]:
 
 @pytest.mark.nightly
 def test_sums_in_order_are_those_of_gloo() -> None:
-    """An exchange, a sum and at stage 0 a gather, each behind the other on streams."""
+    """An exchange, a sum and at stage 0 a gather follow each other on streams."""
     expected = run_ranks(train_in_order, 3, False, launch="torchrun", timeout=150)
     found = run_ranks(train_in_order, 3, True, launch="torchrun", timeout=150)
     assert found == expected
 
 
 def train_narrow(on_device: bool) -> list[list[float]]:
-    """Parameters are gathered as numbers of one byte."""
+    """Trains with parameters gathered as numbers of one byte."""
     device, extension = start(on_device)
     losses = []
     for _ in in_turns(extension, 2):
@@ -193,14 +193,14 @@ def train_narrow(on_device: bool) -> list[list[float]]:
 
 
 def test_narrow_gathers_have_the_losses_of_gloo() -> None:
-    """Made on the stream of the gather, read on that of compute."""
+    """The gather's stream writes the numbers, the compute stream reads them."""
     expected = run_ranks(train_narrow, 2, False, launch="torchrun", timeout=150)
     found = run_ranks(train_narrow, 2, True, launch="torchrun", timeout=150)
     assert found == expected
 
 
 def gathers_before_each_call(on_device: bool, offload: zerocore.Offload | None) -> list[int]:
-    """How many gathers the host has issued in a forward when each block begins to compute."""
+    """Returns how many gathers of a forward were issued before each block computes."""
     device, _ = start(on_device)
     model = zerocore.shard(make_model(device), stage=3, units=[Block], offload=offload)
     train(model, device, make_optimizer=zerocore.optim.AdamW)
@@ -215,7 +215,7 @@ def gathers_before_each_call(on_device: bool, offload: zerocore.Offload | None) 
 
 
 def test_a_device_computes_before_the_host_waits_for_weights() -> None:
-    """See Note [Delayed prefetch]."""
+    """All-gathers of offloaded weights come a call later, see Note [Delayed prefetch]."""
     for offload in (zerocore.Offload(), zerocore.Offload(parameters="cpu")):
         (found, _) = run_ranks(gathers_before_each_call, 2, True, offload, launch="torchrun")
         assert found == [1, 2, 3, 4]

@@ -15,7 +15,7 @@ from tests.async_device.training import WIDTH, Block, make_model, start
 from tests.distributed.harness import run_ranks
 from zerocore.model.state import state_of
 
-ROUNDING = 512  # bytes, of each allocation
+ROUNDING = 512  # bytes to which each allocation is rounded up
 
 
 def allocated() -> int:

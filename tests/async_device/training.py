@@ -1,4 +1,4 @@
-"""Training of ranks on the device, and of the same ranks on the CPU."""
+"""Trains ranks on the device, and the same ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 32
 
 
 def start(on_device: bool) -> tuple[torch.device, Any]:
-    """This rank's device and, unless it is the CPU, what tests may ask of it."""
+    """Joins the ranks; returns the rank's device and, unless it is the CPU, its extension."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
@@ -30,7 +30,7 @@ def start(on_device: bool) -> tuple[torch.device, Any]:
 
 
 def in_turns(extension: Any, count: int) -> Iterator[int]:
-    """Numbers of turns; in all but the first the device's streams are late, each by its seed."""
+    """Yields seeds; in all turns but the first the device's streams are late, by the seed."""
     for seed in range(count):
         if extension is not None:
             extension.set_delays(seed, 0.3 if seed else 0.0, 400)
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def make_model(device: torch.device, num_blocks: int = 4) -> nn.Sequential:
-    """The same weights on each rank and device."""
+    """Makes a model with the same weights on each rank and device."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(num_blocks))).to(device)
 
@@ -63,7 +63,7 @@ def train(
     lr: float = 1e-2,
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> list[torch.Tensor]:
-    """Losses of this rank's own data, on the device: nothing waits for them."""
+    """Trains on this rank's own data; returns the losses, on the device, without a wait."""
     optimizer = make_optimizer(model.parameters(), lr=lr)
     losses = []
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -79,7 +79,7 @@ def train(
 
 
 def train_sharded(device: torch.device, stage: int, prefetch: int = 1) -> list[float]:
-    """The losses of some steps at a stage.
+    """Trains some steps at a stage and returns the losses.
 
     On the device `prefetch + 1` reductions are in flight at a time, on the CPU one.
     """
@@ -97,7 +97,7 @@ def train_sharded(device: torch.device, stage: int, prefetch: int = 1) -> list[f
 def train_offloaded(
     device: torch.device, stage: int, offload: zerocore.Offload, **options: Any
 ) -> list[float]:
-    """The same with states on the host, which that updates."""
+    """Trains with states on the host, which the host updates, and returns the losses."""
     model = zerocore.shard(
         make_model(device), stage=stage, units=[Block], offload=offload, **options
     )

@@ -1,4 +1,4 @@
-"""Two ranks that train at every stage on the device, for ThreadSanitizer to watch: `make tsan`."""
+"""Trains two ranks at every stage on the device, for ThreadSanitizer to watch: `make tsan`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_RANKS = 2
 
 
 def train_stages() -> None:
-    """Delays, recorded events and the steps' report included."""
+    """Trains at every stage with delays, recorded events and the steps' report."""
     device, extension = start(on_device=True)
     extension.set_delays(dist.get_rank(), 0.2, 500)
     for stage in range(4):
@@ -35,7 +35,7 @@ def train_stages() -> None:
 
 
 def main() -> int:
-    """The worst exit code of the ranks."""
+    """Starts the ranks and returns the worst exit code."""
     common = {**os.environ, "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(NUM_RANKS)}
     command = [sys.executable, "-m", "tests.async_device.under_tsan"]
     ranks = [

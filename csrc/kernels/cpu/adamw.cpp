@@ -1,4 +1,4 @@
-// Steps of AdamW on the CPU.
+// Runs steps of AdamW on the CPU.
 #include "kernels/adamw.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kChunksPerTask = 4;
 
-// Elements that are widened at a time where a type is not computed in; they stay in the first-level
-// cache. Casts are loops of their own because compilers do not vectorise them within the update.
+// Elements of a half type that are widened at a time; they stay in the first-level cache. Casts are
+// separate loops, because compilers do not vectorise them within the update.
 constexpr int64_t kBlock = 1024;
 
 template <typename Dst, typename Src>
@@ -40,7 +40,7 @@ ZEROCORE_CPU_CLONES void update(
   }
 }
 
-// A block's values in the type A that is computed in: the tensor's own memory, or a copy.
+// A block's values in A, the type of the computation: the tensor's own memory, or a copy.
 template <typename A, typename T>
 class Block {
  public:
@@ -72,7 +72,7 @@ class Block<A, A> {
   A* data_;
 };
 
-// Elements [begin, begin + numel) of a tensor, at most a block.
+// Updates elements [begin, begin + numel) of a tensor, at most a block.
 template <typename Weight, typename Grad, typename Model>
 void update_block(
     const AdamWSegment& segment,
@@ -103,7 +103,7 @@ void update_chunk(const AdamWCall& call, int index, Range span) {
   }
 }
 
-// Counts the steps; what depends on them is the same for most tensors, and computed once for those.
+// Counts the steps up. Most tensors have the same step, so neighbours share one correction.
 void advance_steps(const AdamWCall& call) {
   float last = 0;
   BiasCorrection correction;

@@ -15,12 +15,12 @@ namespace {
 
 constexpr int64_t kChunksPerTask = 16;
 
-// Sums kept side by side: a compiler may not reorder one floating-point sum, but it may do these
-// in one register.
+// The number of sums in parallel: a compiler may not reorder one floating-point sum, but it may
+// compute several in one register.
 constexpr int64_t kLanes = 32;
 
-// Elements before the first cache line that starts within src: a gradient may start anywhere in a
-// bucket, and each load of one that straddles lines would touch two.
+// Returns the elements before the first cache line that starts within src. A gradient may start
+// anywhere in a bucket, and loads that straddle lines would touch two each.
 template <typename T>
 int64_t numel_before_line(const T* src, int64_t numel) {
   const size_t past = reinterpret_cast<uintptr_t>(src) % kLineNbytes;
@@ -29,7 +29,7 @@ int64_t numel_before_line(const T* src, int64_t numel) {
 }
 
 // Element i goes to the sum of lane i % kLanes, so the bits do not depend on where src starts. The
-// loop begins at a line with lane `head`: its sums are kept rotated by as many.
+// loop begins at a line, with lane `head`, so its sums are rotated by `head`.
 template <typename T>
 ZEROCORE_CPU_CLONES double sum_squares(const T* src, int64_t numel) {
   AccumulateType<T> sums[kLanes] = {};
@@ -71,7 +71,7 @@ SquareSum square_chunk(const T* src, int64_t numel) {
     done = square_halves(src, numel, result.sum);
   }
   result.sum += sum_squares(src + done, numel - done);
-  // A value that is not finite makes the sum so; a sum may also overflow.
+  // A sum that is not finite contains a NaN or an infinity, or it has overflowed.
   if (is_nonfinite(result.sum)) {
     result.num_nonfinite = static_cast<double>(count_nonfinite(src, numel));
   }
@@ -83,7 +83,7 @@ SquareSum square_chunk(const T* src, int64_t numel) {
 void square(const SquareCall& call) {
   visit(call.element, [&](auto types) {
     using T = typename decltype(types)::Dst;
-    // A chunk has a sum of its own, whichever thread takes it: the bits stay the same.
+    // Each chunk has its own sum, so the bits do not depend on the thread that computes it.
     for_each_chunk(call.segments, kChunksPerTask, [&](int64_t chunk, int index, Range span) {
       const auto* src = static_cast<const T*>(call.segments[index].src) + span.begin;
       call.partials[chunk] = square_chunk(src, span.end - span.begin);

@@ -1,4 +1,4 @@
-// The CPU's loops.
+// The CPU's loops, and how threads share their chunks.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -15,8 +15,8 @@ void adamw(const AdamWCall& call);
 void encode(const EncodeCall& call);
 void decode(const DecodeCall& call);
 
-// Calls run(chunk, its segment's index, its span) for each chunk, several threads side by side.
-// `chunks_per_task`: enough work to be worth another thread.
+// Calls run(chunk, its segment's index, its span) for each chunk, on several threads.
+// `chunks_per_task` chunks are worth another thread.
 template <typename List, typename Run>
 void for_each_chunk(const List& list, int64_t chunks_per_task, const Run& run) {
   const auto first_chunk = [&](int i) { return list[i].first_chunk; };

@@ -1,4 +1,4 @@
-// The loop under copies and sums: casts, scales and adds.
+// The loop inside copies and sums: casts, scales and adds.
 #pragma once
 
 #include <type_traits>
@@ -39,7 +39,7 @@ ZEROCORE_CPU_CLONES void scale_add(
   }
 }
 
-// Whether scale_halves takes a pair of types.
+// Whether scale_halves() takes this pair of types.
 template <typename Dst, typename Src>
 constexpr bool kIsOfHalves =
     std::is_same_v<Dst, c10::Half> ? std::is_same_v<Src, c10::Half> || std::is_same_v<Src, float>

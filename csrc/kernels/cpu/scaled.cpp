@@ -1,4 +1,4 @@
-// Numbers of one byte with a scale for each block, on the CPU.
+// Encodes and decodes scaled blocks on the CPU.
 #include "kernels/scaled.h"
 
 #include <algorithm>

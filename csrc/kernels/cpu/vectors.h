@@ -1,5 +1,5 @@
-// The processor as loops use it: clones for its generations, casts of float16, memory ahead of the
-// caches or past them.
+// Processor features that loops use: clones by generation, float16 casts, prefetches and streaming
+// stores.
 #pragma once
 
 #include <c10/util/Half.h>
@@ -14,9 +14,9 @@
 #endif
 
 // Compiles a loop several times, once per generation of x86 processors; the loader picks one.
-// Without this a portable build may use 16-byte registers only, where casts of half types are
-// three to ten times slower than memory. ThreadSanitizer cannot have them: the loader picks before
-// it has begun.
+// Without this a portable build uses 16-byte registers only, where casts of half types are three to
+// ten times slower than memory. ThreadSanitizer builds have no clones: the loader picks before the
+// sanitizer starts.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define ZEROCORE_CPU_CLONES \
   __attribute__((target_clones("arch=x86-64-v3", "arch=x86-64-v4", "default")))
@@ -27,10 +27,10 @@
 namespace zerocore::kernels::cpu {
 
 // Note [Casts of float16]
-// x86 has casted float16 in hardware since 2012, but a compiler makes no vectors of them out of a
-// loop over c10::Half, whose casts are integer arithmetic for processors without. These loops do.
-// Each works on as many elements as fill vectors and returns their number, none where the
-// processor has no such casts; the rest is for a plain loop, which rounds in the same way.
+// x86 has cast float16 in hardware since 2012. A compiler does not use these casts for a loop over
+// c10::Half, which casts by integer arithmetic. The loops below do. Each handles as many elements
+// as fill vectors and returns their number, or 0 if the processor has no such casts. A plain loop
+// does the rest and rounds in the same way.
 
 // dst[i] = or += src[i] * factor, from or to float16; the other type is float16 or float32.
 template <typename Dst, typename Src>
@@ -39,10 +39,10 @@ int64_t scale_halves(Dst* dst, const Src* src, int64_t numel, float factor, bool
 // Adds the squares of src to `sum`.
 int64_t square_halves(const c10::Half* src, int64_t numel, double& sum);
 
-constexpr size_t kLineNbytes = 64; // of the caches
+constexpr size_t kLineNbytes = 64; // of a cache line
 
-// Fetches what lies 8 KiB behind the next `count` elements. The processor by itself fetches ahead
-// within a page only.
+// Prefetches `count` elements 8 KiB ahead of `values`. The processor itself prefetches only within
+// a page.
 template <int64_t count, typename T>
 inline void fetch_ahead(const T* values) {
   constexpr size_t kAheadNbytes = 8192;
@@ -55,13 +55,13 @@ inline void fetch_ahead(const T* values) {
 // Note [Streaming stores]
 // A store to a line that no cache holds reads the line first, so a loop that fills a large buffer
 // moves its bytes twice. A streaming store writes whole lines without reading them. It also leaves
-// nothing in the cache for the next reader, so it pays only where a call writes more than a cache
-// keeps; libc's memcpy draws the line at about the same place.
+// nothing in the cache for the next reader, so it pays only if a call writes more than a cache
+// holds; libc's memcpy begins to stream at about the same size.
 
-// Bytes that one call writes from which on it streams: half of a common third-level cache.
+// A call that writes at least this many bytes streams: half of a common third-level cache.
 constexpr int64_t kStreamedNbytes = int64_t{16} << 20;
 
-// Copies bytes of memory that do not overlap. Before another thread reads them: end_stream().
+// Copies bytes that do not overlap. Call end_stream() before another thread reads them.
 inline void stream(void* dst, const void* src, size_t nbytes) {
 #if defined(__x86_64__) && defined(__GNUC__)
   auto* to = static_cast<char*>(dst);
@@ -89,14 +89,14 @@ inline void end_stream() {
 // Elements computed at a time; they stay in the first-level cache.
 constexpr int64_t kBlockNumel = 1024;
 
-// Calls write(values, begin, count) for up to kBlockNumel elements [begin, begin + count) at a
-// time, to be written to `values`, and streams them to `dst`.
+// Calls write(values, begin, count), which writes up to kBlockNumel elements [begin, begin + count)
+// to `values`, and streams these to `dst`.
 template <typename T, typename Write>
 void stream_blocks(T* dst, int64_t numel, const Write& write) {
   alignas(kLineNbytes) T values[kBlockNumel];
   int64_t begin = 0;
   while (begin < numel) {
-    // Up to a line's end, so that all blocks but the first are whole lines.
+    // A block ends where a line ends, so all blocks but the first begin at a line.
     const auto past = reinterpret_cast<uintptr_t>(dst + begin) % kLineNbytes / sizeof(T);
     const int64_t count = std::min<int64_t>(numel - begin, kBlockNumel - past);
     write(static_cast<T*>(values), begin, count);

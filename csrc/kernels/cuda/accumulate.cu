@@ -20,7 +20,7 @@ struct AccumulateArgs {
   bool add;
 };
 
-// Groups of a thread: of two chunks, the least number, they are kInFlightNbytes.
+// Groups that a thread loads at a time: kInFlightNbytes for two chunks, the fewest.
 template <typename In, int lanes>
 constexpr int kGroups = lanes == 1 ? 1 : kInFlightNbytes / (2 * sizeof(Vector<In, lanes>));
 

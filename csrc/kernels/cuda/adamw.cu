@@ -1,7 +1,8 @@
-// Steps of AdamW on a GPU.
+// Runs steps of AdamW on a GPU.
 //
-// A first small kernel counts the steps and computes what depends on them, one thread a tensor, so
-// that the blocks of the second need no powers and none reads a step that another has counted.
+// A small first kernel counts the steps and computes the bias corrections, one thread a tensor. So
+// the blocks of the second kernel compute no powers, and none reads a step that another has
+// counted.
 #include "kernels/adamw.h"
 
 #include <c10/cuda/CUDAGuard.h>
@@ -66,7 +67,7 @@ struct Run {
   const Grad* grad;
   Weight* exp_avg;
   Weight* exp_avg_sq;
-  Model* model; // used where it is not Weight
+  Model* model; // used if it is not Weight
   int numel;
 };
 
@@ -75,7 +76,7 @@ __device__ __forceinline__ bool is_aligned(const T* data) {
   return reinterpret_cast<uintptr_t>(data) % alignof(Vector<T, lanes>) == 0;
 }
 
-// As split_vectors(), for addresses that must all be aligned together.
+// Returns the same as split_vectors(), for addresses that must all be aligned together.
 template <int lanes, typename Weight, typename Grad, typename Model>
 __device__ __forceinline__ VectorSplit split_run(const Run<Weight, Grad, Model>& run) {
   constexpr int group = static_cast<int>(sizeof(Weight)) * lanes;
@@ -93,8 +94,8 @@ __device__ __forceinline__ VectorSplit split_run(const Run<Weight, Grad, Model>&
   return {head, (run.numel - head) / lanes};
 }
 
-// Updates `count` groups of `lanes` elements from element `begin` on, by all threads of the block.
-// The four loads of a group are in flight together, up to 16 bytes each.
+// Updates `count` groups of `lanes` elements from element `begin` on, with all threads of the
+// block. The four loads of a group are in flight together, up to 16 bytes each.
 template <int lanes, typename Weight, typename Grad, typename Model>
 __device__ __forceinline__ void update_groups(
     const Run<Weight, Grad, Model>& run,
@@ -150,12 +151,12 @@ __device__ __forceinline__ Run<Weight, Grad, Model> block_run(
       static_cast<int>(span.end - span.begin)};
 }
 
-// Left alone, ptxas holds the kernel of nothing but floats to 40 registers, and spills.
+// By default ptxas limits the kernel of only floats to 40 registers, and spills.
 template <typename Weight, typename Grad, typename Model>
 constexpr bool kOnlyFloats =
     std::is_same_v<Weight, float> && std::is_same_v<Grad, float> && std::is_same_v<Model, float>;
 template <typename Weight, typename Grad, typename Model>
-constexpr int kBlocksPerSm = kOnlyFloats<Weight, Grad, Model> ? 5 : 0; // 0: as many as come
+constexpr int kBlocksPerSm = kOnlyFloats<Weight, Grad, Model> ? 5 : 0; // 0: no bound
 
 template <typename Weight, typename Grad, typename Model, int capacity>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<Weight, Grad, Model>)) adamw_kernel(

@@ -10,7 +10,7 @@ namespace zerocore::kernels::cuda {
 
 namespace {
 
-constexpr int kBlocksPerSm = 4; // holds registers down, so that enough loads are in flight
+constexpr int kBlocksPerSm = 4; // limits registers, so that enough loads are in flight
 
 template <typename Dst, typename Src, typename Table>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)

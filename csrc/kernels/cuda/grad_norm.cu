@@ -1,7 +1,7 @@
 // Sums squares on a GPU and counts values that are not finite.
 //
-// Blocks write one partial sum each and one block adds those up in a fixed order: no atomics, and
-// no order that depends on addresses, so the same numbers give the same bits.
+// Each block writes a partial sum, and one block adds these in a fixed order. There are no atomics
+// and the order does not depend on addresses, so the same numbers give the same bits.
 #include "kernels/grad_norm.h"
 
 #include <c10/cuda/CUDAGuard.h>
@@ -31,7 +31,7 @@ __device__ __forceinline__ SquareSum sum_of_warp(SquareSum value) {
   return value;
 }
 
-// The sum over all `threads` of the block, in thread 0.
+// Returns the sum over all `threads` of the block, in thread 0.
 template <int threads>
 __device__ __forceinline__ SquareSum sum_of_block(SquareSum value) {
   __shared__ SquareSum warps[threads / kWarp];
@@ -73,7 +73,7 @@ __device__ __forceinline__ Vector<T, lanes> load_group(const T* src) {
 }
 
 // Adds `count` groups of `lanes` elements to the threads' shares. A thread gets the same elements
-// at each alignment.
+// whatever the alignment.
 template <bool aligned, int lanes, typename T>
 __device__ __forceinline__ void add_groups(ThreadSum<T>& share, const T* src, int count) {
   constexpr int unroll = kUnroll<sizeof(T) * lanes, lanes>;

@@ -1,8 +1,8 @@
-// Numbers of one byte with a scale for each block, on a GPU.
+// Encodes and decodes scaled blocks on a GPU.
 //
-// A warp encodes a block at a time, four numbers by each lane. Every access is aligned to its size:
-// blocks of 132 bytes follow each other, so accesses of them have four bytes at most. A thread
-// therefore loads several before it stores.
+// A warp encodes a block at a time; each lane has four numbers. Blocks of 132 bytes follow each
+// other, so aligned accesses have four bytes at most. A thread therefore loads several words before
+// it stores.
 #include "kernels/scaled.h"
 
 #include <c10/cuda/CUDAGuard.h>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kWordLanes = 4; // numbers in a word
 constexpr int kBlocksPerWarp = 4;
-constexpr int kWordsInFlight = 8; // of one thread: a whole chunk by one block of threads
+constexpr int kWordsInFlight = 8; // of one thread; a block of threads loads a whole chunk
 static_assert(kWarp * kWordLanes == kScaledNumel);
 
 __device__ __forceinline__ uint32_t largest_of_warp(uint32_t value) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t value) {
   return value;
 }
 
-// Writes one block by all lanes of a warp, four numbers each.
+// Writes one block with all lanes of a warp, four numbers each.
 template <ScaledFormat format, typename Src>
 __device__ __forceinline__ void encode_block(
     uint8_t* block,
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Decodes `count` groups of `lanes` numbers, by all threads of the block. `begin` is the first
+// Decodes `count` groups of `lanes` numbers, with all threads of the block. `begin` is the first
 // number's index within `blocks`.
 template <ScaledFormat format, int lanes, typename Dst>
 __device__ __forceinline__ void decode_groups(
@@ -87,7 +87,7 @@ __device__ __forceinline__ void decode_groups(
     const uint8_t* __restrict__ blocks,
     int begin,
     int count) {
-  // An integer: bytes of a struct would be unpacked, and waited for, between the loads.
+  // An integer: the bytes of a struct would be unpacked, and waited for, between the loads.
   using Numbers = std::conditional_t<lanes == 1, uint8_t, uint32_t>;
   static_assert(sizeof(Numbers) == lanes);
   constexpr int kStep = kThreads * lanes; // from a thread's group to its next one: whole blocks

@@ -1,8 +1,7 @@
-// A list of segments as a kernel's parameter, in as many launches as it needs.
+// Passes a list of segments as a kernel's parameter, in as many launches as it needs.
 //
-// See Note [No table to keep]. A kernel may take 32,764 bytes of parameters (compute
-// capability 7.0, CUDA 12.1 on), enough for kManySegments; kFewSegments spares short lists the
-// copying of those.
+// See Note [No table to keep]. A kernel may take 32,764 bytes of parameters (compute capability
+// 7.0, CUDA 12.1 on), enough for kManySegments. Short lists use kFewSegments, to copy fewer bytes.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -18,7 +17,7 @@ namespace zerocore::kernels::cuda {
 constexpr int kFewSegments = 128;
 constexpr int kManySegments = 1024;
 constexpr int kSegmentsOfRuns = 512;
-constexpr int64_t kMaxChunks = INT32_MAX; // blocks of a launch
+constexpr int64_t kMaxChunks = INT32_MAX; // the most blocks of a launch
 
 // The columns that all tables of segments share.
 template <int capacity>
@@ -27,7 +26,7 @@ struct ChunkTable {
 
   int num_segments;
   int chunk_numel;
-  // First and by itself: every block searches it, so it should lie in few cache lines.
+  // An array by itself: every block searches it, so it should lie in few cache lines.
   int32_t first_chunk[capacity];
   int64_t numel[capacity];
 };
@@ -63,7 +62,7 @@ struct SegmentTable : ChunkTable<capacity> {
 };
 static_assert(sizeof(SegmentTable<kManySegments>) <= 32764 - 64, "room for other parameters");
 
-// The same with segments of several runs, see Note [Rows].
+// The same for segments of several runs, see Note [Rows].
 template <int capacity>
 struct RunTable : SegmentTable<capacity> {
   int64_t run[capacity];
@@ -108,7 +107,7 @@ __device__ BlockWork block_work(const RunTable<capacity>& table) {
       (table.add[i / 32] >> (i % 32) & 1) != 0};
 }
 
-// Fills the table with the segments from `begin` on; returns the index behind the last one.
+// Fills the table with the segments from `begin` on; returns the index after the last one.
 template <typename Table, typename List>
 int fill_table(Table& table, const List& list, int begin) {
   const int64_t first = list[begin].first_chunk;

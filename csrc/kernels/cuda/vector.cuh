@@ -10,9 +10,9 @@ namespace zerocore::kernels::cuda {
 
 constexpr int kThreads = 256; // of every block
 constexpr int kWarp = 32;
-constexpr int kInFlightNbytes = 64; // that a thread loads before it stores the first of them
+constexpr int kInFlightNbytes = 64; // bytes that a thread loads before it stores the first of them
 
-// As an element function: the value as it is, without unpacking vectors.
+// An element function that keeps the value, without unpacking vectors.
 struct Keep {};
 
 // `lanes` neighbouring elements, read and written by one access.
@@ -42,7 +42,7 @@ __device__ __forceinline__ Vector<Dst, lanes> map_lanes(
 template <int group_nbytes, int lanes>
 constexpr int kUnroll = lanes == 1 ? 4 : (kInFlightNbytes + group_nbytes - 1) / group_nbytes;
 
-// dst[i] = f(dst[i], src[i]) for count groups of `lanes` elements, by all threads of the block.
+// dst[i] = f(dst[i], src[i]) for count groups of `lanes` elements, with all threads of the block.
 // Reads dst only if `reads_dst`.
 template <int lanes, bool reads_dst, typename Dst, typename Src, typename F>
 __device__ __forceinline__ void map_groups(Dst* dst, const Src* src, int count, F f) {
