@@ -22,17 +22,17 @@ def sources() -> list[str]:
 
 
 def is_there(owner: str, member: str) -> bool:
-    """Whether a source defines the function, or a header with the class declares it."""
+    """Whether a source defines the function, or a header with the type names the member."""
     defined = re.compile(rf"\b{owner}::{member}\(")
-    declared = re.compile(rf"\b{member}\(")
-    of_class = re.compile(rf"^(class|struct) {owner}\b[^;]*{{", re.MULTILINE)
+    declared = re.compile(rf"\b{member}\b")
+    of_class = re.compile(rf"^(class|struct|enum class) {owner}\b[^;]*{{", re.MULTILINE)
     return any(
         defined.search(text) or (of_class.search(text) and declared.search(text))
         for text in sources()
     )
 
 
-def test_functions_are_there() -> None:
+def test_members_are_there() -> None:
     found = [span for spans in SPANS.values() for span in spans if re.fullmatch(r"\w+::\w+", span)]
     assert len(found) > 25
     assert [name for name in found if not is_there(*name.split("::"))] == []
