@@ -356,6 +356,12 @@ def test_too_little_text_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         load_corpus(tmp_path)
 
 
+def test_the_whole_loop_is_shown() -> None:
+    """docs/training.md has all of it, where test_blocks.py runs it."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    assert f"```python\n{(EXAMPLES / 'loop.py').read_text()}```\n" in page
+
+
 def launch_quickstart(folder: Path, steps: int) -> str:
     """Its output under torchrun, as a user starts it."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
