@@ -204,7 +204,7 @@ class UpdatedUnit:
     def __init__(self, unit: int, params: Sequence[int] | None = None) -> None: ...
 
 class TraceRecord:
-    """One thing the runtime did; fields as of :class:`zerocore.common.events.Event`."""
+    """One thing the runtime did; fields as of :class:`zerocore.reporting.events.Event`."""
 
     op: str
     unit: int

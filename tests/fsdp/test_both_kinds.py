@@ -72,7 +72,7 @@ def forward_method(case: Case) -> None:
 
 
 def averaged(case: Case) -> None:
-    zerocore.optim.EMA(case.model.parameters()).update()
+    zerocore.weights.EMA(case.model.parameters()).update()
 
 
 def stepped(case: Case, optimizer: torch.optim.Optimizer) -> None:
