@@ -204,7 +204,7 @@ class UpdatedUnit:
     def __init__(self, unit: int, params: Sequence[int] | None = None) -> None: ...
 
 class TraceRecord:
-    """An operation of the runtime; :class:`zerocore.common.events.Event` explains the fields."""
+    """An operation of the runtime; :class:`zerocore.reporting.events.Event` explains the fields."""
 
     op: str
     unit: int

@@ -17,6 +17,8 @@ from zerocore.optim.clipping import over_meshes
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.shard import rebuild_shard
 
+CLIPS = Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", over_meshes)
+
 
 def register(modules: Mapping[str, str]) -> None:
     """Called when ``zerocore`` is imported: torch loads shards and knows the emulated backend, and
@@ -31,6 +33,5 @@ def register(modules: Mapping[str, str]) -> None:
 @cache
 def hook_into_torch() -> None:
     """Called by the first ``shard`` or ``fully_shard``: applies all patches."""
-    clips = Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", over_meshes)
-    patches.install((clips,))
+    patches.install((CLIPS,))
     watch_imports()

@@ -213,7 +213,7 @@ def save_and_load(program: Program) -> Found:
 
 
 def average(program: Program) -> Found:
-    ema = zerocore.optim.EMA(program.model.parameters(), decay=0.5)
+    ema = zerocore.weights.EMA(program.model.parameters(), decay=0.5)
     program.step()
     ema.update()
     with ema.swapped():

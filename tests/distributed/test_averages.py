@@ -39,7 +39,7 @@ def train(options: dict[str, Any], folder: str) -> None:
     model = zerocore.shard(case.seeded_build(), **options)
     make: Any = zerocore.optim.AdamW if "offload" in options else torch.optim.AdamW
     optimizer = make(model.parameters(), lr=1e-2)
-    ema = zerocore.optim.EMA(model.parameters(), decay=DECAY)
+    ema = zerocore.weights.EMA(model.parameters(), decay=DECAY)
     history = [full(model)]
     for step in range(3):
         accumulate(model, case, step)
@@ -87,7 +87,7 @@ def train_rows() -> None:
     for block in model.blocks:
         zerocore_fsdp.fully_shard(block)
     zerocore_fsdp.fully_shard(model)
-    ema = zerocore.optim.EMA(model.parameters(), decay=DECAY)
+    ema = zerocore.weights.EMA(model.parameters(), decay=DECAY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     history = [exported(model)]
     for step in range(2):

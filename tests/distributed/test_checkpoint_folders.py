@@ -5,12 +5,12 @@ Links, files of users, unfinished saves of processes that live or have ended, da
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.saved_nets import assert_equal, full_states, make, train, trained
 from tests.reported import warnings_of
-from zerocore.checkpoint.commit.folder import Job, _stat, this_job
+from zerocore.checkpoint.commit.folder import this_host
 from zerocore.checkpoint.safe_files import DamagedError
 
 COMMON = (ValueError, RuntimeError)
@@ -94,34 +94,40 @@ def test_what_cannot_be_deleted_ends_no_save(tmp_path: Path) -> None:
     run_ranks(save_past, 2, tmp_path / "run", timeout=120.0)
 
 
-def unfinished(living: int) -> list[str]:
-    """Names of unfinished saves: of a process that lives, and of others."""
-    own = this_job()
-    job = replace(own, number=living, start=_stat(living)[1])
-    jobs = (
-        job,
-        replace(job, start=job.start + 1),  # the number was used again
-        replace(own, number=2**22 + 5),  # there is none
-        replace(job, host="other"),
-        replace(job, system="00000000"),  # a container of the same name
-        own,  # a save of this process that has failed
-    )
-    return [TEMPORARY.format(each) for each in jobs]
+LOCKING = """
+import fcntl, os, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+UNFINISHED = (
+    TEMPORARY.format(this_host()),  # of a process that lives, then of one that has ended
+    TEMPORARY.format("other"),
+    TEMPORARY.removesuffix("-{}-0123abcd") + "-0123abcd",  # of nobody knows which host
+    TEMPORARY.format(f"{this_host()}.5b3e9c01.4194309.7"),  # as it was named before
+)
+
+
+def lock(path: Path) -> subprocess.Popen[str]:
+    """A process that writes to the folder."""
+    command = [sys.executable, "-c", LOCKING, str(path)]
+    living = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert living.stdout is not None and living.stdout.readline() == "locked\n"
+    return living
 
 
 def save_beside(folder: Path) -> None:
     model, optimizer = trained(3)
     checkpoints = zerocore.Checkpoints(folder, model, optimizer)
-    living = subprocess.Popen(["sleep", "600"]) if dist.get_rank() == 0 else None
-    everyone = [unfinished(living.pid) if living is not None else []]
-    dist.broadcast_object_list(everyone)
-    for index, name in enumerate(everyone[0]):
+    for index, name in enumerate(UNFINISHED):
+        living = None
         with first_rank_only() as is_first:
             if is_first:
                 (folder / name).mkdir(parents=True)
                 (folder / name / "__0_0.distcp").write_bytes(b"half")
+                living = lock(folder / name) if index == 0 else None
         if index == 0:
-            with pytest.raises(RuntimeError, match=r"process \d+ of this host writes .*tmp-"):
+            with pytest.raises(RuntimeError, match=r"another process of this host writes .*tmp-"):
                 checkpoints.save(1)
                 checkpoints.wait()
             assert (folder / name).exists()
@@ -131,23 +137,45 @@ def save_beside(folder: Path) -> None:
                     os.waitid(os.P_PID, living.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
         with warnings_of("zerocore") as messages:
             checkpoints.save(index + 1).wait()
-        is_left = index in (3, 4)
+        is_left = index > 0
         assert (folder / name).exists() == is_left, name
         is_warned = any("written less than" in text for text in messages)
         assert is_warned == (is_left and dist.get_rank() == 0)
+        if living is not None:
+            living.wait()
     with first_rank_only() as is_first:
-        for name in everyone[0][3:5] if is_first else ():
+        for name in UNFINISHED[1:] if is_first else ():
             for path in (folder / name / "__0_0.distcp", folder / name):
                 os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 700))
     checkpoints.save(7).wait()
-    assert sorted(os.listdir(folder)) == [f"step-{step:08}" for step in (5, 6, 7)]
-    if living is not None:
-        living.wait()
+    assert sorted(os.listdir(folder)) == [f"step-{step:08}" for step in (3, 4, 7)]
 
 
 def test_unfinished_saves_of_those_that_live(tmp_path: Path) -> None:
-    assert Job.parse(str(this_job())) == this_job() and Job.parse("x") is None
     run_ranks(save_beside, 2, tmp_path / "run", timeout=120.0)
+
+
+def without_locks(folder: Path) -> None:
+    """On a file system without locks each unfinished save counts as alive for a while."""
+    model, optimizer = trained(3)
+    checkpoints = zerocore.Checkpoints(folder, model, optimizer)
+    name = UNFINISHED[0]
+    with first_rank_only() as is_first:
+        if is_first:
+            (folder / name).mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch, warnings_of("zerocore") as messages:
+        patch.setattr("fcntl.flock", no_locks)
+        checkpoints.save(1).wait()
+    assert (folder / name).exists() and checkpoints.steps() == [1]
+    assert any("written less than" in text for text in messages) == (dist.get_rank() == 0)
+
+
+def no_locks(file: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, "no locks available")
+
+
+def test_a_file_system_without_locks(tmp_path: Path) -> None:
+    run_ranks(without_locks, 2, tmp_path / "run", timeout=120.0)
 
 
 HOLDING = """

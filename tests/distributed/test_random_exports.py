@@ -141,7 +141,7 @@ class Program:
         self.check()
 
     def averages(self) -> None:
-        ema = zerocore.optim.EMA(self.trained, decay=0.5)
+        ema = zerocore.weights.EMA(self.trained, decay=0.5)
         self.step(5)
         ema.update()
         with ema.swapped():

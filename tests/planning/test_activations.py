@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.planning.measuring import measure
 from tests.zoo import CASES
 from zerocore.model.units import choose_units
-from zerocore.planning.activations import default_loss
+from zerocore.planning.activations import default_loss, record
 
 WIDTH, ROWS, NUM_BLOCKS = 32, 100, 6
 ROW_NBYTES = ROWS * WIDTH * 4
@@ -33,7 +32,7 @@ class Chain(nn.Module):
 def test_a_chain_saves_one_tensor_for_each_block() -> None:
     """A tanh's output is the next layer's input: one storage. The model's input is not counted."""
     model = Chain()
-    run = measure(model, choose_units(model, None), torch.randn(ROWS, WIDTH), default_loss)
+    run = record(model, choose_units(model, None), torch.randn(ROWS, WIDTH), default_loss)
     assert run.saved_nbytes == NUM_BLOCKS * ROW_NBYTES
     assert run.peak_moment >= len(run.order)  # in the backward
 
@@ -41,8 +40,8 @@ def test_a_chain_saves_one_tensor_for_each_block() -> None:
 def test_checkpointing_keeps_the_inputs_of_the_blocks() -> None:
     model = Chain()
     batch, planned = torch.randn(ROWS, WIDTH), choose_units(model, None)
-    plain = measure(model, planned, batch, default_loss)
-    checkpointed = measure(model, planned, batch, default_loss, checkpointing=True)
+    plain = record(model, planned, batch, default_loss)
+    checkpointed = record(model, planned, batch, default_loss, checkpointing=True)
     assert checkpointed.saved_nbytes == (NUM_BLOCKS - 1) * ROW_NBYTES
     assert [(e.enter, e.unit) for e in checkpointed.order] == [
         (e.enter, e.unit) for e in plain.order
@@ -58,7 +57,7 @@ def test_checkpointing_recomputes_blocks_and_not_what_is_around_them() -> None:
     planned = choose_units(model, None)
     assert [unit.name for unit in planned][:2] == ["0", "0.blocks.0"]
     batch = torch.randn(ROWS, WIDTH)
-    run = measure(model, planned, batch, default_loss, checkpointing=True)
+    run = record(model, planned, batch, default_loss, checkpointing=True)
     assert run.saved_nbytes == NUM_BLOCKS * ROW_NBYTES  # inputs of blocks but one, and of the head
 
 
@@ -66,7 +65,7 @@ def test_operations_of_matrix_products() -> None:
     """2 operations a weight and row in the forward, 4 in the backward less the first layer's
     input, which needs no gradient."""
     model = Chain()
-    run = measure(model, choose_units(model, None), torch.randn(ROWS, WIDTH), default_loss)
+    run = record(model, choose_units(model, None), torch.randn(ROWS, WIDTH), default_loss)
     product = 2 * ROWS * WIDTH * WIDTH
     assert run.total_flops == (3 * NUM_BLOCKS - 1) * product
     forward = sum(run.flops[: len(run.order)])
@@ -76,8 +75,8 @@ def test_operations_of_matrix_products() -> None:
 def test_dtype_halves_the_bytes() -> None:
     model = Chain()
     planned, batch = choose_units(model, None), torch.randn(ROWS, WIDTH)
-    wide = measure(model, planned, batch, default_loss)
-    narrow = measure(model, planned, batch, default_loss, dtype=torch.bfloat16)
+    wide = record(model, planned, batch, default_loss)
+    narrow = record(model, planned, batch, default_loss, dtype=torch.bfloat16)
     assert 2 * narrow.saved_nbytes == wide.saved_nbytes
 
 
@@ -110,7 +109,7 @@ def test_fake_tensors_save_what_a_real_run_saves(name: str) -> None:
     case = CASES[name]
     model = case.seeded_build()
     planned = choose_units(model, case.units)
-    run = measure(model, planned, case.seeded_batch(0, 0, 3), case.loss)
+    run = record(model, planned, case.seeded_batch(0, 0, 3), case.loss)
     assert run.saved_nbytes == saved_by_a_real_run(name)
 
 
@@ -130,7 +129,7 @@ def test_attention_is_counted_as_a_fused_kernel() -> None:
 
     model = Attention()
     rows = torch.randn(3, batch, heads, length, head)
-    run = measure(model, choose_units(model, None), rows, default_loss)
+    run = record(model, choose_units(model, None), rows, default_loss)
     tensor = batch * heads * length * head * 4
     few = 64  # the state of the random generator
     assert 0 <= run.saved_nbytes - (4 * tensor + batch * heads * length * 4) <= few
@@ -144,7 +143,7 @@ def test_attention_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
             return nn.functional.scaled_dot_product_attention(y, y, y)
 
     model = Attention(8, 8)
-    run = measure(model, choose_units(model, None), torch.randn(shape), default_loss)
+    run = record(model, choose_units(model, None), torch.randn(shape), default_loss)
     assert run.unused == ((),)
 
 
@@ -160,5 +159,5 @@ def test_a_learned_bias_gets_its_gradient() -> None:
             return nn.functional.scaled_dot_product_attention(x, x, x, self.bias)
 
     model = Attention()
-    run = measure(model, choose_units(model, None), torch.randn(1, 1, 5, 8), default_loss)
+    run = record(model, choose_units(model, None), torch.randn(1, 1, 5, 8), default_loss)
     assert run.unused == ((),)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.by_night import by_day
-from tests.planning.measuring import measure
 from tests.zoo import CASES
 from zerocore.model.units import choose_units
 from zerocore.planning import activations
-from zerocore.planning.activations import Activations
+from zerocore.planning.activations import Activations, record
 from zerocore.planning.modes import RepeatingFakeMode, fake_copy, fake_like
 
 
@@ -46,7 +45,7 @@ def test_figures_are_those_of_a_fake_tensor_mode(
     case = CASES[name]
     model = case.seeded_build()
     run = partial(
-        measure,
+        record,
         model,
         choose_units(model, case.units),
         case.seeded_batch(0, 0, 3),

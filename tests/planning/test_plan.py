@@ -15,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerocore
 from tests.by_night import by_day
-from tests.planning.measuring import measure
 from tests.zoo import CASES
 from tests.zoo_case import Case
 from zerocore.common.quantities import format_seconds
@@ -23,7 +22,7 @@ from zerocore.model.casting import cast_floats
 from zerocore.model.state import state_of
 from zerocore.options.precision import MixedPrecision
 from zerocore.planning import plan as estimate
-from zerocore.planning.activations import Activations
+from zerocore.planning.activations import Activations, record
 from zerocore.planning.result import StagePlan
 
 GB = 10**9
@@ -169,10 +168,10 @@ def test_the_runtime_allocates_what_was_planned(name: str, monkeypatch: pytest.M
     def measure_once(*args: Any, checkpointing: bool, **options: Any) -> Activations:
         key = (str(args[2]), checkpointing)  # the batch; the model is the same
         if key not in runs:
-            runs[key] = measure(*args, checkpointing=checkpointing, **options)
+            runs[key] = record(*args, checkpointing=checkpointing, **options)
         return runs[key]
 
-    monkeypatch.setattr(estimate, "measure", measure_once)
+    monkeypatch.setattr(estimate, "record", measure_once)
     units = list(case.units) if case.units else None
     for world_size in WORLD_SIZES:
         rank = world_size // 2

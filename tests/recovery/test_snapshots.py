@@ -33,7 +33,7 @@ class Training:
             options["group"] = init_device_mesh("cpu", (2, 2))
         self.model = make(stage, seed, **options)
         self.optimizer = OPTIMIZERS[name](self.model.parameters())
-        self.average = zerocore.optim.EMA(self.model.parameters(), 0.5)
+        self.average = zerocore.weights.EMA(self.model.parameters(), 0.5)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
         self.snapshot = zerocore.snapshot(
             self.model, [self.optimizer, self.average], schedule=self.schedule

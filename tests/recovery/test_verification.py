@@ -86,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def find_elsewhere(name: str) -> None:
     """Main weights, states on the host, averages; nothing is wrong, then one bit is."""
     model, optimizer = trained(3, "zerocore", **OPTIONS[name])
-    average = zerocore.optim.EMA(model.parameters())
+    average = zerocore.weights.EMA(model.parameters())
     both = [optimizer, average]
     for step in range(2):
         assert verified(model, both) == [], step

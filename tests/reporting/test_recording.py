@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerocore
 from tests.reporting.test_report import WIDTH, Chain, train
-from zerocore.common.events import ONE_QUEUE, Event
+from zerocore.reporting.events import ONE_QUEUE, Event
 from zerocore.reporting.timeline import WAIT, Box, event_boxes
 
 

@@ -17,10 +17,10 @@ import zerocore
 from tests.distributed.chain import WIDTH, Chain
 from tests.distributed.harness import run_ranks
 from zerocore._C import allocator_counts
-from zerocore.common.events import ONE_QUEUE, Event, queues_of_device, transfers
 from zerocore.common.tables import render_table
 from zerocore.model.meters import KEPT_STEPS, SAMPLE_EVERY, increase
 from zerocore.model.state import state_of
+from zerocore.reporting.events import ONE_QUEUE, Event, queues_of_device, transfers
 from zerocore.reporting.step_figures import CommunicationTimes, times_by_unit
 
 RANKS = 4

@@ -58,7 +58,7 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
 
 
 def _averages(optimizer: Optimizer) -> bool:
-    """Whether it keeps averages of parameters, as :class:`zerocore.optim.EMA`."""
+    """Whether it keeps averages of parameters, as :class:`zerocore.weights.EMA`."""
     return getattr(optimizer, "averages_params", False)
 
 

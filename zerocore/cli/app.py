@@ -7,10 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,14 +71,59 @@ _Preset = Annotated[
     str | None, typer.Option(help=f"Shipped configuration: {', '.join(preset_names())}.")
 ]
 _Gpus = Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")]
-_Rank = Annotated[int, typer.Option(min=0, help="Whose bytes; rank 0 owns the most.")]
 _DType = Annotated[
     DType | None, typer.Option(help="Dtype of the model; the configuration's by default.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")]
 
 
+# Flags of `plan` that are fields, with their help. Defaults are the fields' own.
+_FLAGS: dict[type, dict[str, str]] = {
+    Communication: {
+        "prefetch": "Units gathered ahead.",
+        "accumulate": ", ".join(ACCUMULATE_MODES),
+        "replicas_share": "optimizer: its states are sharded over replicas, too.",
+    },
+    Workload: {
+        "micro_batch": "Samples in a forward.",
+        "micro_batches": "Forwards in a step.",
+        "seq_len": "Tokens in a sample.",
+        "optimizer": ", ".join(OPTIMIZER_STATES),
+        "checkpointing": "Recompute each block in the backward.",
+        "compiled": "torch.compile fuses elementwise kernels; with --machine.",
+        "zero_bubble": "The model is a stage of a pipeline without bubbles.",
+        "rank": "Whose bytes; rank 0 owns the most.",
+    },
+    Machine: {
+        "memory": "Memory of a GPU, such as 80GB; that of --machine, else 24GiB.",
+        "replica_link": "Link between replicas; by default that of --link.",
+        "near_link": "Link between GPUs of --regather; by default --link.",
+        "flops": "Operations per second that layers reach, instead of --machine's.",
+        "host_memory": "Memory of a machine beside its GPUs, such as 512GiB: which offload.",
+    },
+}
+
+
+def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the flags of :data:`_FLAGS`."""
+    own = signature(command, eval_str=True).parameters.values()
+    params = [param for param in own if param.kind is not Parameter.VAR_KEYWORD]
+    for kind, texts in _FLAGS.items():
+        for name, text in texts.items():
+            default = getattr(kind, name)
+            option: Any = typer.Option(default, help=text)
+            taken = str | None if default is None else type(default)
+            params.append(Parameter(name, Parameter.KEYWORD_ONLY, default=option, annotation=taken))
+    command.__signature__ = Signature(params)  # type: ignore[attr-defined]
+    return command
+
+
+def _of_flags(kind: Any, given: Mapping[str, Any], **others: Any) -> Any:
+    return kind(**{name: given[name] for name in _FLAGS[kind]}, **others)
+
+
 @app.command()
+@_takes_flags
 def plan(
     hf_config: _Config = None,
     preset: _Preset = None,
@@ -85,9 +131,6 @@ def plan(
     num_replicas: Annotated[
         int, typer.Option(min=1, help="Groups of GPUs that hold the same: hybrid sharding.")
     ] = 1,
-    replicas_share: Annotated[
-        str | None, typer.Option(help="optimizer: its states are sharded over replicas, too.")
-    ] = None,
     regather: Annotated[
         int, typer.Option(min=1, help="GPUs that gather again from each other, at stage 3.")
     ] = 1,
@@ -100,10 +143,13 @@ def plan(
     machine: Annotated[
         str | None, typer.Option(help=f"GPUs of a node and its network: {', '.join(MACHINES)}.")
     ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of a GPU, such as 80GB; that of --machine, else 24GiB."),
+    link: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(PRESETS)}, or such as 450GB/s,12us; may be repeated."),
     ] = None,
+    host_bandwidth: Annotated[
+        str, typer.Option(help="What the host reads and writes in a second.")
+    ] = "400GB/s",
     dtype: _DType = None,
     mixed_precision: Annotated[
         DType | None, typer.Option(help="Compute in this dtype, keep fp32 main weights.")
@@ -117,44 +163,8 @@ def plan(
     gather_dtype: Annotated[
         ByteType | None, typer.Option(help="Numbers of one byte that gathers move, at stage 3.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZER_STATES))] = "adamw",
-    prefetch: Annotated[int, typer.Option(min=0, help="Units gathered ahead.")] = 1,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Samples in a forward.")] = 1,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Forwards in a step.")] = 1,
-    accumulate: Annotated[str, typer.Option(help=", ".join(ACCUMULATE_MODES))] = "sharded",
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = 2048,
-    checkpointing: Annotated[
-        bool, typer.Option(help="Recompute each block in the backward.")
-    ] = False,
-    compiled: Annotated[
-        bool, typer.Option(help="torch.compile fuses elementwise kernels; with --machine.")
-    ] = False,
-    zero_bubble: Annotated[
-        bool, typer.Option(help="The model is a stage of a pipeline without bubbles.")
-    ] = False,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{', '.join(PRESETS)}, or such as 450GB/s,12us; may be repeated."),
-    ] = None,
-    replica_link: Annotated[
-        str | None, typer.Option(help="Link between replicas; by default that of --link.")
-    ] = None,
-    near_link: Annotated[
-        str | None, typer.Option(help="Link between GPUs of --regather; by default --link.")
-    ] = None,
-    flops: Annotated[
-        str | None,
-        typer.Option(help="Operations per second that layers reach, instead of --machine's."),
-    ] = None,
-    rank: _Rank = 0,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of a machine beside its GPUs, such as 512GiB: which offload."),
-    ] = None,
-    host_bandwidth: Annotated[
-        str, typer.Option(help="What the host reads and writes in a second.")
-    ] = "400GB/s",
     as_json: _Json = False,
+    **given: Any,
 ) -> None:
     """Plan each stage's memory and time, and say which one to choose; needs no GPU."""
     with _errors():
@@ -163,31 +173,10 @@ def plan(
             gpus,
             num_replicas=num_replicas,
             groups=_groups(group or []),
-            communication=Communication(
-                prefetch=prefetch,
-                accumulate=accumulate,
-                regather=regather,
-                replicas_share=replicas_share,
-            ),
-            workload=Workload(
-                micro_batches=micro_batches,
-                micro_batch=micro_batch,
-                seq_len=seq_len,
-                checkpointing=checkpointing,
-                zero_bubble=zero_bubble,
-                compiled=compiled,
-                optimizer=optimizer,
-                rank=rank,
-            ),
-            machine=Machine(
-                machine,
-                memory=memory,
-                links=link,
-                replica_link=replica_link,
-                near_link=near_link,
-                flops=flops,
-                host_memory=host_memory,
-                host_bandwidth=host_bandwidth,
+            communication=_of_flags(Communication, given, regather=regather),
+            workload=_of_flags(Workload, given),
+            machine=_of_flags(
+                Machine, given, node=machine, links=link, host_bandwidth=host_bandwidth
             ),
             dtype=_torch_dtype(dtype),
             mixed_precision=_mixed(mixed_precision, reduce_dtype, wire_dtype, gather_dtype),

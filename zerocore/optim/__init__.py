@@ -2,6 +2,5 @@
 
 from zerocore.optim.adamw import AdamW
 from zerocore.optim.clipping import NonFiniteGradError
-from zerocore.optim.ema import EMA
 
-__all__ = ["EMA", "AdamW", "NonFiniteGradError"]
+__all__ = ["AdamW", "NonFiniteGradError"]

@@ -103,7 +103,6 @@ def record(
     *,
     checkpointing: bool = False,
     dtype: torch.dtype | None = None,
-    dropped: Sequence[nn.Module] = (),
 ) -> Activations:
     """Runs ``loss(model, inputs)`` and its backward on fake tensors; the model is left alone.
 
@@ -112,7 +111,6 @@ def record(
         planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
         checkpointing: recompute each block in the backward.
         dtype: floating-point dtype of parameters and inputs; None leaves them as they are.
-        dropped: modules to leave out, which lie in lists and in no unit.
     """
     names = {id(module): name for name, module in model.named_modules()}
     units = units_by_module(unit.modules for unit in planned)
@@ -120,7 +118,7 @@ def record(
     blocks = [names[id(module)] for unit in planned if unit.is_block for module in unit.modules]
     fqns = [[choice.fqns[0] for choice in unit.params] for unit in planned]
     with RepeatingFakeMode() as mode:
-        copy = fake_copy(model, mode, dtype, dropped)
+        copy = fake_copy(model, mode, dtype)
         batch = tree_map(partial(fake_like, dtype=dtype), inputs)
         if checkpointing:
             _checkpoint_blocks(copy, blocks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,36 +148,18 @@ def _describe(tensor: FakeTensor) -> _NewTensor:
     return _NewTensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
 
 
-def fake_copy(
-    model: nn.Module,
-    mode: FakeTensorMode,
-    dtype: torch.dtype | None,
-    dropped: Sequence[nn.Module] = (),
-) -> nn.Module:
+def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are fake; no data is read or copied.
-
-    Floating-point parameters take ``dtype`` where it is given. The modules ``dropped`` are missing;
-    the names of the others stay.
-    """
+    Floating-point parameters take ``dtype`` where it is given."""
     # deepcopy takes what the memo has for an object instead of copying it.
     memo: dict[int, Any] = {}
-    absent = nn.Identity()
-    for module in dropped:
-        memo[id(module)] = absent
-        memo |= {id(tensor): None for tensor in (*module.parameters(), *module.buffers())}
     with mode:
         for param in model.parameters():
-            if id(param) in memo:
-                continue
             fake = nn.Parameter(fake_like(param, dtype), requires_grad=param.requires_grad)
             memo[id(param)] = fake
         for buffer in model.buffers():
             memo.setdefault(id(buffer), fake_like(buffer))
-        copied = copy.deepcopy(model, memo)
-    for module in copied.modules():
-        for name in [name for name, child in module._modules.items() if child is absent]:
-            del module._modules[name]
-    return copied
+        return copy.deepcopy(model, memo)
 
 
 def fake_like(value: Any, dtype: torch.dtype | None = None) -> Any:

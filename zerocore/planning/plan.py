@@ -24,7 +24,7 @@ from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.options.config import Communication
 from zerocore.options.precision import MixedPrecision
 from zerocore.options.stages import STAGES
-from zerocore.planning.activations import Activations, Loss, default_loss
+from zerocore.planning.activations import Activations, Loss, default_loss, record
 from zerocore.planning.advice import advise
 from zerocore.planning.division import Division
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
@@ -36,7 +36,6 @@ from zerocore.planning.planner import (
     make_planner,
     optimizer_states,
 )
-from zerocore.planning.repeats import measure
 from zerocore.planning.result import Peak, Plan, StagePlan, moment_name
 from zerocore.planning.setting import Machine, Setting, Workload, planned_parts
 from zerocore.planning.step_time import predict_timing
@@ -316,7 +315,7 @@ def _measure(
     for checkpointing in (False, True):
         try:
             with _quiet():
-                found[checkpointing] = measure(
+                found[checkpointing] = record(
                     model, planned, inputs, loss, checkpointing=checkpointing, dtype=dtype
                 )
         except Exception as error:

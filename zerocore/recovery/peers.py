@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zerocore.checkpoint.checkpoints import Checkpoints
 from zerocore.checkpoint.checksums import METADATA, NAME, Checksums, check_files, read_sums
-from zerocore.checkpoint.commit.folder import path_of, steps_in, this_job
+from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.saving import Save, own_name
 from zerocore.checkpoint.commit.writer import finish_writes
 from zerocore.checkpoint.dcp.contents import Contents
@@ -223,6 +223,14 @@ class PeerLoad(TrainingLoad):
         )
 
 
+def _boot() -> str:
+    """Tells hosts of the same name apart; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 class PeerCheckpoints(Checkpoints):
     """Checkpoints that survive processes and nodes, without a disk that all of them see.
 
@@ -258,7 +266,7 @@ class PeerCheckpoints(Checkpoints):
         def find() -> tuple[int, str]:
             self.folder.mkdir(parents=True, exist_ok=True)
             facts = self.folder.stat()
-            name = f"{socket.gethostname()} {this_job().system} {facts.st_dev} {facts.st_ino}"
+            name = f"{socket.gethostname()} {_boot()} {facts.st_dev} {facts.st_ino}"
             return self._ready_state().rank, name
 
         found = on_all_ranks(groups, find)

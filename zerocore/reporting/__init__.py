@@ -1,7 +1,7 @@
 """Reports on training steps: time, bytes, and the memory held when there was none left."""
 
-from zerocore.common.events import Event
 from zerocore.reporting.description import Description
+from zerocore.reporting.events import Event
 from zerocore.reporting.out_of_memory import OutOfMemory, explain_out_of_memory
 from zerocore.reporting.recording import record_events
 from zerocore.reporting.report import Report

@@ -16,9 +16,9 @@ from torch.optim.optimizer import (
 )
 
 from zerocore.common.agreement import is_simulated
-from zerocore.common.events import HOST, ONE_QUEUE, Event, Queues, queues_of_device, read_events
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import unit_call_of
+from zerocore.reporting.events import HOST, ONE_QUEUE, Event, Queues, queues_of_device, read_events
 from zerocore.reporting.timeline import Box, Timeline, check_path, event_boxes
 from zerocore.tensor.placed import leaves
 

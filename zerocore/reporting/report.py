@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerocore._C import allocator_counts
-from zerocore.common.events import GATHERS, read_events
+from zerocore.common.events import GATHERS
 from zerocore.common.nodes import GPUS
 from zerocore.common.quantities import format_number
 from zerocore.common.tables import render_table
@@ -21,6 +21,7 @@ from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.meters import Step
 from zerocore.model.state import ShardState, state_of
 from zerocore.reporting.description import registered_of, wires_of
+from zerocore.reporting.events import read_events
 from zerocore.reporting.memory_usage import usage_of
 from zerocore.reporting.recording import queues_of, source_of, title_of
 from zerocore.reporting.step_figures import (

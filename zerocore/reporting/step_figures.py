@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from zerocore.common.events import EXCHANGE, GATHERS, Event, Queues, transfers
+from zerocore.common.events import EXCHANGE, GATHERS
+from zerocore.reporting.events import Event, Queues, transfers
 
 
 @dataclass(frozen=True)

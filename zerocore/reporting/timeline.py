@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerocore.common.events import COLLECTIVES, EXCHANGE, HOST, Event, Queues, transfers
+from zerocore.common.events import COLLECTIVES, EXCHANGE
 from zerocore.common.extras import missing
+from zerocore.reporting.events import HOST, Event, Queues, transfers
 
 WAIT = "exposed wait"
 LANES = ("compute", *COLLECTIVES, EXCHANGE, *HOST, WAIT)

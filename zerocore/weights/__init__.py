@@ -1,11 +1,13 @@
 """Weights of sharded models to where they are used: other processes, evaluation, serving."""
 
+from zerocore.weights.averages import EMA
 from zerocore.weights.buckets import Bucket, Export
 from zerocore.weights.clones import copy_weights
 from zerocore.weights.info import ExportInfo, export_info, fused
 from zerocore.weights.own_shards import Shard, shards
 
 __all__ = [
+    "EMA",
     "Bucket",
     "Export",
     "ExportInfo",

@@ -57,7 +57,9 @@ def measure_hidden(shares: list[float], rounds: int) -> list[HiddenExchange]:
             with zerocore.reporting.record_events(own.model) as events:
                 step_s = _seconds(own.step)
             exchange = [event for event in events if event.op == "all_to_all"]
-            moved = zerocore.common.events.transfers(exchange, zerocore.common.events.ONE_QUEUE)
+            moved = zerocore.reporting.events.transfers(
+                exchange, zerocore.reporting.events.ONE_QUEUE
+            )
             transfer_s = sum(event.done_ns - begin_ns for event, begin_ns in moved) / 1e9
             waited_s = sum(event.wait_ns for event in exchange) / 1e9
             steps.append((transfer_s, waited_s, step_s))

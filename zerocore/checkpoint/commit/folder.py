@@ -1,97 +1,30 @@
 """A folder of checkpoints: their names, and which of its folders may be deleted.
 
-A save writes to ``step-<n>.tmp-<job>-<id>``: the name is the lock, and says which process writes.
-A deletion renames to ``step-<n>.deleted-<id>`` first. Nothing else is ever deleted, and of these
-only files that a save writes. A file that cannot be deleted is a warning.
+A save writes to ``step-<n>.tmp-<host>-<id>``, which its process has locked until the save ends. A
+deletion renames to ``step-<n>.deleted-<id>`` first. Nothing else is ever deleted, and of these only
+files that a save writes. A file that cannot be deleted is a warning.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import socket
 import uuid
 from collections.abc import Container
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from zlib import crc32
 
 from zerocore.checkpoint.checksums import METADATA, NAME
 from zerocore.checkpoint.commit import files
-
-
-@dataclass(frozen=True)
-class Job:
-    """A process, so that no other one is taken for it."""
-
-    host: str  # its name, for people
-    system: str  # hash of what else tells hosts apart: two containers may share a name
-    number: int
-    start: int  # in the host's ticks, as numbers are used again; 0 if unknown
-
-    def __str__(self) -> str:
-        return f"{self.host}.{self.system}.{self.number}.{self.start}"
-
-    @staticmethod
-    def parse(text: str) -> Job | None:
-        match = re.fullmatch(r"([\w.-]+)\.([0-9a-f]{8})\.(\d+)\.(\d+)", text)
-        return None if match is None else Job(match[1], match[2], int(match[3]), int(match[4]))
-
-    @property
-    def is_on_this_host(self) -> bool:
-        """Whether this process sees that one, if it lives."""
-        own = this_job()
-        return (self.host, self.system) == (own.host, own.system)
-
-    @property
-    def lives(self) -> bool:
-        """Whether the process of this host has not ended."""
-        try:
-            os.kill(self.number, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:
-            pass  # another user's
-        state, start = _stat(self.number)
-        return state not in ("Z", "X") and start in (0, self.start)
-
-
-def this_job() -> Job:
-    return _job(os.getpid())  # a forked one has another number
-
-
-@cache
-def _job(number: int) -> Job:
-    host = re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:64]
-    facts = [host]
-    for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(),
-        lambda: os.readlink("/proc/self/ns/pid"),
-    ):
-        try:
-            facts.append(read())
-        except OSError:  # not Linux
-            facts.append("")
-    return Job(host, f"{crc32(repr(facts).encode()):08x}", number, _stat(number)[1])
-
-
-def _stat(number: int) -> tuple[str, int]:
-    """State and start of a process; ``("", 0)`` where the system does not say."""
-    try:
-        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", 0
-    return fields[0], int(fields[19])
-
 
 _log = logging.getLogger("zerocore")
 _STEP = re.compile(r"step-(\d{8,})")
 _REMAINS = re.compile(r"step-\d{8,}\.(?:deleted|(?:deleted|tmp)-(?:(.+)-)?[0-9a-f]{8})")
 _OWN_FILE = re.compile(rf"{re.escape(METADATA)}|{re.escape(NAME)}|__\d+_\d+\.distcp|rank-\d+\.pt")
 SILENT_SECONDS = 600.0  # without a change, after which a save of another host has ended
-_writing: set[Path] = set()  # by this process
+_writing: dict[Path, int | None] = {}  # by this process, and the open files that lock the folders
 _warned: set[str] = set()
 
 
@@ -115,9 +48,36 @@ def is_checkpoint(path: Path) -> bool:
     return (path / METADATA).exists() or (path / NAME).exists()
 
 
+def this_host() -> str:
+    """Its name, as part of that of a folder."""
+    return re.sub(r"[^\w.-]", "_", socket.gethostname(), flags=re.ASCII)[:64]
+
+
 def temporary_of(final: Path) -> Path:
     """The folder that a save of this process writes to; another one each time."""
-    return final.with_name(f"{final.name}.tmp-{this_job()}-{uuid.uuid4().hex[:8]}")
+    return final.with_name(f"{final.name}.tmp-{this_host()}-{uuid.uuid4().hex[:8]}")
+
+
+def _lock(path: Path) -> int | None:
+    """An open file that locks the folder, None where the file system has no locks; raises
+    BlockingIOError while another process has it. The system unlocks it when a process ends."""
+    file = None
+    try:
+        file = os.open(path, os.O_RDONLY)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if file is not None:
+            os.close(file)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return file
+
+
+def _unlock(file: int | None) -> None:
+    if file is not None:
+        fcntl.flock(file, fcntl.LOCK_UN)  # also for forked processes, which have it open, too
+        os.close(file)
 
 
 def begin(temporary: Path) -> None:
@@ -125,23 +85,35 @@ def begin(temporary: Path) -> None:
     RuntimeError if another process of this host writes there."""
     folder = temporary.parent
     folder.mkdir(parents=True, exist_ok=True)
-    for path, job in _remains(folder):
-        if job is not None and job != this_job() and job.is_on_this_host and job.lives:
-            raise RuntimeError(
-                f"process {job.number} of this host writes {path}; give each training a folder of "
-                "its own, or end that process"
-            )
-    _writing.add(temporary)
+    ended = {path for path, host in _remains(folder) if host == this_host() and _has_ended(path)}
     files.make_folder(temporary)
+    _writing[temporary] = _lock(temporary)
     now = temporary.stat().st_mtime  # by the clock of the file system, which other hosts see, too
-    for path, job in _remains(folder):
-        if path not in _writing:
-            _delete_remains(path, job, now)
+    for path, host in _remains(folder):
+        if path in ended:
+            _delete(path)
+        elif path not in _writing:
+            _delete_silent(path, host, now)
+
+
+def _has_ended(path: Path) -> bool:
+    """Whether the save is known to have ended; raises RuntimeError if another process writes."""
+    if path in _writing:
+        return False
+    try:
+        file = _lock(path)
+    except BlockingIOError:
+        raise RuntimeError(
+            f"another process of this host writes {path}; give each training a folder of its own, "
+            "or end that process"
+        ) from None
+    _unlock(file)
+    return file is not None
 
 
 def end(temporary: Path) -> None:
     """The save that writes to the folder has ended."""
-    _writing.discard(temporary)
+    _unlock(_writing.pop(temporary, None))
 
 
 def complete(temporary: Path, final: Path) -> None:
@@ -186,21 +158,21 @@ def _put_aside(path: Path) -> Path:
     return doomed
 
 
-def _remains(folder: Path) -> list[tuple[Path, Job | None]]:
-    """Folders of saves and deletions that have not come to their end, and the jobs of saves."""
+def _remains(folder: Path) -> list[tuple[Path, str]]:
+    """Folders of saves and deletions that have not come to their end, and the hosts of saves."""
     found = []
     for path in sorted(folder.glob("step-*")):
         match = _REMAINS.fullmatch(path.name)
         if match is not None and path.is_dir() and not path.is_symlink():
-            found.append((path, Job.parse(match[1] or "")))
+            found.append((path, match[1] or ""))
     return found
 
 
-def _delete_remains(path: Path, job: Job | None, now: float) -> None:
-    is_known = job is not None and job.is_on_this_host  # then it has ended, or it is refused
-    if not is_known and ".tmp-" in path.name and now - _last_change(path, now) < SILENT_SECONDS:
-        host = "unknown" if job is None else job.host
-        _warn(path, f"it was written less than {SILENT_SECONDS:.0f} s ago, on host {host}")
+def _delete_silent(path: Path, host: str, now: float) -> None:
+    """Deletes what a deletion has left, and a save that has written nothing for long."""
+    if ".tmp-" in path.name and now - _last_change(path, now) < SILENT_SECONDS:
+        where = host or "unknown"
+        _warn(path, f"it was written less than {SILENT_SECONDS:.0f} s ago, on host {where}")
         return
     _delete(path)
 
