@@ -57,6 +57,7 @@ class _Reader(pickle._Unpickler):
 
     stack: list[Any]
     metastack: list[Any]
+    memo: dict[int, Any]
     read: Callable[[int], bytes]
     readline: Callable[[], bytes]
     append: Callable[[Any], None]

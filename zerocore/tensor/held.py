@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,66 +38,53 @@ def is_old(shard: Any, param: Any, state: Any) -> bool:
 _DEEPEST = 8  # functions of functions; each keeps those before it in memory
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """How a shard was computed from nothing but parameters that this rank has in full."""
 
     func: Function
     values: tuple[Args, Kwargs]
-    params: list[tuple[Any, int]]  # and the version that each had
-    versions: list[int]  # of the result and of what is no parameter's
-    depth: int = 1
+    params: list[Any]
+    versions: list[int]  # of these, of the result and of what it was computed from
+    depth: int
 
     def is_current(self, result: Any) -> bool:
-        return self.versions == _versions(self.values, result) and all(
-            _param_version(param) == version for param, version in self.params
-        )
+        return self.versions == _versions(self.params, (self.values, result))
 
-    def full(self, result: Any) -> Tensor | None:
+    def full(self, result: Any) -> Any:
         """The full result; None if this rank lacks a value, or one has changed."""
-        fulls: dict[int, Any] = {}
-        for shard in _tensors_in(self.values, Placed) if self.is_current(result) else ():
-            if id(shard) not in fulls:
-                fulls[id(shard)] = held_full(shard)
-        if not fulls or any(full is None for full in fulls.values()):
+        shards = {id(v): v for v in leaves(self.values) if isinstance(v, Placed)}
+        fulls = {k: held_full(v) if self.is_current(result) else None for k, v in shards.items()}
+        if None in fulls.values():
             return None
         args, kwargs = tree_map_only(Placed, lambda shard: fulls[id(shard)], self.values)
         with torch.no_grad():
-            full: Tensor = self.func(*args, **kwargs)
-        return full
+            return self.func(*args, **kwargs)
 
 
 def keep_recipe(func: Function, args: Args, kwargs: Kwargs, result: Any) -> None:
     """Notes how a shard was computed, if no other rank knows more of it."""
-    values, params, depth = (args, kwargs), [], 1
-    for tensor in _tensors_in(values, Tensor):
-        param = param_of(tensor)
+    params, depth = [], 1
+    for value in (each for each in leaves((args, kwargs)) if isinstance(each, Tensor)):
+        param, recipe = param_of(value), getattr(value, "recipe", None)
         state = None if param is None else param.state_ref()
-        recipe: Recipe | None = getattr(tensor, "recipe", None)
-        if state is not None and stays_whole(param, state) and not is_old(tensor, param, state):
-            params.append((param, _param_version(param)))
-        elif recipe is not None and recipe.depth < _DEEPEST and recipe.is_current(tensor):
+        if state is not None and stays_whole(param, state) and not is_old(value, param, state):
+            params.append(param)
+        elif recipe is not None and recipe.depth < _DEEPEST and recipe.is_current(value):
             params += recipe.params
             depth = max(depth, recipe.depth + 1)
-        elif isinstance(tensor, Placed) or tensor.dim() > 0:
+        elif isinstance(value, Placed) or value.dim() > 0:
             return
-        if tensor is result:
+        if value is result:
             return  # of the same dtype, or shape
-    result.recipe = Recipe(func, values, params, _versions(values, result), depth)
+    versions = _versions(params, ((args, kwargs), result))
+    result.recipe = Recipe(func, (args, kwargs), params, versions, depth)
 
 
-def _tensors_in(values: Any, kind: type) -> list[Any]:
-    return [value for value in leaves(values) if isinstance(value, kind)]
-
-
-def _versions(values: Any, result: Any) -> list[int]:
-    others = [tensor for tensor in _tensors_in(values, Tensor) if param_of(tensor) is None]
-    return [version_of(tensor) for tensor in (*others, result)]
-
-
-def _param_version(param: Any) -> int:
-    state = param.state_ref()
-    return -1 if state is None else int(state.engine.param_version(param.unit, param.position))
+def _versions(params: list[Any], values: Any) -> list[int]:
+    others = [v for v in leaves(values) if isinstance(v, Tensor) and param_of(v) is None]
+    states = [(param, param.state_ref()) for param in params]
+    known = [-1 if s is None else s.engine.param_version(p.unit, p.position) for p, s in states]
+    return known + [version_of(value) for value in others]
 
 
 def held_full(shard: Any) -> Tensor | None:
@@ -106,9 +92,8 @@ def held_full(shard: Any) -> Tensor | None:
     this rank lacks some of them. Torch functions are off."""
     param = param_of(shard)
     state = None if param is None else param.state_ref()
-    recipe: Recipe | None = getattr(shard, "recipe", None)
-    if state is None and recipe is not None:
-        return recipe.full(shard)
+    if state is None and hasattr(shard, "recipe"):
+        return shard.recipe.full(shard)  # type: ignore[no-any-return]
     if state is None or not stays_whole(param, state) or is_old(shard, param, state):
         return None
     pending_host_updates.finish()  # gathers behind a step
