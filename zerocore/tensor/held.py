@@ -93,7 +93,7 @@ def held_full(shard: Any) -> Tensor | None:
     param = param_of(shard)
     state = None if param is None else param.state_ref()
     if state is None and hasattr(shard, "recipe"):
-        return shard.recipe.full(shard)  # type: ignore[no-any-return]
+        return shard.recipe.full(shard)
     if state is None or not stays_whole(param, state) or is_old(shard, param, state):
         return None
     pending_host_updates.finish()  # gathers behind a step
