@@ -63,6 +63,23 @@ def gathered(model: nn.Module, run: Callable[[], Any]) -> list[str]:
     return [event.unit for event in events if event.op == "all_gather"]
 
 
+COMPUTED: tuple[Callable[[Tensor], Any], ...] = (
+    lambda p: p.detach().abs().mean(),
+    lambda p: p.float().mean(),
+    lambda p: p.detach().half().float().norm(),
+    lambda p: (p.detach() * 2 + 1).square().sum(),
+    lambda p: (p.detach() - p.detach().mean()).abs().max(),
+    lambda p: (p.detach() > 0).float().mean(),
+    lambda p: torch.isnan(p.detach()).any(),
+    lambda p: torch.where(p.detach() > 0, p.detach(), 0.5).std(),
+    lambda p: p.data.view(-1).abs().sum(),
+    lambda p: p.data.clone().flatten().exp()[1:3].sum(),
+    lambda p: p.detach().abs().cpu().flatten().tolist()[1],
+    lambda p: torch.histc(p.detach().abs(), 4).max(),
+    lambda p: torch.equal(p.detach() * 2, p.detach() + p.detach()),
+)
+
+
 def check_alone(model: nn.Module, plain: nn.Module) -> None:
     """Rank 0 reads what it can; the others wait for it in a barrier."""
     if dist.get_rank() == 0:
@@ -81,6 +98,8 @@ def check_alone(model: nn.Module, plain: nn.Module) -> None:
                 torch.testing.assert_close(torch.histc(p, 4), torch.histc(q, 4))
                 torch.testing.assert_close(torch.histc(state[name], 4), torch.histc(q, 4))
                 torch.testing.assert_close(p[0] + 0, q[0] + 0)
+                for read in COMPUTED:
+                    assert float(read(p)) == pytest.approx(float(read(q)))
                 norms = torch._foreach_norm([p, p])
                 assert norms[1].item() == pytest.approx(float(q.norm()))
             torch.testing.assert_close(torch.tensor(p.detach().tolist()), q.detach())
@@ -115,6 +134,38 @@ def make_optimizer(kind: str, model: nn.Module) -> Any:
 def test_rank_0_reads_alone(stage: int, world_size: int) -> None:
     for kind in ("torch", "zerocore", "clipped") if world_size < 8 else ("torch",):
         run_ranks(read_alone, world_size, stage, kind)
+
+
+def compute_across_steps(stage: int) -> None:
+    """Values of before a step, and those that are changed in place, are what they are."""
+    model, plain = make(stage)
+    found: list[list[Any]] = []
+    for each in (model, plain):
+        params = list(each.parameters())
+        optimizer = torch.optim.SGD(params, 0.1)
+        averages = [p.detach() * 1 for p in params]
+        numbers = []
+        for _ in range(12):
+            before = [p.detach().abs() for p in params]
+            doubled = [p.detach().abs() for p in params]
+            [value.mul_(2) for value in doubled[::2]]
+            backward(each)
+            optimizer.step()
+            optimizer.zero_grad()
+            [value.mul_(2) for value in doubled[1::2]]
+            averages = [a * 0.9 + p.detach() * 0.1 for a, p in zip(averages, params, strict=True)]
+            for values in (before, doubled, averages):
+                numbers += [float(value.sum()) for value in values]
+        found.append(numbers)
+        if each is model:
+            depths = [value.recipe.depth for value in averages if hasattr(value, "recipe")]
+            assert all(depth <= 8 for depth in depths)
+    assert found[0] == pytest.approx(found[1])
+
+
+@STAGES
+def test_values_of_before_a_step(stage: int) -> None:
+    run_ranks(compute_across_steps, 2, stage)
 
 
 WEIGHTS, BIASES = slice(0, None, 2), slice(1, None, 2)

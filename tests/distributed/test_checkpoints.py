@@ -247,8 +247,8 @@ def bytes_asked() -> int:
 
 
 def save_large(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Saves 60 MiB of each of 2 ranks, a third of it weights."""
-    model = zerocore.shard(nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(10))))
+    """Saves 60 MiB of each of 2 ranks, a third of it weights; the first one has of no bias any."""
+    model = zerocore.shard(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(10))))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()

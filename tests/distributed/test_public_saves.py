@@ -1,4 +1,4 @@
-"""Ten public training programs' ways to save on rank 0.
+"""Eleven public training programs' ways to save on rank 0.
 
 At stages 1 and 2 the file has the weights that DDP's would have. Saving optimizer states there, or
 anything at stage 3, is an error that names the line to write. No program may write one rank's part
@@ -103,11 +103,16 @@ def yolo(model: nn.Module, optimizer: Any) -> State:
     return {"epoch": 1, "model": halves, "optimizer": optimizer.state_dict()}
 
 
+def torchrun_tutorial(model: nn.Module, optimizer: Any) -> State:
+    """The weights alone, and where to go on."""
+    return {"MODEL_STATE": unwrapped(model).state_dict(), "EPOCHS_RUN": 3}
+
+
 SHAPES: tuple[Shape, ...] = (
-    *(nano_gpt, min_gpt, imagenet, timm, torchvision),
+    *(nano_gpt, min_gpt, imagenet, timm, torchvision, torchrun_tutorial),
     *(detectron, mmengine, fairseq, diffusion, yolo),
 )
-MODEL_KEYS = ("model", "state_dict")
+MODEL_KEYS = ("model", "state_dict", "MODEL_STATE")
 
 
 def written(state: State) -> State:

@@ -57,6 +57,7 @@ class _Reader(pickle._Unpickler):
 
     stack: list[Any]
     metastack: list[Any]
+    memo: dict[int, Any]
     read: Callable[[int], bytes]
     readline: Callable[[], bytes]
     append: Callable[[Any], None]
@@ -77,10 +78,19 @@ class _Reader(pickle._Unpickler):
         self._empty: dict[int, tuple[Any, Callable[[Any, Any], None]]] = {}  # to be filled, by id
 
     def load(self) -> Any:
-        read, dispatch = self.read, self.dispatch
+        read, dispatch, memo = self.read, self.dispatch, self.memo
+        keep, get, get_far = (pickle.MEMOIZE[0], pickle.BINGET[0], pickle.LONG_BINGET[0])
         try:
             while True:
-                dispatch[read(1)[0]](self)
+                code = read(1)[0]
+                if code == keep:  # these three are half of a file
+                    memo[len(memo)] = self.stack[-1]
+                elif code == get:
+                    self.append(memo[read(1)[0]])
+                elif code == get_far:
+                    self.append(memo[int.from_bytes(read(4), "little")])
+                else:
+                    dispatch[code](self)
         except pickle._Stop as stop:  # type: ignore[attr-defined]
             value = stop.value
         if self._empty or self.stack or self.metastack:
@@ -131,11 +141,12 @@ class _Reader(pickle._Unpickler):
         kind = type(self.stack[-1])
         if kind not in (dict, _Opaque) or len(pairs) % 2 != 0:
             raise ValueError("it sets items of what is no dict")
-        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+        keys = pairs[::2]
+        for key in keys:
             if type(key) not in _PLAIN:
                 self._check_key(key)
-            if kind is dict:
-                self.stack[-1][key] = value
+        if kind is dict:
+            self.stack[-1].update(zip(keys, pairs[1::2], strict=True))
 
     def _check_key(self, key: Any) -> None:
         """Hashing a key must end soon, and with the same hash for good."""
@@ -173,8 +184,7 @@ class _Reader(pickle._Unpickler):
         pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1,
         pickle.BINFLOAT, pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.EMPTY_TUPLE, pickle.TUPLE,
         pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.EMPTY_DICT,
-        pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET,
-        pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID,
+        pickle.BINPUT, pickle.LONG_BINPUT, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID,
     )  # fmt: skip
     dispatch: ClassVar[dict[int, Any]] = {
         **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in _KEPT},

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zerocore.checkpoint.plain_values import as_leaf, leaf_value, put_together, taken_apart
 from zerocore.checkpoint.safe_files import shown
-from zerocore.hooks.loading import as_loaded
+from zerocore.hooks.loading import as_loaded, has_own_loading
 from zerocore.hooks.optimizer_states import (
     NUMBERS,
     filled_later,
@@ -155,6 +155,8 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def names_by_hooks(model: nn.Module, metadata: Metadata) -> dict[str, str]:
     """By a saved name, the one in ``model.state_dict()`` that the model's hooks of loading give it;
     only where these differ. Hooks that change values do not count."""
+    if not has_own_loading(model):
+        return {}
     empty = {
         key.removeprefix("model."): torch.empty((), dtype=facts.properties.dtype).expand(facts.size)
         for key, facts in metadata.state_dict_metadata.items()
@@ -197,6 +199,7 @@ def _check_tensor(key: str, value: Any, facts: Any, trouble: str) -> None:
 def fit_optimizers(
     model: nn.Module,
     optimizers: Optimizers,
+    new: set[str],
     groups: list[State],
     metadata: Metadata,
     folder: object,
@@ -204,24 +207,22 @@ def fit_optimizers(
     """The optimizers' states that the checkpoint has, on their own memory, and its ``groups``, of
     whose options a missing one keeps its value. ValueError that names folder and key for others.
 
-    States are made where there are none yet, of memory that holds anything, and stay if this
-    raises. A parameter may lack its state as a whole.
+    States are made where there are none yet (``new``), of memory that holds anything, and stay if
+    this raises. A parameter may lack its state as a whole.
     """
     if not groups:
         raise ValueError(f"{folder} holds no optimizer's state")
-    own_groups = _by_names(model, optimizers)["param_groups"]
+    saved = saved_states(metadata)
+    with filled_later():
+        for optimizer in optimizers:
+            make_states(optimizer)
+    drop_states(model, optimizers, new - set(saved))
+    own, own_groups = _by_names(model, optimizers).values()
     if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
         raise ValueError(
             f"{folder} has parameter groups of {_outline(groups)}, the optimizer of "
             f"{_outline(own_groups)}; build it as it was"
         )
-    saved = saved_states(metadata)
-    new = params_without_state(model, optimizers)
-    with filled_later():
-        for optimizer in optimizers:
-            make_states(optimizer)
-    drop_states(model, optimizers, new - set(saved))
-    own = _by_names(model, optimizers)["state"]
     trouble = f"{folder} was saved with another kind of optimizer"
     wanted: State = {}
     for optimizer in optimizers:
@@ -318,7 +319,7 @@ def params_without_state(model: nn.Module, optimizers: Optimizers) -> set[str]:
 
 
 def drop_states(model: nn.Module, optimizers: Optimizers, names: set[str]) -> None:
-    for optimizer in optimizers:
+    for optimizer in optimizers if names else ():
         for name, param in _names(model, optimizer).items():
             if name in names:
                 optimizer.state.pop(param, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +35,65 @@ def is_old(shard: Any, param: Any, state: Any) -> bool:
     return bool(getattr(shard, "version", version) != version)
 
 
+_DEEPEST = 8  # functions of functions; each keeps those before it in memory
+
+
+class Recipe(NamedTuple):
+    """How a shard was computed from nothing but parameters that this rank has in full."""
+
+    func: Function
+    values: tuple[Args, Kwargs]
+    params: list[Any]
+    versions: list[int]  # of these, of the result and of what it was computed from
+    depth: int
+
+    def is_current(self, result: Any) -> bool:
+        return self.versions == _versions(self.params, (self.values, result))
+
+    def full(self, result: Any) -> Any:
+        """The full result; None if this rank lacks a value, or one has changed."""
+        shards = {id(v): v for v in leaves(self.values) if isinstance(v, Placed)}
+        fulls = {k: held_full(v) if self.is_current(result) else None for k, v in shards.items()}
+        if None in fulls.values():
+            return None
+        args, kwargs = tree_map_only(Placed, lambda shard: fulls[id(shard)], self.values)
+        with torch.no_grad():
+            return self.func(*args, **kwargs)
+
+
+def keep_recipe(func: Function, args: Args, kwargs: Kwargs, result: Any) -> None:
+    """Notes how a shard was computed, if no other rank knows more of it."""
+    params, depth = [], 1
+    for value in (each for each in leaves((args, kwargs)) if isinstance(each, Tensor)):
+        param, recipe = param_of(value), getattr(value, "recipe", None)
+        state = None if param is None else param.state_ref()
+        if state is not None and stays_whole(param, state) and not is_old(value, param, state):
+            params.append(param)
+        elif recipe is not None and recipe.depth < _DEEPEST and recipe.is_current(value):
+            params += recipe.params
+            depth = max(depth, recipe.depth + 1)
+        elif isinstance(value, Placed) or value.dim() > 0:
+            return
+        if value is result:
+            return  # of the same dtype, or shape
+    versions = _versions(params, ((args, kwargs), result))
+    result.recipe = Recipe(func, (args, kwargs), params, versions, depth)
+
+
+def _versions(params: list[Any], values: Any) -> list[int]:
+    others = [v for v in leaves(values) if isinstance(v, Tensor) and param_of(v) is None]
+    states = [(param, param.state_ref()) for param in params]
+    known = [-1 if s is None else s.engine.param_version(p.unit, p.position) for p, s in states]
+    return known + [version_of(value) for value in others]
+
+
 def held_full(shard: Any) -> Tensor | None:
-    """The full values of a shard, in the memory of its parameter; None where this rank lacks some
-    of them. Torch functions are off."""
+    """The full values of a shard, in the memory of its parameter or computed from these; None where
+    this rank lacks some of them. Torch functions are off."""
     param = param_of(shard)
     state = None if param is None else param.state_ref()
+    if state is None and hasattr(shard, "recipe"):
+        return shard.recipe.full(shard)
     if state is None or not stays_whole(param, state) or is_old(shard, param, state):
         return None
     pending_host_updates.finish()  # gathers behind a step

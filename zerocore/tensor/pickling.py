@@ -42,7 +42,8 @@ def keep_owner(copy: Any, source: Any) -> Any:
     as that does not change."""
     param: Any = shard_in(getattr(source, "owner", lambda: None)())
     state = None if param is None else param.state_ref()
-    if state is not None and type(copy) is type(source) and copy is not source:
+    is_rounded = param is not None and source.dtype not in (param.dtype, copy.dtype)
+    if state is not None and not is_rounded and type(copy) is type(source) and copy is not source:
         copy.owner = source.owner
         copy.version = getattr(source, "version", None)
         if copy.version is None:

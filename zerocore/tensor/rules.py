@@ -17,7 +17,7 @@ from zerocore.common.patching import around
 from zerocore.tensor import functions, pending_host_updates
 from zerocore.tensor.elementwise import NotLocal, apply, apply_operator, draw, fit, get_items
 from zerocore.tensor.functions import Args, Function, Kwargs, is_foreach, is_in_place, name_of
-from zerocore.tensor.held import call_held
+from zerocore.tensor.held import call_held, keep_recipe
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.noted_writes import note_writes
 from zerocore.tensor.pickling import forget_owners, keep_owner
@@ -117,15 +117,18 @@ def _on_shards(
     try:
         result = _local_or_global(func, args, kwargs, changed)
         if result is not NotImplemented:
-            if reads and functions.base_of(name_of(func)) not in functions.LIKES:
+            base = functions.base_of(name_of(func))
+            if reads and base not in functions.LIKES:
                 _note_read(result)
+            if isinstance(result, Placed) and not (changed or base in functions.RANDOM):
+                keep_recipe(func, args, kwargs, result)
             return result
     except NotLocal as error:
         reason = str(error)
+    if not (changed or params) and (held := call_held(func, args, kwargs)) is not NotImplemented:
+        return held
     if reads:
         return call_with_full(func, args, kwargs, params)
-    if not changed and (held := call_held(func, args, kwargs)) is not NotImplemented:
-        return held
     found = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
     whole = {id(value): value.place.view_of_whole(local_of(value)) for value in found}
     if None not in whole.values() and not any(isinstance(value, Placed) for value in changed):

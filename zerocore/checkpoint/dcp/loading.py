@@ -96,7 +96,8 @@ class TrainingLoad:
         with reading(self._folder):
             self._contents = contents = Contents(self._folder)
             names = training_state.names_by_hooks(self._model, contents.metadata)
-            contents.rename(names)
+            if names:
+                contents.rename(names)
             self._check_sizes(contents)
             self.own = read_own(contents, self._state.rank)
             groups = read_groups(contents) if self._optimizers else []
@@ -118,7 +119,12 @@ class TrainingLoad:
         if self._optimizers:
             self._stateless = training_state.params_without_state(self._model, self._optimizers)
             self._wanted["optim"] = training_state.fit_optimizers(
-                self._model, self._optimizers, groups, contents.metadata, self._folder
+                self._model,
+                self._optimizers,
+                self._stateless,
+                groups,
+                contents.metadata,
+                self._folder,
             )
         if self._checksums:
             self._saved = saved_state(KeptPlan(self._state), self._wanted, copy=False)

@@ -160,7 +160,8 @@ class OwnFile:
                 target.is_read = True
 
     def read_rest(self, saved: SavedState, targets: dict[int, Target]) -> set[str]:
-        """Fills the memory of all shards, and says the keys of which all is read."""
+        """Fills the memory of all shards, and says the keys of which all is read, or nothing is
+        this rank's."""
         self._stream = None
         shards = {at: target for at, target in targets.items() if not target.is_value}
         if shards:
@@ -170,4 +171,4 @@ class OwnFile:
         found: Counter[str] = Counter()
         for target in shards.values():
             found[target.key] += target.memory.numel() if target.is_read else 0
-        return {key for key in found if found[key] == saved.tensors[key][0].numel()}
+        return {key for key, (local, _) in saved.tensors.items() if found[key] == local.numel()}

@@ -116,21 +116,20 @@ class SavePlan:
         for key, (offset, length) in values.items():
             entries[key] = dcp.BytesStorageMetadata()
             places[dcp.MetadataIndex(key)] = _StorageInfo(VALUES, offset, length)
-        known: dict[tuple[int, int], list[Any]] = {}  # weights and moments are spread alike
+        # A pickle has an object once: weights and moments are spread alike.
+        kinds = {dtype: dcp.TensorProperties(dtype=dtype) for dtype, _ in self.tensors.values()}
+        known: dict[tuple[int, int], Any] = {}
         for key, (dtype, spread) in self.tensors.items():
-            size = dtype.itemsize
-            chunks = known.get((id(spread), size))
-            if chunks is None:
-                chunks = known[id(spread), size] = _chunks(spread, size)
+            kind = (id(spread), dtype.itemsize)
+            if kind not in known:
+                found = _chunks(spread, dtype.itemsize)
+                known[kind] = (torch.Size(spread.shape), [chunk for _, _, chunk in found], found)
+            shape, boxes, chunks = known[kind]
             for rank, nbytes, chunk in chunks:
                 index = dcp.MetadataIndex(key, chunk.offsets)
                 places[index] = _StorageInfo(names[rank], offsets[rank], nbytes)
                 offsets[rank] += nbytes
-            entries[key] = dcp.TensorStorageMetadata(
-                dcp.TensorProperties(dtype=dtype),
-                torch.Size(spread.shape),
-                [chunk for _, _, chunk in chunks],
-            )
+            entries[key] = dcp.TensorStorageMetadata(kinds[dtype], shape, boxes)
         meta = dcp.StorageMeta(save_id=FORMAT)
         return dcp.Metadata(entries, dict(paths), places, meta, CURRENT_DCP_VERSION)
 
