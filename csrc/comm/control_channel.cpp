@@ -10,7 +10,6 @@
 #include <limits>
 
 #include "watch/alarm.h"
-#include "watch/roll_call.h"
 
 namespace zerocore {
 
@@ -187,9 +186,7 @@ std::vector<bool> ControlChannel::hear(Flags& flags) {
 }
 
 void connect_peers(const std::string& control) {
-  const auto group = c10d::resolve_process_group(control);
-  RollCall::note_holder(group->getStore(), group->getRank());
-  const auto link = link_of(group);
+  const auto link = link_of(c10d::resolve_process_group(control));
   link->wait(link->begin({}));
 }
 

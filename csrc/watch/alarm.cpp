@@ -19,10 +19,9 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
-constexpr Seconds kWarning(60); // of silence, or half of the limit
-constexpr Seconds kComparison(5); // of silence, or a quarter of the limit
-constexpr Seconds kPatience(5); // of the watchdog with the store
-constexpr Seconds kWatchdog(10); // of a thread that has failed with the watchdog
+constexpr Seconds kFirstCall(5); // of silence, or a quarter of the limit
+constexpr Seconds kPatience(5); // with the store
+constexpr Seconds kWatchdog(10); // of a thread that has failed, with the watchdog
 constexpr double kDefaultSeconds = 1800; // of a group that has no timeout
 // Tags of messages that are never sent.
 constexpr int kUnusedTag = 0x5afe0000;
@@ -43,8 +42,12 @@ double timeout_of(c10d::ProcessGroup& group) {
 }
 
 // One receive that has waited for too long closes all connections of gloo. One whose peer is gone
-// does not.
-void close_gloo(c10d::Backend& backend, const std::vector<int64_t>& peers) {
+// does not. A group of control messages is connected with some ranks alone.
+void close_gloo(c10d::Backend& backend, bool is_control) {
+  std::vector<int64_t> peers = Dissemination::peers(backend.getRank(), backend.getSize());
+  for (int64_t rank = 0; rank < backend.getSize() && !is_control; ++rank) {
+    peers.push_back(rank);
+  }
   for (int context = 0; context < kContexts; ++context) {
     for (const int64_t peer : peers) {
       try {
@@ -55,22 +58,6 @@ void close_gloo(c10d::Backend& backend, const std::vector<int64_t>& peers) {
       }
     }
   }
-}
-
-std::vector<int64_t> all_peers(const c10d::Backend& backend) {
-  std::vector<int64_t> peers;
-  for (int64_t rank = 0; rank < backend.getSize(); ++rank) {
-    if (rank != backend.getRank()) {
-      peers.push_back(rank);
-    }
-  }
-  return peers;
-}
-
-// In one piece, and without a lock that a thread which waits may hold.
-void print(size_t rank, const std::string& text) {
-  const std::string line = "zerocore on rank " + std::to_string(rank) + ": " + text + "\n";
-  static_cast<void>(!write(STDERR_FILENO, line.data(), line.size()));
 }
 
 } // namespace
@@ -86,8 +73,8 @@ Alarm::Alarm(
     add_group(group);
   }
   const double timeout = timeout_of(*groups[0]);
-  limit_ = std::min(timeout, options_.stall_seconds.value_or(timeout));
-  limit_is_timeout_ = limit_ == timeout;
+  limit_ = Seconds(std::min(timeout, options_.stall_seconds.value_or(timeout)));
+  limit_is_timeout_ = limit_.count() == timeout;
 }
 
 void Alarm::add_group(const Group& group) {
@@ -95,9 +82,8 @@ void Alarm::add_group(const Group& group) {
   group_names_.push_back(group->getGroupName());
   for (const c10::Device device : group->getDeviceTypes()) {
     const auto backend = group->getBackend(device.type());
-    if (std::none_of(backends_.begin(), backends_.end(), [&](const auto& other) {
-          return other.lock() == backend;
-        })) {
+    if (std::ranges::none_of(
+            backends_, [&](const auto& other) { return other.lock() == backend; })) {
       backends_.emplace_back(backend);
     }
   }
@@ -105,7 +91,7 @@ void Alarm::add_group(const Group& group) {
 
 bool Alarm::has_group(const std::string& name) const {
   const std::lock_guard lock(mutex_);
-  return std::find(group_names_.begin(), group_names_.end(), name) != group_names_.end();
+  return std::ranges::find(group_names_, name) != group_names_.end();
 }
 
 // -- the threads that use the model ---------------------------------------------------------
@@ -116,11 +102,11 @@ void Alarm::throw_message() const {
 
 void Alarm::note_failure(const std::string& what) {
   {
-    std::unique_lock lock(mutex_);
-    if (call_ != RollKind::Alarm && !failed_) { // what fails then is a consequence
-      cause_ = what;
+    const std::lock_guard lock(mutex_);
+    if (!must_end_ && !in_call_) { // else it may be a consequence
+      cause_ = " (Here: " + what + ")";
     }
-    failed_ = true;
+    must_end_ = must_end_.value_or(Clock::now());
   }
   Watchdog::of_process().wake();
 }
@@ -137,112 +123,78 @@ void Alarm::fail(const std::string& what) {
 int64_t Alarm::enter(std::string what) {
   check();
   const std::lock_guard lock(mutex_);
-  waits_.push_back({++num_waits_, std::move(what), Clock::now()});
+  waits_[++num_waits_] = {std::move(what), Clock::now()};
   return num_waits_;
 }
 
 void Alarm::leave(int64_t token) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(waits_, [&](const Wait& wait) { return wait.token == token; });
+  waits_.erase(token);
 }
 
-// -- the watchdog ---------------------------------------------------------------------------
+// -- the thread that watches ----------------------------------------------------------------
 
 Milliseconds Alarm::interval() const {
-  return Milliseconds(std::clamp(static_cast<int64_t>(limit_ * 100), int64_t(50), int64_t(1000)));
-}
-
-// The longest; numbers below zero are of waits that are not in the ledger.
-Silence Alarm::silence() {
-  Silence longest = ledger_.silence();
-  const std::lock_guard lock(mutex_);
-  for (const Wait& wait : waits_) {
-    const auto length = Clock::now() - wait.since;
-    if (length > longest.length) {
-      longest = {length, -1 - wait.token};
-    }
-  }
-  return longest;
-}
-
-// False if it is under way, or one that outranks it.
-bool Alarm::begin(RollKind call) {
-  const std::lock_guard lock(mutex_);
-  if (call_ >= call) {
-    return false;
-  }
-  call_ = call;
-  called_ = Clock::now();
-  answer_.reset();
-  return true;
-}
-
-// The call that a silence makes, if none is under way.
-RollKind Alarm::due(const Silence& silence) {
-  const std::lock_guard lock(mutex_);
-  if (failed_ || is_certain_ || silence.length > Seconds(limit_)) {
-    return RollKind::Alarm;
-  }
-  if (call_ != RollKind::None || silence.number == -1) {
-    return RollKind::None;
-  }
-  if (std::exchange(compared_, silence.number) != silence.number) {
-    next_compared_ = std::min(kComparison, Seconds(limit_ / 4));
-  }
-  prints_ = silence.length > std::min(kWarning, Seconds(limit_ / 2)) && silence.number != warned_;
-  if (prints_) {
-    warned_ = silence.number;
-  } else if (silence.length <= next_compared_) {
-    return RollKind::None;
-  }
-  next_compared_ = 2 * Seconds(silence.length);
-  return RollKind::Warning;
+  return Milliseconds(
+      std::clamp(static_cast<int64_t>(limit_.count() * 100), int64_t(50), int64_t(1000)));
 }
 
 void Alarm::tick() {
-  if (raised_) {
-    return;
-  }
-  if (begin(due(silence()))) {
-    Watchdog::of_process().wake();
-  }
+  const auto now = Clock::now();
   std::unique_lock lock(mutex_);
-  if (call_ == RollKind::None || !(answer_ || Clock::now() - called_ > kPatience)) {
-    return;
+  silence_ = ledger_.silence();
+  for (const auto& [_, wait] : waits_) {
+    silence_ = std::max<Seconds>(silence_, now - wait.since);
   }
-  const std::optional<std::string> answer = std::exchange(answer_, std::nullopt);
-  const bool is_alarm = call_ == RollKind::Alarm;
-  const bool prints = !is_alarm && std::exchange(prints_, false) && !is_certain_;
-  if (!is_alarm) {
-    call_ = RollKind::None;
+  const Seconds first = std::min(kFirstCall, limit_ / 4);
+  if (silence_ < first) {
+    next_call_ = first;
   }
+  const bool begins = !must_end_ && silence_ > limit_;
+  if (begins) {
+    must_end_ = now;
+  }
+  const bool gives_up = must_end_ && now - *must_end_ > kPatience;
   lock.unlock();
-  const std::string text = answer ? *answer : describe_alone();
-  if (is_alarm) {
-    raise(text);
-  } else if (prints && !text.empty()) {
-    print(options_.rank, "warning: " + text);
+  if (begins) {
+    Watchdog::of_process().wake();
+  } else if (gives_up) {
+    raise_alone();
   }
 }
 
+// Of what this rank knows.
+void Alarm::raise_alone() {
+  std::vector<RankReport> reports(options_.size);
+  reports[options_.rank] = report();
+  raise(zerocore::describe(reports, params_, model(), advice(), roll_call_.store_name()));
+}
+
 void Alarm::raise(std::string message) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!message_.empty()) {
+      return;
+    }
+    message_ = std::move(message) + cause_;
+  }
   close_groups();
   {
     const std::lock_guard lock(mutex_);
-    message_ = std::move(message) + (cause_.empty() ? "" : " (Here: " + cause_ + ")");
     raised_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  print(options_.rank, message_);
+  // In one piece, and without a lock that a thread which waits may hold.
+  const std::string line =
+      "zerocore on rank " + std::to_string(options_.rank) + ": " + message_ + "\n";
+  static_cast<void>(!write(STDERR_FILENO, line.data(), line.size()));
 }
 
 // See Note [Alarm].
 void Alarm::close_groups() {
-  std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends;
-  {
-    const std::lock_guard lock(mutex_);
-    backends = backends_;
-  }
+  std::unique_lock lock(mutex_);
+  const auto backends = backends_;
+  lock.unlock();
   for (size_t i = 0; i < backends.size(); ++i) {
     const auto backend = backends[i].lock();
     if (!backend) {
@@ -252,11 +204,7 @@ void Alarm::close_groups() {
     static auto* const kept = new std::vector<c10::intrusive_ptr<c10d::Backend>>();
     kept->push_back(backend);
     if (backend->getBackendName() == "gloo") {
-      // The first group is connected with the peers of control messages alone.
-      close_gloo(
-          *backend,
-          i == 0 ? Dissemination::peers(backend->getRank(), backend->getSize())
-                 : all_peers(*backend));
+      close_gloo(*backend, i == 0);
     } else { // may wait for the device
       std::thread([backend] {
         try {
@@ -273,7 +221,7 @@ void Alarm::close_groups() {
 
 std::string Alarm::waits_without_number() const {
   const std::lock_guard lock(mutex_);
-  return waits_.empty() ? "" : waits_.front().what;
+  return waits_.empty() ? "" : waits_.begin()->second.what;
 }
 
 std::string Alarm::model() const {
@@ -281,10 +229,10 @@ std::string Alarm::model() const {
 }
 
 std::string Alarm::waits_in() const {
-  const LedgerState state = ledger_.state();
-  const auto entry = std::ranges::find(state.entries, state.waiting, &LedgerEntry::number);
-  const std::string what = entry == state.entries.end() ? waits_without_number()
-                                                        : entry->op + " of '" + entry->unit + "'";
+  const RankReport report = ledger_.report();
+  const LedgerEntry* entry = report.find(report.waiting);
+  const std::string what =
+      entry == nullptr ? waits_without_number() : entry->op + " of '" + entry->unit + "'";
   return what.empty() ? "" : what + " of the model " + model();
 }
 
@@ -293,9 +241,7 @@ std::optional<ModelPosition> Alarm::position() const {
 }
 
 RankReport Alarm::report() const {
-  RankReport report;
-  report.answered = true;
-  report.ledger = ledger_.state();
+  RankReport report = ledger_.report();
   report.elsewhere = waits_without_number();
   if (report.elsewhere.empty()) {
     report.elsewhere = Watchdog::of_process().waits_in_other_than(*this);
@@ -309,58 +255,50 @@ std::string Alarm::advice() const {
       "If a rank is only slow (it evaluates or saves alone), raise ",
       limit_is_timeout_ ? "the timeout of the process group" : "ZEROCORE_STALL_SECONDS",
       ", which is ",
-      limit_,
+      limit_.count(),
       limit_is_timeout_ ? "." : "; 0 waits for ever.");
 }
 
-std::string Alarm::describe_alone() const {
-  std::vector<RankReport> reports(options_.size);
-  reports[options_.rank] = report();
-  return zerocore::describe(reports, params_, model(), advice(), roll_call_.holder());
-}
-
-std::string Alarm::describe(const std::vector<RankReport>& reports) {
-  const bool is_certain = options_.needs_all && wait_for_ever(reports);
-  {
-    const std::lock_guard lock(mutex_);
-    is_certain_ = is_certain_ || is_certain;
+std::string Alarm::describe(const std::vector<RankReport>& reports, bool must_end) const {
+  const bool for_ever = options_.needs_all && wait_for_ever(reports);
+  if (!for_ever && !must_end) {
+    return "";
   }
   const std::string why = "The ranks wait for each other, so a longer timeout does not help.";
-  return zerocore::describe(reports, params_, model(), is_certain ? why : advice());
+  return zerocore::describe(reports, params_, model(), for_ever ? why : advice());
 }
 
 // -- the thread that talks to stores --------------------------------------------------------
 
-void Alarm::talk() {
-  RollKind wanted = RollKind::None;
-  {
-    const std::lock_guard lock(mutex_);
-    wanted = answer_ ? RollKind::None : call_;
+bool Alarm::talk() {
+  std::unique_lock lock(mutex_);
+  const bool must_end = must_end_.has_value();
+  const bool asks = must_end || silence_ > next_call_;
+  lock.unlock();
+  if (raised_) {
+    return false;
   }
-  std::string told;
-  RollKind call = RollKind::None;
+  std::optional<std::string> told;
   try {
-    do { // another rank's warning may come before this one's alarm
-      call = raised_ ? RollKind::None : roll_call_.next(wanted);
-      if (call != RollKind::None) {
-        begin(call);
-        roll_call_.tell(report());
-        told = roll_call_.hear([this](const auto& all) { return describe(all); });
-      }
-    } while (call != RollKind::None && call < wanted);
+    told = roll_call_.poll(
+        asks,
+        must_end,
+        [this] { return report(); },
+        [this](const auto& reports, bool ends) { return describe(reports, ends); });
   } catch (const std::exception&) {
     roll_call_.give_up();
   }
-  if (!roll_call_.can_ask() && wanted != RollKind::None) {
-    told = describe_alone();
-  } else if (call == RollKind::None) {
-    return;
+  if (told && !told->empty()) {
+    raise(std::move(*told));
+  } else if (must_end && !roll_call_.can_ask()) {
+    raise_alone();
   }
-  {
-    const std::lock_guard lock(mutex_);
-    answer_ = std::move(told);
+  lock.lock();
+  in_call_ = roll_call_.is_open();
+  if (told) {
+    next_call_ = 2 * silence_;
   }
-  Watchdog::of_process().wake();
+  return in_call_;
 }
 
 void Alarm::note_end(const std::string& how) {

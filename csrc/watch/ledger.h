@@ -1,5 +1,5 @@
-// A rank's last collectives, the reports that ranks write of them for each other after an alarm,
-// and the sentence that follows from all.
+// A rank's last collectives, the report of them that ranks write for each other, and the sentence
+// that follows from the reports of all.
 #pragma once
 
 #include <array>
@@ -27,13 +27,6 @@ struct LedgerEntry {
   }
 };
 
-// A copy of a ledger's content at one moment, oldest entry first.
-struct LedgerState {
-  std::vector<LedgerEntry> entries;
-  int64_t waiting = -1; // number of the collective that the host waits in
-  std::string trainable; // '1' or '0' for each parameter of the model
-};
-
 // Where a rank is among the collectives of a model.
 struct ModelPosition {
   std::string name; // as of AlarmOptions
@@ -41,10 +34,21 @@ struct ModelPosition {
   int64_t waiting = -1; // of the one that the host waits in
 };
 
-// How long the host has been seen to wait in one collective.
-struct Silence {
-  std::chrono::steady_clock::duration length{};
-  int64_t number = -1; // of the collective
+struct RankReport {
+  std::vector<LedgerEntry> entries; // the last ones, oldest first
+  int64_t waiting = -1; // number of the collective that the host waits in
+  std::string trainable; // '1' or '0' for each parameter of the model
+  std::string elsewhere; // what the process waits in apart from the ledger; empty if it does not
+  std::vector<ModelPosition> models; // of the process, each of whose collectives needs all ranks
+  bool answered = false; // else nothing is known but `ended`
+  std::optional<std::string> ended; // how the program ended
+
+  const LedgerEntry* find(int64_t number) const; // null if there is none
+  bool waits_in(int64_t number) const {
+    return answered && waiting == number;
+  }
+  std::string encode() const; // what a rank that answered knows
+  static RankReport decode(const std::string& text);
 };
 
 // A ring: nothing is allocated while training. Written by the thread that trains, which takes no
@@ -65,11 +69,12 @@ class Ledger {
 
   // Whether the parameters from `first` on require grad on this rank.
   void set_trainable(size_t first, const std::vector<bool>& flags);
-  // With the last entries.
-  LedgerState state() const;
+  // A report that answers with what the ledger knows.
+  RankReport report() const;
   ModelPosition position(const std::string& name) const;
-  // For the watchdog: it counts from the first call that finds the host there.
-  Silence silence();
+  // For the watchdog: how long the host has waited in one collective, from the first call that
+  // finds it there.
+  std::chrono::steady_clock::duration silence();
   // The units' names go away.
   void forget();
 
@@ -93,24 +98,13 @@ class Ledger {
   std::chrono::steady_clock::time_point seen_since_;
 };
 
-struct RankReport {
-  LedgerState ledger;
-  std::string elsewhere; // what the process waits in apart from the ledger; empty if it does not
-  std::vector<ModelPosition> models; // of the process, each of whose collectives needs all ranks
-  bool answered = false; // else nothing is known but `ended`
-  std::optional<std::string> ended; // how the program ended
-
-  std::string encode() const;
-  static RankReport decode(const std::string& text);
-};
-
 // Whether the reports, by rank, of a model whose collectives need all ranks prove that it does not
 // go on: the ranks have issued different collectives, or each waits in one that another rank, which
 // waits as well, has not issued.
 bool wait_for_ever(const std::vector<RankReport>& reports);
 
 // Names collective, units and ranks, in sentences. `reports` are by rank, `params` the names behind
-// LedgerState::trainable, `model` its class, `advice` what to do about a rank that is only slow.
+// RankReport::trainable, `model` its class, `advice` what to do about a rank that is only slow.
 // `unreachable`: what the others could not be asked without; empty if they were.
 std::string describe(
     const std::vector<RankReport>& reports,

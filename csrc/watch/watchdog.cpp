@@ -15,6 +15,7 @@ namespace zerocore {
 namespace {
 
 constexpr std::chrono::milliseconds kEndPatience(1500); // at the end of the process
+constexpr std::chrono::milliseconds kInCall(100); // between looks at the store
 
 } // namespace
 
@@ -36,14 +37,11 @@ void Watchdog::add(std::shared_ptr<Alarm> alarm) {
   const std::lock_guard lock(mutex_);
   interval_ = std::min(interval_, alarm->interval());
   alarms_.push_back(std::move(alarm));
-  if (!watcher_.thread.joinable()) {
-    for (Worker* worker : {&watcher_, &talker_}) {
-      worker->thread = std::thread([this, worker] { run(*worker); });
-    }
-    static const int registered = std::atexit([] { of_process().stop(); });
-    static_cast<void>(registered);
+  for (; num_running_ < 2; ++num_running_) {
+    threads_.emplace_back([this, talks = num_running_ == 1] { run(talks); });
   }
-  changed_.notify_all();
+  static const int registered = std::atexit([] { of_process().stop(); });
+  static_cast<void>(registered);
 }
 
 bool Watchdog::remove(const Alarm* alarm) {
@@ -73,12 +71,6 @@ void Watchdog::add_group(const std::string& group, const std::string& beside) {
   }
 }
 
-void Watchdog::wake() {
-  const std::lock_guard lock(mutex_);
-  watcher_.woken = talker_.woken = true;
-  changed_.notify_all();
-}
-
 std::string Watchdog::waits_in_other_than(const Alarm& alarm) {
   for (const auto& other : alarms()) {
     std::string what = other.get() == &alarm ? "" : other->waits_in();
@@ -101,7 +93,7 @@ std::vector<ModelPosition> Watchdog::positions() {
 
 void Watchdog::note_end(const std::string& how) {
   std::unique_lock lock(mutex_);
-  if (talker_.thread.joinable() && !talker_.is_stuck()) {
+  if (num_running_ > 0) {
     end_ = how;
     changed_.notify_all();
     changed_.wait_for(lock, kEndPatience, [this] { return !end_; });
@@ -112,56 +104,39 @@ void Watchdog::stop() {
   std::unique_lock lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
-  end(watcher_, lock);
-  end(talker_, lock);
-}
-
-void Watchdog::end(Worker& worker, std::unique_lock<std::mutex>& lock) {
-  if (!worker.thread.joinable()) {
-    return;
-  }
-  const auto patience = worker.is_stuck() ? std::chrono::milliseconds(0) : kEndPatience;
-  if (changed_.wait_for(lock, patience, [&] { return worker.finished; })) {
-    lock.unlock();
-    worker.thread.join();
-    lock.lock();
-  } else {
-    worker.thread.detach();
+  const bool ended = changed_.wait_for(lock, kEndPatience, [this] { return num_running_ == 0; });
+  lock.unlock();
+  for (std::thread& thread : threads_) {
+    ended ? thread.join() : thread.detach();
   }
 }
 
-bool Watchdog::Worker::is_stuck() const {
-  return busy_since && std::chrono::steady_clock::now() - *busy_since > kEndPatience;
-}
-
-void Watchdog::run(Worker& worker) {
-  const bool talks = &worker == &talker_;
+void Watchdog::run(bool talks) {
   std::unique_lock lock(mutex_);
-  while (!stopping_) {
-    changed_.wait_for(
-        lock, interval_, [&] { return stopping_ || worker.woken || (talks && end_); });
-    worker.woken = false;
-    worker.busy_since = std::chrono::steady_clock::now();
+  for (bool in_call = false; !stopping_;) {
     const auto alarms = alarms_;
-    const std::optional<std::string> end = end_;
+    const std::optional<std::string> end = talks ? end_ : std::nullopt;
     lock.unlock();
+    in_call = false;
     for (const auto& alarm : alarms) {
       if (!talks) {
         alarm->tick();
       } else if (end) {
         alarm->note_end(*end);
       } else {
-        alarm->talk();
+        in_call = alarm->talk() || in_call;
       }
     }
     lock.lock();
-    worker.busy_since.reset();
-    if (talks && end) {
+    if (end) {
       end_.reset();
       changed_.notify_all();
     }
+    if (!stopping_ && !(talks && end_)) {
+      changed_.wait_for(lock, in_call ? std::min(kInCall, interval_) : interval_);
+    }
   }
-  worker.finished = true;
+  --num_running_;
   changed_.notify_all();
 }
 

@@ -19,9 +19,10 @@ namespace zerocore {
 class Alarm;
 
 // Two threads that sleep but for a moment in every interval and know nothing of Python: they work
-// while the interpreter's lock is held. One watches and never blocks; the other talks to stores,
-// which may block for ever. The first alarm starts them and the end of the process stops them. A
-// forked child has none of its parent's threads, and gets a watchdog of its own.
+// while the interpreter's lock is held. One watches and never blocks; the other talks to stores, as
+// no timeout bounds a request to one: after it, c10d waits for the answer to its withdrawal. The
+// first alarm starts them and the end of the process stops them. A forked child has none of its
+// parent's threads, and gets a watchdog of its own.
 class Watchdog {
  public:
   static Watchdog& of_process();
@@ -35,7 +36,9 @@ class Watchdog {
   // The thread that looks after the group `beside` looks after this one, too.
   void add_group(const std::string& group, const std::string& beside);
   // Looks at all alarms now.
-  void wake();
+  void wake() {
+    changed_.notify_all();
+  }
   // Names what this process waits in for another model; empty if it waits in nothing.
   std::string waits_in_other_than(const Alarm& alarm);
   // The position of this process in each model whose collectives need all ranks.
@@ -46,19 +49,9 @@ class Watchdog {
   void stop();
 
  private:
-  struct Worker {
-    std::thread thread;
-    bool woken = false;
-    bool finished = false;
-    std::optional<std::chrono::steady_clock::time_point> busy_since;
-
-    bool is_stuck() const; // in a store that does not answer
-  };
-
   explicit Watchdog(pid_t process) : process_(process) {}
 
-  void run(Worker& worker);
-  void end(Worker& worker, std::unique_lock<std::mutex>& lock);
+  void run(bool talks);
   std::vector<std::shared_ptr<Alarm>> alarms();
 
   const pid_t process_;
@@ -68,7 +61,8 @@ class Watchdog {
   std::chrono::milliseconds interval_{1000};
   std::optional<std::string> end_; // to be told
   bool stopping_ = false;
-  Worker watcher_, talker_;
+  std::vector<std::thread> threads_;
+  size_t num_running_ = 0;
 };
 
 } // namespace zerocore
