@@ -1,4 +1,4 @@
-// Python face of the runtime layer: figures of allocators and pools, the watchdog's last word,
+// Python face of the runtime layer: figures of allocators and pools, how the program ends,
 // threads and memory of the host.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <pybind11/pybind11.h>
@@ -18,7 +18,6 @@
 #include "memory/registered_memory.h"
 #include "plan/pool_map.h"
 #include "watch/alarm.h"
-#include "watch/watchdog.h"
 
 namespace py = pybind11;
 

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "plan/memory_plan.h"
-#include "watch/watchdog.h"
 
 namespace zerocore {
 

@@ -4,13 +4,13 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
-#include <thread>
+#include <cstdlib>
 #include <utility>
 
 #include "plan/dissemination.h"
-#include "watch/watchdog.h"
 
 namespace zerocore {
 
@@ -22,6 +22,8 @@ using Seconds = std::chrono::duration<double>;
 constexpr Seconds kFirstCall(5); // of silence, or a quarter of the limit
 constexpr Seconds kPatience(5); // with the store
 constexpr Seconds kWatchdog(10); // of a thread that has failed, with the watchdog
+constexpr Milliseconds kEndPatience(1500); // at the end of the process
+constexpr Milliseconds kInCall(100); // between looks at the store
 constexpr double kDefaultSeconds = 1800; // of a group that has no timeout
 // Tags of messages that are never sent.
 constexpr int kUnusedTag = 0x5afe0000;
@@ -68,6 +70,7 @@ Alarm::Alarm(
     std::vector<std::string> params)
     : options_(std::move(options)),
       params_(std::move(params)),
+      model_(options_.name.substr(options_.name.rfind(' ') + 1)),
       roll_call_(groups.at(0)->getStore(), options_.name, options_.rank, options_.size) {
   for (const Group& group : groups) {
     add_group(group);
@@ -167,7 +170,7 @@ void Alarm::tick() {
 void Alarm::raise_alone() {
   std::vector<RankReport> reports(options_.size);
   reports[options_.rank] = report();
-  raise(zerocore::describe(reports, params_, model(), advice(), roll_call_.store_name()));
+  raise(zerocore::describe(reports, params_, model_, advice(), roll_call_.store_name()));
 }
 
 void Alarm::raise(std::string message) {
@@ -219,34 +222,31 @@ void Alarm::close_groups() {
 
 // -- what is told ---------------------------------------------------------------------------
 
-std::string Alarm::waits_without_number() const {
+// Of this model alone.
+RankReport Alarm::own_report() const {
+  RankReport report = ledger_.report();
+  report.models.front().name = options_.needs_all ? options_.name : "";
   const std::lock_guard lock(mutex_);
-  return waits_.empty() ? "" : waits_.begin()->second.what;
+  report.elsewhere = waits_.empty() ? "" : waits_.begin()->second.what;
+  return report;
 }
 
-std::string Alarm::model() const {
-  return options_.name.substr(options_.name.rfind(' ') + 1);
-}
-
+// Names what the process waits in for this model, and the model; empty if it waits in nothing.
 std::string Alarm::waits_in() const {
-  const RankReport report = ledger_.report();
-  const LedgerEntry* entry = report.find(report.waiting);
-  const std::string what =
-      entry == nullptr ? waits_without_number() : entry->op + " of '" + entry->unit + "'";
-  return what.empty() ? "" : what + " of the model " + model();
-}
-
-std::optional<ModelPosition> Alarm::position() const {
-  return options_.needs_all ? std::optional(ledger_.position(options_.name)) : std::nullopt;
+  const RankReport own = own_report();
+  const LedgerEntry* entry = own.find(own.waiting);
+  const std::string what = entry == nullptr ? own.elsewhere : entry->what;
+  return what.empty() ? "" : what + " of the model " + model_;
 }
 
 RankReport Alarm::report() const {
-  RankReport report = ledger_.report();
-  report.elsewhere = waits_without_number();
-  if (report.elsewhere.empty()) {
-    report.elsewhere = Watchdog::of_process().waits_in_other_than(*this);
+  RankReport report = own_report();
+  for (const auto& other : Watchdog::of_process().alarms()) {
+    if (other.get() != this) {
+      report.models.push_back(other->own_report().models.front());
+      report.elsewhere = report.elsewhere.empty() ? other->waits_in() : report.elsewhere;
+    }
   }
-  report.models = Watchdog::of_process().positions();
   return report;
 }
 
@@ -265,7 +265,7 @@ std::string Alarm::describe(const std::vector<RankReport>& reports, bool must_en
     return "";
   }
   const std::string why = "The ranks wait for each other, so a longer timeout does not help.";
-  return zerocore::describe(reports, params_, model(), for_ever ? why : advice());
+  return zerocore::describe(reports, params_, model_, for_ever ? why : advice());
 }
 
 // -- the thread that talks to stores --------------------------------------------------------
@@ -307,6 +307,109 @@ void Alarm::note_end(const std::string& how) {
   } catch (const std::exception&) {
     roll_call_.give_up();
   }
+}
+
+// -- the threads of the process ------------------------------------------------------------
+
+// Never destroyed: a thread that a dead store holds up may outlive the rest of the process.
+Watchdog& Watchdog::of_process() {
+  static std::atomic<Watchdog*> current = nullptr;
+  Watchdog* watchdog = current.load();
+  if (watchdog == nullptr || watchdog->process_ != getpid()) {
+    auto* made = new Watchdog(getpid());
+    if (current.compare_exchange_strong(watchdog, made)) {
+      return *made;
+    }
+    delete made; // another thread was faster
+  }
+  return *watchdog;
+}
+
+void Watchdog::add(std::shared_ptr<Alarm> alarm) {
+  const std::lock_guard lock(mutex_);
+  interval_ = std::min(interval_, alarm->interval());
+  alarms_.push_back(std::move(alarm));
+  for (; num_running_ < 2; ++num_running_) {
+    threads_.emplace_back([this, talks = num_running_ == 1] { run(talks); });
+  }
+  static const int registered = std::atexit([] { of_process().stop(); });
+  static_cast<void>(registered);
+}
+
+bool Watchdog::remove(const Alarm* alarm) {
+  const std::lock_guard lock(mutex_);
+  return std::erase_if(alarms_, [&](const auto& each) { return each.get() == alarm; }) > 0;
+}
+
+std::vector<std::shared_ptr<Alarm>> Watchdog::alarms() {
+  const std::lock_guard lock(mutex_);
+  return alarms_;
+}
+
+std::shared_ptr<Alarm> Watchdog::alarm_of(const std::string& group) {
+  for (auto& alarm : alarms()) {
+    if (alarm->has_group(group)) {
+      return alarm;
+    }
+  }
+  return nullptr;
+}
+
+void Watchdog::add_group(const std::string& group, const std::string& beside) {
+  for (const auto& alarm : alarms()) {
+    if (alarm->has_group(beside) && !alarm->has_group(group)) {
+      alarm->add_group(c10d::resolve_process_group(group));
+    }
+  }
+}
+
+void Watchdog::note_end(const std::string& how) {
+  std::unique_lock lock(mutex_);
+  if (num_running_ > 0) {
+    end_ = how;
+    changed_.notify_all();
+    changed_.wait_for(lock, kEndPatience, [this] { return !end_; });
+  }
+}
+
+void Watchdog::stop() {
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  changed_.notify_all();
+  const bool ended = changed_.wait_for(lock, kEndPatience, [this] { return num_running_ == 0; });
+  lock.unlock();
+  for (std::thread& thread : threads_) {
+    ended ? thread.join() : thread.detach();
+  }
+}
+
+void Watchdog::run(bool talks) {
+  std::unique_lock lock(mutex_);
+  for (bool in_call = false; !stopping_;) {
+    const auto alarms = alarms_;
+    const std::optional<std::string> end = talks ? end_ : std::nullopt;
+    lock.unlock();
+    in_call = false;
+    for (const auto& alarm : alarms) {
+      if (!talks) {
+        alarm->tick();
+      } else if (end) {
+        alarm->note_end(*end);
+      } else {
+        in_call = alarm->talk() || in_call;
+      }
+    }
+    lock.lock();
+    if (end) {
+      end_.reset();
+      changed_.notify_all();
+    }
+    if (!stopping_ && !(talks && end_)) {
+      changed_.wait_for(lock, in_call ? std::min(kInCall, interval_) : interval_);
+    }
+  }
+  --num_running_;
+  changed_.notify_all();
 }
 
 } // namespace zerocore

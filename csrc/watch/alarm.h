@@ -11,15 +11,18 @@
 // that the ranks wait for each other the alarm comes at once.
 #pragma once
 
+#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "watch/ledger.h"
@@ -77,10 +80,6 @@ class Alarm {
   void note_end(const std::string& how);
 
   // -- any thread
-  // Names what the process waits in for this model, and the model; empty if it waits in nothing.
-  std::string waits_in() const;
-  // None of a model whose collectives some of its ranks share.
-  std::optional<ModelPosition> position() const;
   std::chrono::milliseconds interval() const;
 
  private:
@@ -92,9 +91,8 @@ class Alarm {
   };
 
   [[noreturn]] void throw_message() const;
-  // Of collectives without a number: the first that is still waited in; empty if there is none.
-  std::string waits_without_number() const;
-  std::string model() const;
+  RankReport own_report() const;
+  std::string waits_in() const;
   RankReport report() const;
   std::string advice() const;
   std::string describe(const std::vector<RankReport>& reports, bool must_end) const;
@@ -104,6 +102,7 @@ class Alarm {
 
   const AlarmOptions options_;
   const std::vector<std::string> params_;
+  const std::string model_; // its class
   Seconds limit_{};
   bool limit_is_timeout_ = true; // the group's, at which its collectives fail
   Ledger ledger_;
@@ -123,6 +122,49 @@ class Alarm {
   std::string cause_; // what failed here, if that was first
   bool in_call_ = false;
   std::string message_; // written once, before raised_
+};
+
+// Two threads that sleep but for a moment in every interval and know nothing of Python: they work
+// while the interpreter's lock is held. One watches and never blocks; the other talks to stores, as
+// no timeout bounds a request to one: after it, c10d waits for the answer to its withdrawal. The
+// first alarm starts them and the end of the process stops them. A forked child has none of its
+// parent's threads, and gets a watchdog of its own.
+class Watchdog {
+ public:
+  static Watchdog& of_process();
+
+  // Looks at the alarm at least once in its interval.
+  void add(std::shared_ptr<Alarm> alarm);
+  // False if the alarm is that of the process that this one was forked from.
+  bool remove(const Alarm* alarm);
+  std::vector<std::shared_ptr<Alarm>> alarms();
+  // The one that has looked after the group for the longest time; null if there is none.
+  std::shared_ptr<Alarm> alarm_of(const std::string& group);
+  // The thread that looks after the group `beside` looks after this one, too.
+  void add_group(const std::string& group, const std::string& beside);
+  // Looks at all alarms now.
+  void wake() {
+    changed_.notify_all();
+  }
+  // Tells other ranks how the program ends; bounded, as their store may not answer.
+  void note_end(const std::string& how);
+  // Ends the threads; bounded.
+  void stop();
+
+ private:
+  explicit Watchdog(pid_t process) : process_(process) {}
+
+  void run(bool talks);
+
+  const pid_t process_;
+  std::mutex mutex_; // taken before that of an alarm
+  std::condition_variable changed_;
+  std::vector<std::shared_ptr<Alarm>> alarms_;
+  std::chrono::milliseconds interval_{1000};
+  std::optional<std::string> end_; // to be told
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+  size_t num_running_ = 0;
 };
 
 } // namespace zerocore

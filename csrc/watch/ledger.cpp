@@ -2,8 +2,6 @@
 #include "watch/ledger.h"
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <map>
 #include <sstream>
 #include <utility>
@@ -54,15 +52,12 @@ RankReport Ledger::report() const {
   for (int64_t number = std::max(oldest_, next - static_cast<int64_t>(kKept)); number < next;
        ++number) {
     const Slot& slot = slots_[number % kKept];
-    report.entries.push_back(
-        {number, slot.op.load(), *slot.unit.load(), slot.nbytes.load(), slot.done.load()});
+    std::string what = std::string(slot.op) + " of '" + *slot.unit.load() + "' (" +
+        std::to_string(slot.nbytes) + " bytes)";
+    report.entries.push_back({number, slot.done, std::move(what)});
   }
+  report.models = {{"", next, report.waiting}};
   return report;
-}
-
-ModelPosition Ledger::position(const std::string& name) const {
-  const int64_t waiting = waiting_.load(std::memory_order_relaxed);
-  return {name, next_.load(std::memory_order_acquire), waiting};
 }
 
 std::chrono::steady_clock::duration Ledger::silence() {
@@ -93,8 +88,7 @@ std::string RankReport::encode() const {
     out << each.next << ' ' << each.waiting << ' ' << each.name << '\n';
   }
   for (const LedgerEntry& entry : entries) {
-    out << entry.number << ' ' << entry.nbytes << ' ' << entry.done << ' ' << entry.op << ' '
-        << entry.unit << '\n';
+    out << entry.number << ' ' << entry.done << ' ' << entry.what << '\n';
   }
   return out.str();
 }
@@ -111,8 +105,8 @@ RankReport RankReport::decode(const std::string& text) {
     std::getline((in >> each.next >> each.waiting).ignore(), each.name);
   }
   LedgerEntry entry;
-  while (in >> entry.number >> entry.nbytes >> entry.done >> entry.op) {
-    std::getline(in.ignore(), entry.unit);
+  while (in >> entry.number >> entry.done) {
+    std::getline(in.ignore(), entry.what);
     report.entries.push_back(entry);
   }
   return report;
@@ -129,54 +123,17 @@ std::string name_ranks(const Ranks& ranks) {
   for (size_t i = 0; i < std::min(ranks.size(), kNamed); ++i) {
     text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
   }
-  return ranks.size() <= kNamed
-      ? text
-      : text + " and " + std::to_string(ranks.size() - kNamed) + " more";
-}
-
-// Which ranks each statement is about, in order of the first rank. A rank with an empty one is left
-// out.
-template <typename StatementOf>
-std::string name_all(const Reports& reports, const StatementOf& statement_of) {
-  std::vector<std::pair<std::string, Ranks>> statements;
-  for (size_t rank = 0; rank < reports.size(); ++rank) {
-    const std::string statement = statement_of(reports[rank]);
-    auto same = std::ranges::find(statements, statement, [](const auto& each) { return each.first; });
-    if (!statement.empty() && same == statements.end()) {
-      same = statements.insert(same, {statement, {}});
-    }
-    if (!statement.empty()) {
-      same->second.push_back(rank);
-    }
-  }
-  std::string text;
-  for (const auto& [statement, ranks] : statements) {
-    text += (text.empty() ? "" : "; ") + std::string(ranks.size() == 1 ? "" : "each of ") +
-        name_ranks(ranks) + " " + statement;
-  }
-  return text;
-}
-
-std::string name_entry(const LedgerEntry& entry) {
-  constexpr std::array kUnits = {"bytes", "kB", "MB", "GB"};
-  auto size = static_cast<double>(entry.nbytes);
-  size_t unit = 0;
-  for (; size >= 1000 && unit + 1 < kUnits.size(); ++unit) {
-    size /= 1000;
-  }
-  std::array<char, 32> number = {};
-  std::snprintf(number.data(), number.size(), "%.*f", unit == 0 ? 0 : 1, size);
-  return entry.op + " of '" + entry.unit + "' (" + number.data() + " " + kUnits[unit] + ")";
+  return ranks.size() <= kNamed ? text
+                                : text + " and " + std::to_string(ranks.size() - kNamed) + " more";
 }
 
 // The first collective that is not the same on all ranks that have come to it, or -1.
 int64_t first_difference(const Reports& reports) {
-  std::map<int64_t, const LedgerEntry*> known;
+  std::map<int64_t, std::string> known;
   int64_t first = -1;
   for (const RankReport& report : reports) {
     for (const LedgerEntry& entry : report.entries) {
-      const LedgerEntry* other = known.try_emplace(entry.number, &entry).first->second;
-      if (!entry.is_same(*other)) {
+      if (known.try_emplace(entry.number, entry.what).first->second != entry.what) {
         first = first < 0 ? entry.number : std::min(first, entry.number);
       }
     }
@@ -201,45 +158,57 @@ bool any_waits_in(const Reports& reports, int64_t number) {
   return std::ranges::any_of(reports, [&](const auto& each) { return each.waits_in(number); });
 }
 
+bool waits(const ModelPosition& each) {
+  return !each.name.empty() && each.waiting >= 0;
+}
+
 // Whether the rank waits in a collective that another one has not issued.
 bool waits_for_another(const RankReport& report, const Reports& reports) {
   return std::ranges::any_of(report.models, [&](const ModelPosition& own) {
-    return own.waiting >= 0 && std::ranges::any_of(reports, [&](const RankReport& other) {
+    return waits(own) && std::ranges::any_of(reports, [&](const RankReport& other) {
              const auto same = std::ranges::find(other.models, own.name, &ModelPosition::name);
              return same != other.models.end() && same->next <= own.waiting;
            });
   });
 }
 
-std::string position(const RankReport& report, int64_t number) {
+// What the rank does, as against a collective.
+std::string state_of(const RankReport& report, int64_t number) {
   const LedgerEntry* entry = report.find(number);
-  if (!report.answered) {
-    return "";
-  }
-  if (entry != nullptr && report.waiting == number) {
-    return "waits in " + name_entry(*entry);
-  }
-  if (!report.elsewhere.empty()) {
-    return "waits in " + report.elsewhere;
-  }
-  return entry == nullptr ? "has not come to it (in no collective of this model)"
-                          : (entry->done ? "is through " : "has issued ") + name_entry(*entry);
-}
-
-std::string silent(const RankReport& report) {
   if (report.ended) {
     return "ended the program" +
         (report.ended->empty() ? " without an error, maybe after fewer steps" : *report.ended);
   }
-  return report.answered ? ""
-                         : "did not answer within 3 s: killed, stopped, out of reach, or on a "
-                           "machine that is too busy";
+  if (!report.answered) {
+    return "did not answer within 3 s: killed, stopped, out of reach, or on a machine that is too "
+           "busy";
+  }
+  if (report.waits_in(number) || report.elsewhere.empty()) {
+    return entry == nullptr       ? "has not come to it (in no collective of this model)"
+        : report.waits_in(number) ? "waits in " + entry->what
+                                  : (entry->done ? "is through " : "has issued ") + entry->what;
+  }
+  return "waits in " + report.elsewhere;
 }
 
-std::string name_trainable(const Reports& reports, const std::vector<std::string>& params) {
-  constexpr size_t kNamed = 3;
+// Which ranks are in each state; of those that answered alone if there are no others to ask.
+std::string name_states(const Reports& reports, int64_t number, bool asked) {
+  std::map<std::string, Ranks> ranks;
+  for (size_t rank = 0; rank < reports.size(); ++rank) {
+    if (asked || reports[rank].answered) {
+      ranks[state_of(reports[rank], number)].push_back(rank);
+    }
+  }
   std::string text;
-  size_t count = 0;
+  for (const auto& [state, of] : ranks) {
+    text += (text.empty() ? "" : "; ") + std::string(of.size() == 1 ? "" : "each of ") +
+        name_ranks(of) + " " + state;
+  }
+  return text;
+}
+
+// The first parameter that ranks disagree about.
+std::string name_trainable(const Reports& reports, const std::vector<std::string>& params) {
   for (size_t i = 0; i < params.size(); ++i) {
     Ranks on;
     Ranks off;
@@ -248,21 +217,18 @@ std::string name_trainable(const Reports& reports, const std::vector<std::string
         (reports[rank].trainable[i] == '1' ? on : off).push_back(rank);
       }
     }
-    if (!on.empty() && !off.empty() && ++count <= kNamed) {
-      text += "Parameter '" + params[i] + "' requires grad on " + name_ranks(on) + " and not on " +
-          name_ranks(off) + ". ";
+    if (!on.empty() && !off.empty()) {
+      return "Parameter '" + params[i] + "' requires grad on " + name_ranks(on) + " and not on " +
+          name_ranks(off) + ". requires_grad_() must change on all ranks alike. ";
     }
   }
-  if (count > kNamed) {
-    text += "Others differ, too: " + std::to_string(count - kNamed) + " more. ";
-  }
-  return count == 0 ? text : text + "requires_grad_() must change on all ranks alike. ";
+  return "";
 }
 
 std::string name_agreed(const Reports& reports, int64_t number) {
   for (const RankReport& report : reports) {
     if (const LedgerEntry* entry = report.find(number - 1)) {
-      return ". They agreed up to " + std::to_string(number - 1) + ", " + name_entry(*entry);
+      return ". They agreed up to " + std::to_string(number - 1) + ", " + entry->what;
     }
   }
   return "";
@@ -288,12 +254,8 @@ std::string hint(const Reports& reports, int64_t number, bool differ) {
 } // namespace
 
 bool wait_for_ever(const Reports& reports) {
-  const auto waits = [](const RankReport& report) {
-    return report.answered && std::ranges::any_of(report.models, [](const ModelPosition& each) {
-             return each.waiting >= 0;
-           });
-  };
-  return std::ranges::all_of(reports, waits) &&
+  return std::ranges::all_of(
+             reports, [](const auto& each) { return std::ranges::any_of(each.models, waits); }) &&
       (first_difference(reports) >= 0 || std::ranges::all_of(reports, [&](const auto& report) {
            return waits_for_another(report, reports);
          }));
@@ -311,16 +273,15 @@ std::string describe(
   const bool is_in = differ || any_waits_in(reports, number);
   const std::string of = model.empty() ? "" : " of the model " + model;
   std::string text = is_in ? "collective " + std::to_string(number) + of + ": " : "";
-  text += name_all(reports, [number](const auto& each) { return position(each, number); });
+  text += name_states(reports, number, unreachable.empty());
   text += (is_in ? name_agreed(reports, number) : "") + ". ";
-  std::string missing = "The other ranks could not be asked: " + unreachable + " did not answer. ";
-  if (unreachable.empty()) {
-    missing = name_all(reports, silent);
-    missing = missing.empty() ? "" : "Of the others " + missing + ". ";
+  if (!unreachable.empty()) {
+    text += "The other ranks could not be asked: " + unreachable + " did not answer. ";
   }
-  text += missing + name_trainable(reports, params);
-  text += missing.empty() ? hint(reports, number, differ)
-                          : "Look for the first error in the output of the other ranks. ";
+  const bool all_answered = std::ranges::all_of(reports, &RankReport::answered);
+  text += name_trainable(reports, params);
+  text += all_answered ? hint(reports, number, differ)
+                       : "Look for the first error in the output of the other ranks. ";
   return text + advice;
 }
 

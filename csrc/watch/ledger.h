@@ -17,19 +17,13 @@ namespace zerocore {
 // One collective of a model, as ranks tell each other.
 struct LedgerEntry {
   int64_t number = -1;
-  std::string op;
-  std::string unit;
-  int64_t nbytes = 0;
   bool done = false;
-
-  bool is_same(const LedgerEntry& other) const {
-    return op == other.op && unit == other.unit && nbytes == other.nbytes;
-  }
+  std::string what; // "all_gather of 'unit' (288 bytes)", the same on all ranks
 };
 
 // Where a rank is among the collectives of a model.
 struct ModelPosition {
-  std::string name; // as of AlarmOptions
+  std::string name; // as of AlarmOptions; empty if not each collective needs all ranks
   int64_t next = 0; // number of the next one that it issues
   int64_t waiting = -1; // of the one that the host waits in
 };
@@ -39,7 +33,7 @@ struct RankReport {
   int64_t waiting = -1; // number of the collective that the host waits in
   std::string trainable; // '1' or '0' for each parameter of the model
   std::string elsewhere; // what the process waits in apart from the ledger; empty if it does not
-  std::vector<ModelPosition> models; // of the process, each of whose collectives needs all ranks
+  std::vector<ModelPosition> models; // of the process
   bool answered = false; // else nothing is known but `ended`
   std::optional<std::string> ended; // how the program ended
 
@@ -69,9 +63,8 @@ class Ledger {
 
   // Whether the parameters from `first` on require grad on this rank.
   void set_trainable(size_t first, const std::vector<bool>& flags);
-  // A report that answers with what the ledger knows.
+  // What the ledger knows, as an answer.
   RankReport report() const;
-  ModelPosition position(const std::string& name) const;
   // For the watchdog: how long the host has waited in one collective, from the first call that
   // finds it there.
   std::chrono::steady_clock::duration silence();

@@ -102,8 +102,7 @@ std::optional<std::string> RollCall::poll(
   if (store_->check({key("told")})) {
     told = store_->get_to_str(key("told"));
   } else {
-    reads_ = reads_ ||
-        (Clock::now() - *told_ > kReader && store_->add(key("readers"), 1) == 1);
+    reads_ = reads_ || (Clock::now() - *told_ > kReader && store_->add(key("readers"), 1) == 1);
     told = reads_ ? read(describe) : std::nullopt;
   }
   if (told) {

@@ -61,7 +61,7 @@ class CountingStore : public c10d::HashStore {
 RankReport report_of(int64_t waiting, const std::string& unit) {
   RankReport report;
   report.answered = true;
-  report.entries = {{waiting, "all_gather", unit, 8, false}};
+  report.entries = {{waiting, false, "all_gather of '" + unit + "' (8 bytes)"}};
   report.waiting = waiting;
   report.models = {{"model", waiting + 1, waiting}};
   return report;
@@ -84,11 +84,8 @@ void register_roll_call(py::module_& module) {
           py::arg("size"))
       .def(
           "poll",
-          [](RollCall& self,
-             bool asks,
-             bool must_end,
-             int64_t waiting,
-             const std::string& unit) -> std::optional<std::string> {
+          [](RollCall& self, bool asks, bool must_end, int64_t waiting, const std::string& unit)
+              -> std::optional<std::string> {
             return self.poll(
                 asks,
                 must_end,

@@ -272,7 +272,7 @@ def mistakes(fault: Fault, ends: list[End]) -> list[str]:
 
 
 def is_true(fault: Fault, rank: int, said: str) -> bool:
-    """Whether the ranks that did not answer are named, or the one that holds the store, no others."""
+    """Whether those that did not answer are named, or the holder of the store, and no others."""
     store = "which rank 0 holds unless a launcher does,"
     found = re.findall(r"ranks? ([\d, ]+) did not answer", said.replace(store, "rank 0"))
     silent = {int(number) for numbers in found for number in numbers.split(",")}

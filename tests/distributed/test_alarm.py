@@ -138,7 +138,7 @@ CASES = [
     Case(train_something_else, ANY_PLACE, stages=(0, 1, 2, 3)),
     Case(skip_the_backward, r"rank 1 (has not come to it|waits in all_gather)", also_odd=False),
     Case(freeze, r"'b.weight' requires grad on ranks? 0(, 2)? and not on rank 1"),
-    Case(freeze_a_unit, r"'b.bias' requires grad on ranks? 0(, 2)? and not on rank 1"),
+    Case(freeze_a_unit, r"'b.weight' requires grad on ranks? 0(, 2)? and not on rank 1"),
 ]
 
 
@@ -223,8 +223,8 @@ def test_a_barrier_of_the_program(act: Callable[[Model], None]) -> None:
     outcomes = run_to_end(wait_in_a_barrier, 3, act, timeout=timeout, group_timeout=600.0)
     for rank in (1, 2):
         assert outcomes[rank].error is None, outcomes[rank].error
-        told = r"rank.* waits? in torch\.distributed\.barrier.*rank 0 (did not answer|ended)"
-        assert re.search(told, outcomes[rank].value), outcomes[rank].value
+        for told in ("waits in torch.distributed.barrier", "rank 0 did not answer within 3 s"):
+            assert told in outcomes[rank].value
 
 
 def save_alone(folder: Path, limit: float) -> str:
