@@ -8,8 +8,10 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <utility>
 
+#include "common/math.h"
 #include "plan/dissemination.h"
 
 namespace zerocore {
@@ -90,6 +92,19 @@ void Alarm::add_group(const Group& group) {
       backends_.emplace_back(backend);
     }
   }
+}
+
+// Groups of other ranks may have the same name.
+LedgerGroup* Alarm::in_ledger(c10d::ProcessGroup& group) {
+  uint64_t ranks = 0;
+  for (const c10::Device device : group.getDeviceTypes()) {
+    for (const uint64_t rank :
+         group.getBackend(device.type())->getBackendOptions()->global_ranks_in_group) {
+      ranks = mix(ranks, rank);
+    }
+  }
+  return &ledger_.group(
+      options_.name + " " + group.getGroupName() + " " + std::to_string(ranks));
 }
 
 bool Alarm::has_group(const std::string& name) const {
@@ -225,7 +240,6 @@ void Alarm::close_groups() {
 // Of this model alone.
 RankReport Alarm::own_report() const {
   RankReport report = ledger_.report();
-  report.models.front().name = options_.needs_all ? options_.name : "";
   const std::lock_guard lock(mutex_);
   report.elsewhere = waits_.empty() ? "" : waits_.begin()->second.what;
   return report;
@@ -243,7 +257,7 @@ RankReport Alarm::report() const {
   RankReport report = own_report();
   for (const auto& other : Watchdog::of_process().alarms()) {
     if (other.get() != this) {
-      report.models.push_back(other->own_report().models.front());
+      std::ranges::copy(other->own_report().groups, std::back_inserter(report.groups));
       report.elsewhere = report.elsewhere.empty() ? other->waits_in() : report.elsewhere;
     }
   }
@@ -260,7 +274,7 @@ std::string Alarm::advice() const {
 }
 
 std::string Alarm::describe(const std::vector<RankReport>& reports, bool must_end) const {
-  const bool for_ever = options_.needs_all && wait_for_ever(reports);
+  const bool for_ever = wait_for_ever(reports);
   if (!for_ever && !must_end) {
     return "";
   }

@@ -32,7 +32,6 @@ namespace zerocore {
 
 struct AlarmOptions {
   std::string name; // of the model, the same on all its ranks and no other's; ends with its class
-  bool needs_all = true; // each of its collectives needs all its ranks
   size_t rank = 0; // among all ranks of the model
   size_t size = 1;
   std::optional<double>
@@ -49,6 +48,8 @@ class Alarm {
   Ledger& ledger() {
     return ledger_;
   }
+  // Counts the model's collectives on the group.
+  LedgerGroup* in_ledger(c10d::ProcessGroup& group);
   // The alarm closes its connections, too.
   void add_group(const Group& group);
   bool has_group(const std::string& name) const;

@@ -2,25 +2,46 @@
 #include "watch/ledger.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
+#include <set>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 namespace zerocore {
 
-int64_t Ledger::begin(const char* op, const std::string& unit, int64_t nbytes) {
+LedgerGroup& Ledger::group(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::ranges::find(groups_, name, &LedgerGroup::name);
+  return found == groups_.end() ? groups_.emplace_back(name) : *found;
+}
+
+int64_t Ledger::begin(
+    LedgerGroup& group,
+    const char* op,
+    const std::string& unit,
+    int64_t nbytes) {
+  static thread_local const auto thread =
+      static_cast<int64_t>(std::hash<std::thread::id>()(std::this_thread::get_id()));
   const int64_t number = next_.load(std::memory_order_relaxed);
+  const int64_t number_in_group = group.next.load(std::memory_order_relaxed);
   Slot& slot = slots_[number % kKept];
+  slot.group.store(&group, std::memory_order_relaxed);
+  slot.number_in_group.store(number_in_group, std::memory_order_relaxed);
   slot.op.store(op, std::memory_order_relaxed);
   slot.unit.store(&unit, std::memory_order_relaxed);
   slot.nbytes.store(nbytes, std::memory_order_relaxed);
   slot.done.store(false, std::memory_order_relaxed);
+  group.thread.store(thread, std::memory_order_relaxed);
+  group.next.store(number_in_group + 1, std::memory_order_release);
   next_.store(number + 1, std::memory_order_release);
   return number;
 }
 
 void Ledger::begin_wait(int64_t number) {
   waiting_.store(number, std::memory_order_relaxed);
+  num_waits_.store(num_waits_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
 void Ledger::end_wait() {
@@ -56,8 +77,32 @@ RankReport Ledger::report() const {
         std::to_string(slot.nbytes) + " bytes)";
     report.entries.push_back({number, slot.done, std::move(what)});
   }
-  report.models = {{"", next, report.waiting}};
+  report.groups = positions();
   return report;
+}
+
+// The host counts as waiting only if it was in one and the same wait while all was read: what it
+// had not issued then it issues after that wait.
+std::vector<GroupPosition> Ledger::positions() const {
+  const int64_t wait = num_waits_.load(std::memory_order_acquire);
+  const int64_t waiting = waiting_.load(std::memory_order_acquire);
+  std::vector<GroupPosition> positions;
+  for (const LedgerGroup& group : groups_) {
+    positions.push_back(
+        {group.name, group.next.load(std::memory_order_acquire), -1, group.thread, ""});
+  }
+  if (waiting < oldest_ || wait != num_waits_.load(std::memory_order_acquire) ||
+      waiting != waiting_.load(std::memory_order_acquire)) {
+    return positions;
+  }
+  const Slot& slot = slots_[waiting % kKept];
+  for (GroupPosition& each : positions) {
+    if (each.name == slot.group.load()->name) {
+      each.waiting = slot.number_in_group;
+      each.what = std::string(slot.op) + " of '" + *slot.unit.load() + "'";
+    }
+  }
+  return positions;
 }
 
 std::chrono::steady_clock::duration Ledger::silence() {
@@ -83,9 +128,10 @@ const LedgerEntry* RankReport::find(int64_t number) const {
 
 std::string RankReport::encode() const {
   std::ostringstream out;
-  out << waiting << '\n' << trainable << '\n' << elsewhere << '\n' << models.size() << '\n';
-  for (const ModelPosition& each : models) {
-    out << each.next << ' ' << each.waiting << ' ' << each.name << '\n';
+  out << waiting << '\n' << trainable << '\n' << elsewhere << '\n' << groups.size() << '\n';
+  for (const GroupPosition& each : groups) {
+    out << each.next << ' ' << each.waiting << ' ' << each.thread << ' ' << each.name << '\n'
+        << each.what << '\n';
   }
   for (const LedgerEntry& entry : entries) {
     out << entry.number << ' ' << entry.done << ' ' << entry.what << '\n';
@@ -97,12 +143,13 @@ RankReport RankReport::decode(const std::string& text) {
   RankReport report;
   report.answered = true;
   std::istringstream in(text);
-  size_t num_models = 0;
+  size_t num_groups = 0;
   std::getline((in >> report.waiting).ignore(), report.trainable);
   std::getline(in, report.elsewhere);
-  report.models.resize((in >> num_models, num_models));
-  for (ModelPosition& each : report.models) {
-    std::getline((in >> each.next >> each.waiting).ignore(), each.name);
+  report.groups.resize((in >> num_groups, num_groups));
+  for (GroupPosition& each : report.groups) {
+    std::getline((in >> each.next >> each.waiting >> each.thread).ignore(), each.name);
+    std::getline(in, each.what);
   }
   LedgerEntry entry;
   while (in >> entry.number >> entry.done) {
@@ -156,20 +203,6 @@ int64_t stuck_in(const Reports& reports) {
 
 bool any_waits_in(const Reports& reports, int64_t number) {
   return std::ranges::any_of(reports, [&](const auto& each) { return each.waits_in(number); });
-}
-
-bool waits(const ModelPosition& each) {
-  return !each.name.empty() && each.waiting >= 0;
-}
-
-// Whether the rank waits in a collective that another one has not issued.
-bool waits_for_another(const RankReport& report, const Reports& reports) {
-  return std::ranges::any_of(report.models, [&](const ModelPosition& own) {
-    return waits(own) && std::ranges::any_of(reports, [&](const RankReport& other) {
-             const auto same = std::ranges::find(other.models, own.name, &ModelPosition::name);
-             return same != other.models.end() && same->next <= own.waiting;
-           });
-  });
 }
 
 // What the rank does, as against a collective.
@@ -253,12 +286,36 @@ std::string hint(const Reports& reports, int64_t number, bool differ) {
 
 } // namespace
 
+// Each thread that waits is dropped if another rank's may still come to what it waits in. Those
+// that are left hold each other.
 bool wait_for_ever(const Reports& reports) {
-  return std::ranges::all_of(
-             reports, [](const auto& each) { return std::ranges::any_of(each.models, waits); }) &&
-      (first_difference(reports) >= 0 || std::ranges::all_of(reports, [&](const auto& report) {
-           return waits_for_another(report, reports);
-         }));
+  std::vector<std::pair<const RankReport*, const GroupPosition*>> waits;
+  for (const RankReport& report : reports) {
+    for (const GroupPosition& each : report.groups) {
+      if (each.waiting >= 0) {
+        waits.emplace_back(&report, &each);
+      }
+    }
+  }
+  for (size_t before = waits.size() + 1; waits.size() < before;) {
+    before = waits.size();
+    std::map<std::string, int64_t> next; // the least in each group, of threads that wait
+    std::map<std::pair<std::string, int64_t>, std::set<std::string>> issued; // what they wait in
+    for (const auto& [report, wait] : waits) {
+      issued[{wait->name, wait->waiting}].insert(wait->what);
+      for (const GroupPosition& each : report->groups) {
+        if (each.thread == wait->thread) {
+          int64_t& least = next.try_emplace(each.name, each.next).first->second;
+          least = std::min(least, each.next);
+        }
+      }
+    }
+    std::erase_if(waits, [&](const auto& each) {
+      const auto& [name, waiting] = std::pair(each.second->name, each.second->waiting);
+      return next.at(name) > waiting && issued.at({name, waiting}).size() == 1;
+    });
+  }
+  return !waits.empty();
 }
 
 std::string describe(

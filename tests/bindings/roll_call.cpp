@@ -63,7 +63,7 @@ RankReport report_of(int64_t waiting, const std::string& unit) {
   report.answered = true;
   report.entries = {{waiting, false, "all_gather of '" + unit + "' (8 bytes)"}};
   report.waiting = waiting;
-  report.models = {{"model", waiting + 1, waiting}};
+  report.groups = {{"model", waiting + 1, waiting, 1, unit}};
   return report;
 }
 
