@@ -64,6 +64,14 @@ void close_gloo(c10d::Backend& backend, bool is_control) {
   }
 }
 
+// Never destroyed: that would wait for collectives that cannot end.
+void keep(c10::intrusive_ptr<c10d::Backend> backend) {
+  static std::mutex mutex;
+  static auto& kept = *new std::vector<c10::intrusive_ptr<c10d::Backend>>();
+  const std::lock_guard lock(mutex);
+  kept.push_back(std::move(backend));
+}
+
 } // namespace
 
 Alarm::Alarm(
@@ -158,6 +166,9 @@ Milliseconds Alarm::interval() const {
 }
 
 void Alarm::tick() {
+  if (raised_) {
+    return;
+  }
   const auto now = Clock::now();
   std::unique_lock lock(mutex_);
   silence_ = ledger_.silence();
@@ -218,9 +229,7 @@ void Alarm::close_groups() {
     if (!backend) {
       continue;
     }
-    // Never destroyed: that would wait for collectives that cannot end.
-    static auto* const kept = new std::vector<c10::intrusive_ptr<c10d::Backend>>();
-    kept->push_back(backend);
+    keep(backend);
     if (backend->getBackendName() == "gloo") {
       close_gloo(*backend, i == 0);
     } else { // may wait for the device
