@@ -111,8 +111,7 @@ LedgerGroup* Alarm::in_ledger(c10d::ProcessGroup& group) {
       ranks = mix(ranks, rank);
     }
   }
-  return &ledger_.group(
-      options_.name + " " + group.getGroupName() + " " + std::to_string(ranks));
+  return &ledger_.group(options_.name + " " + group.getGroupName() + " " + std::to_string(ranks));
 }
 
 bool Alarm::has_group(const std::string& name) const {
@@ -399,7 +398,8 @@ void Watchdog::stop() {
   std::unique_lock lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
-  const bool ended = changed_.wait_for(lock, kEndPatience, [this] { return num_running_ == 0; });
+  const Milliseconds patience = end_ ? Milliseconds(0) : kEndPatience; // `end_`: the store hangs
+  const bool ended = changed_.wait_for(lock, patience, [this] { return num_running_ == 0; });
   lock.unlock();
   for (std::thread& thread : threads_) {
     ended ? thread.join() : thread.detach();

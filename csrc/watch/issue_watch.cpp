@@ -48,10 +48,7 @@ void WatchedCollective::end_wait(bool is_last) const {
   }
 }
 
-IssueWatch::IssueWatch(
-    Alarm* alarm,
-    c10d::ProcessGroup& group,
-    std::shared_ptr<IssueGuard> guard)
+IssueWatch::IssueWatch(Alarm* alarm, c10d::ProcessGroup& group, std::shared_ptr<IssueGuard> guard)
     : alarm_(alarm),
       group_(alarm == nullptr ? nullptr : alarm->in_ledger(group)),
       guard_(std::move(guard)),

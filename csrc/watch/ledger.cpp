@@ -17,11 +17,7 @@ LedgerGroup& Ledger::group(const std::string& name) {
   return found == groups_.end() ? groups_.emplace_back(name) : *found;
 }
 
-int64_t Ledger::begin(
-    LedgerGroup& group,
-    const char* op,
-    const std::string& unit,
-    int64_t nbytes) {
+int64_t Ledger::begin(LedgerGroup& group, const char* op, const std::string& unit, int64_t nbytes) {
   static thread_local const auto thread =
       static_cast<int64_t>(std::hash<std::thread::id>()(std::this_thread::get_id()));
   const int64_t number = next_.load(std::memory_order_relaxed);

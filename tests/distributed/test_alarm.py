@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import zerocore
 from tests.by_night import by_night
 from tests.distributed.harness import Outcome, run_ranks, run_to_end
 from tests.distributed.scripts import run_program
+from tests.distributed.test_random_graphs import mesh_of
 from zerocore.common.alarm import STALL_SECONDS, stall_seconds
 
 LIMIT = 2.0
@@ -256,11 +258,17 @@ class Critic(Model):
     """The other one of two models."""
 
 
-def evaluate_alone(stage: int, num_models: int) -> tuple[str, float]:
+def evaluate_alone(stage: int, num_models: int, ranks: str = "") -> tuple[str, float]:
     """Rank 0 evaluates while others train, the other model if there is one; no limit is near."""
-    model = critic = sharded(stage)
+    options: dict[str, Any] = {"units": ["Linear"]}
+    if ranks == "replicas":
+        options["group"] = mesh_of(2, dist.get_world_size() // 2)
+    elif ranks == "near":
+        options["communication"] = zerocore.Communication(regather=2)
+    torch.manual_seed(0)
+    model = critic = zerocore.shard(Model(), stage=stage, **options)
     if num_models == 2:
-        critic = zerocore.shard(Critic(), stage=stage, units=["Linear"])
+        critic = zerocore.shard(Critic(), stage=stage, **options)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for each in (model, critic):
         each(torch.randn(2, 8), side=True).sum().backward()
@@ -295,6 +303,17 @@ def test_ranks_that_wait_for_each_other(world_size: int, num_models: int, stage:
         assert re.search("The ranks wait for each other|about to issue different", told), told
         for name in ("Model", "Critic")[:num_models]:
             assert f"of the model {name}" in told, told
+        assert seconds < 30
+
+
+@pytest.mark.parametrize(("ranks", "world_size"), [("replicas", 4), ("replicas", 8), ("near", 4)])
+def test_ranks_of_several_groups_that_wait_for_each_other(ranks: str, world_size: int) -> None:
+    for outcome in run_to_end(
+        evaluate_alone, world_size, 3, 2, ranks, timeout=60, group_timeout=600.0
+    ):
+        assert outcome.value is not None, outcome.error
+        told, seconds = outcome.value
+        assert "The ranks wait for each other" in told, told
         assert seconds < 30
 
 
