@@ -18,7 +18,6 @@
 #include "memory/registered_memory.h"
 #include "plan/pool_map.h"
 #include "watch/alarm.h"
-#include "watch/watchdog.h"
 
 namespace py = pybind11;
 

@@ -216,7 +216,7 @@ Collectives::Collectives(
       reducing_(reducing),
       launches_together_(streams.has_streams() && backend_->supportsCoalescing()),
       methods_(WireMethods::of_backend(backend_->getBackendName(), size(), sums_in_order)),
-      watch_(alarm, guard_of(backend_)) {
+      watch_(alarm, *group_, guard_of(backend_)) {
   if (backend_->getBackendName() == "gloo" && size() == 2 && !share_loopback(*backend_)) {
     methods_.send_pieces();
   }

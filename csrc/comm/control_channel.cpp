@@ -10,7 +10,6 @@
 #include <limits>
 
 #include "watch/alarm.h"
-#include "watch/roll_call.h"
 
 namespace zerocore {
 
@@ -58,13 +57,14 @@ ControlChannel::ControlChannel(
       size_(control->getSize()),
       user_(link_->add_user()),
       is_static_(is_static),
-      alarm_(alarm) {}
+      alarm_(alarm),
+      group_(alarm == nullptr ? nullptr : alarm->in_ledger(*control)) {}
 
 ControlChannel::Pending ControlChannel::begin(ControlMessage own, const std::string& what) {
   ++num_messages_;
   own.user = user_;
   const auto nbytes = own.width * static_cast<int64_t>(sizeof(int64_t));
-  Pending pending{WatchedCollective(alarm_, "all_reduce", what, nbytes)};
+  Pending pending{WatchedCollective(alarm_, group_, "all_reduce", what, nbytes)};
   pending.watched.run([&] { pending.round = link_->begin(std::move(own)); });
   return pending;
 }
@@ -188,9 +188,7 @@ std::vector<bool> ControlChannel::hear(Flags& flags) {
 }
 
 void connect_peers(const std::string& control) {
-  const auto group = c10d::resolve_process_group(control);
-  RollCall::note_holder(group->getStore(), group->getRank());
-  const auto link = link_of(group);
+  const auto link = link_of(c10d::resolve_process_group(control));
   link->wait(link->begin({}));
 }
 

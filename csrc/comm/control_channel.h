@@ -104,6 +104,7 @@ class ControlChannel {
   const int64_t user_;
   const bool is_static_;
   Alarm* alarm_;
+  LedgerGroup* group_; // null without an alarm
   uint64_t num_messages_ = 0;
   Pending round_;
   size_t num_needs_ = 0; // of the round under way

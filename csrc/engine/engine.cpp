@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "common/types.h"
-#include "watch/watchdog.h"
+#include "watch/alarm.h"
 
 namespace zerocore {
 

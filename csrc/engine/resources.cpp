@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "plan/memory_plan.h"
-#include "watch/watchdog.h"
 
 namespace zerocore {
 
@@ -39,9 +38,7 @@ std::shared_ptr<Alarm> make_alarm(const EngineOptions& engine, const std::vector
   if (engine.alarm_name.empty() || engine.stall_seconds == 0) {
     return nullptr;
   }
-  const bool has_levels = engine.meshes.size() > 1 || engine.meshes.front().replicas;
-  const bool needs_all = !has_levels && !engine.meshes.front().near;
-  AlarmOptions options{engine.alarm_name, needs_all, 0, 1, engine.stall_seconds};
+  AlarmOptions options{engine.alarm_name, 0, 1, engine.stall_seconds};
   if (const auto all = find_group(engine.control)) {
     options.rank = all->getRank();
     options.size = all->getSize();

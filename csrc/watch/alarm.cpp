@@ -4,13 +4,15 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
-#include <thread>
+#include <cstdlib>
+#include <iterator>
 #include <utility>
 
+#include "common/math.h"
 #include "plan/dissemination.h"
-#include "watch/watchdog.h"
 
 namespace zerocore {
 
@@ -19,10 +21,11 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
-constexpr Seconds kWarning(60); // of silence, or half of the limit
-constexpr Seconds kComparison(5); // of silence, or a quarter of the limit
-constexpr Seconds kPatience(5); // of the watchdog with the store
-constexpr Seconds kWatchdog(10); // of a thread that has failed with the watchdog
+constexpr Seconds kFirstCall(5); // of silence, or a quarter of the limit
+constexpr Seconds kPatience(5); // with the store
+constexpr Seconds kWatchdog(10); // of a thread that has failed, with the watchdog
+constexpr Milliseconds kEndPatience(1500); // at the end of the process
+constexpr Milliseconds kInCall(100); // between looks at the store
 constexpr double kDefaultSeconds = 1800; // of a group that has no timeout
 // Tags of messages that are never sent.
 constexpr int kUnusedTag = 0x5afe0000;
@@ -43,8 +46,12 @@ double timeout_of(c10d::ProcessGroup& group) {
 }
 
 // One receive that has waited for too long closes all connections of gloo. One whose peer is gone
-// does not.
-void close_gloo(c10d::Backend& backend, const std::vector<int64_t>& peers) {
+// does not. A group of control messages is connected with some ranks alone.
+void close_gloo(c10d::Backend& backend, bool is_control) {
+  std::vector<int64_t> peers = Dissemination::peers(backend.getRank(), backend.getSize());
+  for (int64_t rank = 0; rank < backend.getSize() && !is_control; ++rank) {
+    peers.push_back(rank);
+  }
   for (int context = 0; context < kContexts; ++context) {
     for (const int64_t peer : peers) {
       try {
@@ -57,20 +64,12 @@ void close_gloo(c10d::Backend& backend, const std::vector<int64_t>& peers) {
   }
 }
 
-std::vector<int64_t> all_peers(const c10d::Backend& backend) {
-  std::vector<int64_t> peers;
-  for (int64_t rank = 0; rank < backend.getSize(); ++rank) {
-    if (rank != backend.getRank()) {
-      peers.push_back(rank);
-    }
-  }
-  return peers;
-}
-
-// In one piece, and without a lock that a thread which waits may hold.
-void print(size_t rank, const std::string& text) {
-  const std::string line = "zerocore on rank " + std::to_string(rank) + ": " + text + "\n";
-  static_cast<void>(!write(STDERR_FILENO, line.data(), line.size()));
+// Never destroyed: that would wait for collectives that cannot end.
+void keep(c10::intrusive_ptr<c10d::Backend> backend) {
+  static std::mutex mutex;
+  static auto& kept = *new std::vector<c10::intrusive_ptr<c10d::Backend>>();
+  const std::lock_guard lock(mutex);
+  kept.push_back(std::move(backend));
 }
 
 } // namespace
@@ -81,13 +80,14 @@ Alarm::Alarm(
     std::vector<std::string> params)
     : options_(std::move(options)),
       params_(std::move(params)),
+      model_(options_.name.substr(options_.name.rfind(' ') + 1)),
       roll_call_(groups.at(0)->getStore(), options_.name, options_.rank, options_.size) {
   for (const Group& group : groups) {
     add_group(group);
   }
   const double timeout = timeout_of(*groups[0]);
-  limit_ = std::min(timeout, options_.stall_seconds.value_or(timeout));
-  limit_is_timeout_ = limit_ == timeout;
+  limit_ = Seconds(std::min(timeout, options_.stall_seconds.value_or(timeout)));
+  limit_is_timeout_ = limit_.count() == timeout;
 }
 
 void Alarm::add_group(const Group& group) {
@@ -95,17 +95,28 @@ void Alarm::add_group(const Group& group) {
   group_names_.push_back(group->getGroupName());
   for (const c10::Device device : group->getDeviceTypes()) {
     const auto backend = group->getBackend(device.type());
-    if (std::none_of(backends_.begin(), backends_.end(), [&](const auto& other) {
-          return other.lock() == backend;
-        })) {
+    if (std::ranges::none_of(
+            backends_, [&](const auto& other) { return other.lock() == backend; })) {
       backends_.emplace_back(backend);
     }
   }
 }
 
+// Groups of other ranks may have the same name.
+LedgerGroup* Alarm::in_ledger(c10d::ProcessGroup& group) {
+  uint64_t ranks = 0;
+  for (const c10::Device device : group.getDeviceTypes()) {
+    for (const uint64_t rank :
+         group.getBackend(device.type())->getBackendOptions()->global_ranks_in_group) {
+      ranks = mix(ranks, rank);
+    }
+  }
+  return &ledger_.group(options_.name + " " + group.getGroupName() + " " + std::to_string(ranks));
+}
+
 bool Alarm::has_group(const std::string& name) const {
   const std::lock_guard lock(mutex_);
-  return std::find(group_names_.begin(), group_names_.end(), name) != group_names_.end();
+  return std::ranges::find(group_names_, name) != group_names_.end();
 }
 
 // -- the threads that use the model ---------------------------------------------------------
@@ -116,11 +127,11 @@ void Alarm::throw_message() const {
 
 void Alarm::note_failure(const std::string& what) {
   {
-    std::unique_lock lock(mutex_);
-    if (call_ != RollKind::Alarm && !failed_) { // what fails then is a consequence
-      cause_ = what;
+    const std::lock_guard lock(mutex_);
+    if (!must_end_ && !in_call_) { // else it may be a consequence
+      cause_ = " (Here: " + what + ")";
     }
-    failed_ = true;
+    must_end_ = must_end_.value_or(Clock::now());
   }
   Watchdog::of_process().wake();
 }
@@ -137,126 +148,89 @@ void Alarm::fail(const std::string& what) {
 int64_t Alarm::enter(std::string what) {
   check();
   const std::lock_guard lock(mutex_);
-  waits_.push_back({++num_waits_, std::move(what), Clock::now()});
+  waits_[++num_waits_] = {std::move(what), Clock::now()};
   return num_waits_;
 }
 
 void Alarm::leave(int64_t token) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(waits_, [&](const Wait& wait) { return wait.token == token; });
+  waits_.erase(token);
 }
 
-// -- the watchdog ---------------------------------------------------------------------------
+// -- the thread that watches ----------------------------------------------------------------
 
 Milliseconds Alarm::interval() const {
-  return Milliseconds(std::clamp(static_cast<int64_t>(limit_ * 100), int64_t(50), int64_t(1000)));
-}
-
-// The longest; numbers below zero are of waits that are not in the ledger.
-Silence Alarm::silence() {
-  Silence longest = ledger_.silence();
-  const std::lock_guard lock(mutex_);
-  for (const Wait& wait : waits_) {
-    const auto length = Clock::now() - wait.since;
-    if (length > longest.length) {
-      longest = {length, -1 - wait.token};
-    }
-  }
-  return longest;
-}
-
-// False if it is under way, or one that outranks it.
-bool Alarm::begin(RollKind call) {
-  const std::lock_guard lock(mutex_);
-  if (call_ >= call) {
-    return false;
-  }
-  call_ = call;
-  called_ = Clock::now();
-  answer_.reset();
-  return true;
-}
-
-// The call that a silence makes, if none is under way.
-RollKind Alarm::due(const Silence& silence) {
-  const std::lock_guard lock(mutex_);
-  if (failed_ || is_certain_ || silence.length > Seconds(limit_)) {
-    return RollKind::Alarm;
-  }
-  if (call_ != RollKind::None || silence.number == -1) {
-    return RollKind::None;
-  }
-  if (std::exchange(compared_, silence.number) != silence.number) {
-    next_compared_ = std::min(kComparison, Seconds(limit_ / 4));
-  }
-  prints_ = silence.length > std::min(kWarning, Seconds(limit_ / 2)) && silence.number != warned_;
-  if (prints_) {
-    warned_ = silence.number;
-  } else if (silence.length <= next_compared_) {
-    return RollKind::None;
-  }
-  next_compared_ = 2 * Seconds(silence.length);
-  return RollKind::Warning;
+  return Milliseconds(
+      std::clamp(static_cast<int64_t>(limit_.count() * 100), int64_t(50), int64_t(1000)));
 }
 
 void Alarm::tick() {
   if (raised_) {
     return;
   }
-  if (begin(due(silence()))) {
-    Watchdog::of_process().wake();
-  }
+  const auto now = Clock::now();
   std::unique_lock lock(mutex_);
-  if (call_ == RollKind::None || !(answer_ || Clock::now() - called_ > kPatience)) {
-    return;
+  silence_ = ledger_.silence();
+  for (const auto& [_, wait] : waits_) {
+    silence_ = std::max<Seconds>(silence_, now - wait.since);
   }
-  const std::optional<std::string> answer = std::exchange(answer_, std::nullopt);
-  const bool is_alarm = call_ == RollKind::Alarm;
-  const bool prints = !is_alarm && std::exchange(prints_, false) && !is_certain_;
-  if (!is_alarm) {
-    call_ = RollKind::None;
+  const Seconds first = std::min(kFirstCall, limit_ / 4);
+  if (silence_ < first) {
+    next_call_ = first;
   }
+  const bool begins = !must_end_ && silence_ > limit_;
+  if (begins) {
+    must_end_ = now;
+  }
+  const bool gives_up = must_end_ && now - *must_end_ > kPatience;
   lock.unlock();
-  const std::string text = answer ? *answer : describe_alone();
-  if (is_alarm) {
-    raise(text);
-  } else if (prints && !text.empty()) {
-    print(options_.rank, "warning: " + text);
+  if (begins) {
+    Watchdog::of_process().wake();
+  } else if (gives_up) {
+    raise_alone();
   }
 }
 
+// Of what this rank knows.
+void Alarm::raise_alone() {
+  std::vector<RankReport> reports(options_.size);
+  reports[options_.rank] = report();
+  raise(zerocore::describe(reports, params_, model_, advice(), roll_call_.store_name()));
+}
+
 void Alarm::raise(std::string message) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!message_.empty()) {
+      return;
+    }
+    message_ = std::move(message) + cause_;
+  }
   close_groups();
   {
     const std::lock_guard lock(mutex_);
-    message_ = std::move(message) + (cause_.empty() ? "" : " (Here: " + cause_ + ")");
     raised_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  print(options_.rank, message_);
+  // In one piece, and without a lock that a thread which waits may hold.
+  const std::string line =
+      "zerocore on rank " + std::to_string(options_.rank) + ": " + message_ + "\n";
+  static_cast<void>(!write(STDERR_FILENO, line.data(), line.size()));
 }
 
 // See Note [Alarm].
 void Alarm::close_groups() {
-  std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends;
-  {
-    const std::lock_guard lock(mutex_);
-    backends = backends_;
-  }
+  std::unique_lock lock(mutex_);
+  const auto backends = backends_;
+  lock.unlock();
   for (size_t i = 0; i < backends.size(); ++i) {
     const auto backend = backends[i].lock();
     if (!backend) {
       continue;
     }
-    // Never destroyed: that would wait for collectives that cannot end.
-    static auto* const kept = new std::vector<c10::intrusive_ptr<c10d::Backend>>();
-    kept->push_back(backend);
+    keep(backend);
     if (backend->getBackendName() == "gloo") {
-      // The first group is connected with the peers of control messages alone.
-      close_gloo(
-          *backend,
-          i == 0 ? Dissemination::peers(backend->getRank(), backend->getSize())
-                 : all_peers(*backend));
+      close_gloo(*backend, i == 0);
     } else { // may wait for the device
       std::thread([backend] {
         try {
@@ -271,36 +245,30 @@ void Alarm::close_groups() {
 
 // -- what is told ---------------------------------------------------------------------------
 
-std::string Alarm::waits_without_number() const {
+// Of this model alone.
+RankReport Alarm::own_report() const {
+  RankReport report = ledger_.report();
   const std::lock_guard lock(mutex_);
-  return waits_.empty() ? "" : waits_.front().what;
+  report.elsewhere = waits_.empty() ? "" : waits_.begin()->second.what;
+  return report;
 }
 
-std::string Alarm::model() const {
-  return options_.name.substr(options_.name.rfind(' ') + 1);
-}
-
+// Names what the process waits in for this model, and the model; empty if it waits in nothing.
 std::string Alarm::waits_in() const {
-  const LedgerState state = ledger_.state();
-  const auto entry = std::ranges::find(state.entries, state.waiting, &LedgerEntry::number);
-  const std::string what = entry == state.entries.end() ? waits_without_number()
-                                                        : entry->op + " of '" + entry->unit + "'";
-  return what.empty() ? "" : what + " of the model " + model();
-}
-
-std::optional<ModelPosition> Alarm::position() const {
-  return options_.needs_all ? std::optional(ledger_.position(options_.name)) : std::nullopt;
+  const RankReport own = own_report();
+  const LedgerEntry* entry = own.find(own.waiting);
+  const std::string what = entry == nullptr ? own.elsewhere : entry->what;
+  return what.empty() ? "" : what + " of the model " + model_;
 }
 
 RankReport Alarm::report() const {
-  RankReport report;
-  report.answered = true;
-  report.ledger = ledger_.state();
-  report.elsewhere = waits_without_number();
-  if (report.elsewhere.empty()) {
-    report.elsewhere = Watchdog::of_process().waits_in_other_than(*this);
+  RankReport report = own_report();
+  for (const auto& other : Watchdog::of_process().alarms()) {
+    if (other.get() != this) {
+      std::ranges::copy(other->own_report().groups, std::back_inserter(report.groups));
+      report.elsewhere = report.elsewhere.empty() ? other->waits_in() : report.elsewhere;
+    }
   }
-  report.models = Watchdog::of_process().positions();
   return report;
 }
 
@@ -309,58 +277,50 @@ std::string Alarm::advice() const {
       "If a rank is only slow (it evaluates or saves alone), raise ",
       limit_is_timeout_ ? "the timeout of the process group" : "ZEROCORE_STALL_SECONDS",
       ", which is ",
-      limit_,
+      limit_.count(),
       limit_is_timeout_ ? "." : "; 0 waits for ever.");
 }
 
-std::string Alarm::describe_alone() const {
-  std::vector<RankReport> reports(options_.size);
-  reports[options_.rank] = report();
-  return zerocore::describe(reports, params_, model(), advice(), roll_call_.holder());
-}
-
-std::string Alarm::describe(const std::vector<RankReport>& reports) {
-  const bool is_certain = options_.needs_all && wait_for_ever(reports);
-  {
-    const std::lock_guard lock(mutex_);
-    is_certain_ = is_certain_ || is_certain;
+std::string Alarm::describe(const std::vector<RankReport>& reports, bool must_end) const {
+  const bool for_ever = wait_for_ever(reports);
+  if (!for_ever && !must_end) {
+    return "";
   }
   const std::string why = "The ranks wait for each other, so a longer timeout does not help.";
-  return zerocore::describe(reports, params_, model(), is_certain ? why : advice());
+  return zerocore::describe(reports, params_, model_, for_ever ? why : advice());
 }
 
 // -- the thread that talks to stores --------------------------------------------------------
 
-void Alarm::talk() {
-  RollKind wanted = RollKind::None;
-  {
-    const std::lock_guard lock(mutex_);
-    wanted = answer_ ? RollKind::None : call_;
+bool Alarm::talk() {
+  std::unique_lock lock(mutex_);
+  const bool must_end = must_end_.has_value();
+  const bool asks = must_end || silence_ > next_call_;
+  lock.unlock();
+  if (raised_) {
+    return false;
   }
-  std::string told;
-  RollKind call = RollKind::None;
+  std::optional<std::string> told;
   try {
-    do { // another rank's warning may come before this one's alarm
-      call = raised_ ? RollKind::None : roll_call_.next(wanted);
-      if (call != RollKind::None) {
-        begin(call);
-        roll_call_.tell(report());
-        told = roll_call_.hear([this](const auto& all) { return describe(all); });
-      }
-    } while (call != RollKind::None && call < wanted);
+    told = roll_call_.poll(
+        asks,
+        must_end,
+        [this] { return report(); },
+        [this](const auto& reports, bool ends) { return describe(reports, ends); });
   } catch (const std::exception&) {
     roll_call_.give_up();
   }
-  if (!roll_call_.can_ask() && wanted != RollKind::None) {
-    told = describe_alone();
-  } else if (call == RollKind::None) {
-    return;
+  if (told && !told->empty()) {
+    raise(std::move(*told));
+  } else if (must_end && !roll_call_.can_ask()) {
+    raise_alone();
   }
-  {
-    const std::lock_guard lock(mutex_);
-    answer_ = std::move(told);
+  lock.lock();
+  in_call_ = roll_call_.is_open();
+  if (told) {
+    next_call_ = 2 * silence_;
   }
-  Watchdog::of_process().wake();
+  return in_call_;
 }
 
 void Alarm::note_end(const std::string& how) {
@@ -369,6 +329,110 @@ void Alarm::note_end(const std::string& how) {
   } catch (const std::exception&) {
     roll_call_.give_up();
   }
+}
+
+// -- the threads of the process ------------------------------------------------------------
+
+// Never destroyed: a thread that a dead store holds up may outlive the rest of the process.
+Watchdog& Watchdog::of_process() {
+  static std::atomic<Watchdog*> current = nullptr;
+  Watchdog* watchdog = current.load();
+  if (watchdog == nullptr || watchdog->process_ != getpid()) {
+    auto* made = new Watchdog(getpid());
+    if (current.compare_exchange_strong(watchdog, made)) {
+      return *made;
+    }
+    delete made; // another thread was faster
+  }
+  return *watchdog;
+}
+
+void Watchdog::add(std::shared_ptr<Alarm> alarm) {
+  const std::lock_guard lock(mutex_);
+  interval_ = std::min(interval_, alarm->interval());
+  alarms_.push_back(std::move(alarm));
+  for (; num_running_ < 2; ++num_running_) {
+    threads_.emplace_back([this, talks = num_running_ == 1] { run(talks); });
+  }
+  static const int registered = std::atexit([] { of_process().stop(); });
+  static_cast<void>(registered);
+}
+
+bool Watchdog::remove(const Alarm* alarm) {
+  const std::lock_guard lock(mutex_);
+  return std::erase_if(alarms_, [&](const auto& each) { return each.get() == alarm; }) > 0;
+}
+
+std::vector<std::shared_ptr<Alarm>> Watchdog::alarms() {
+  const std::lock_guard lock(mutex_);
+  return alarms_;
+}
+
+std::shared_ptr<Alarm> Watchdog::alarm_of(const std::string& group) {
+  for (auto& alarm : alarms()) {
+    if (alarm->has_group(group)) {
+      return alarm;
+    }
+  }
+  return nullptr;
+}
+
+void Watchdog::add_group(const std::string& group, const std::string& beside) {
+  for (const auto& alarm : alarms()) {
+    if (alarm->has_group(beside) && !alarm->has_group(group)) {
+      alarm->add_group(c10d::resolve_process_group(group));
+    }
+  }
+}
+
+void Watchdog::note_end(const std::string& how) {
+  std::unique_lock lock(mutex_);
+  if (num_running_ > 0) {
+    end_ = how;
+    changed_.notify_all();
+    changed_.wait_for(lock, kEndPatience, [this] { return !end_; });
+  }
+}
+
+void Watchdog::stop() {
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  changed_.notify_all();
+  const Milliseconds patience = end_ ? Milliseconds(0) : kEndPatience; // `end_`: the store hangs
+  const bool ended = changed_.wait_for(lock, patience, [this] { return num_running_ == 0; });
+  lock.unlock();
+  for (std::thread& thread : threads_) {
+    ended ? thread.join() : thread.detach();
+  }
+}
+
+void Watchdog::run(bool talks) {
+  std::unique_lock lock(mutex_);
+  for (bool in_call = false; !stopping_;) {
+    const auto alarms = alarms_;
+    const std::optional<std::string> end = talks ? end_ : std::nullopt;
+    lock.unlock();
+    in_call = false;
+    for (const auto& alarm : alarms) {
+      if (!talks) {
+        alarm->tick();
+      } else if (end) {
+        alarm->note_end(*end);
+      } else {
+        in_call = alarm->talk() || in_call;
+      }
+    }
+    lock.lock();
+    if (end) {
+      end_.reset();
+      changed_.notify_all();
+    }
+    if (!stopping_ && !(talks && end_)) {
+      changed_.wait_for(lock, in_call ? std::min(kInCall, interval_) : interval_);
+    }
+  }
+  --num_running_;
+  changed_.notify_all();
 }
 
 } // namespace zerocore

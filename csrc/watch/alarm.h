@@ -1,26 +1,28 @@
 // The alarm of one model: ranks that disagree get one error that names what each of them is in.
 //
 // Note [Alarm]
-// A collective that the host waits in for too long, or that fails, is noticed by the watchdog, here
-// and without asking anybody. A second thread, which may block in the store, then calls the roll:
-// the watchdogs of the other ranks find that within a second, and all ranks have one sentence. If
-// the store does not answer in time the sentence is of what this rank knows. The watchdog closes
-// the connections of all groups that it knows: what waits in one of their collectives ends with an
-// error, nothing writes to their buffers any more, and the process can exit. It also prints the
-// sentence, as the thread that waits may not get to. From then on every use of the model throws it.
-// Long before, it warns: the same without an end. Earlier still, and from then on whenever the
-// silence has doubled, the ranks compare without a word. If this proves that they wait for each
-// other the alarm comes at once.
+// A collective that the host waits in for too long, or that fails, is noticed here, without asking
+// anybody. Then a roll call gives all ranks one sentence. If the store does not answer in time the
+// sentence is of what this rank knows. The alarm closes the connections of all groups that it
+// knows: what waits in one of their collectives ends with an error, nothing writes to their buffers
+// any more, and the process can exit. It also prints the sentence, as the thread that waits may not
+// get to. From then on every use of the model throws it.
+// Before, and whenever the silence has doubled, a rank that waits calls the roll, too: if it proves
+// that the ranks wait for each other the alarm comes at once.
 #pragma once
 
+#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "watch/ledger.h"
@@ -30,7 +32,6 @@ namespace zerocore {
 
 struct AlarmOptions {
   std::string name; // of the model, the same on all its ranks and no other's; ends with its class
-  bool needs_all = true; // each of its collectives needs all its ranks
   size_t rank = 0; // among all ranks of the model
   size_t size = 1;
   std::optional<double>
@@ -47,6 +48,8 @@ class Alarm {
   Ledger& ledger() {
     return ledger_;
   }
+  // Counts the model's collectives on the group.
+  LedgerGroup* in_ledger(c10d::ProcessGroup& group);
   // The alarm closes its connections, too.
   void add_group(const Group& group);
   bool has_group(const std::string& name) const;
@@ -69,46 +72,39 @@ class Alarm {
   int64_t enter(std::string what);
   void leave(int64_t token);
 
-  // -- the watchdog, which must not block
+  // -- the thread that watches, which must not block
   void tick();
   // -- the thread that talks to stores
-  void talk();
-  // The program ends: `how` is for the others. Waits a moment for them if it holds their store.
+  // True while a roll call is open.
+  bool talk();
+  // The program ends: `how` is for the others.
   void note_end(const std::string& how);
 
   // -- any thread
-  // Names what the process waits in for this model, and the model; empty if it waits in nothing.
-  std::string waits_in() const;
-  // None of a model whose collectives some of its ranks share.
-  std::optional<ModelPosition> position() const;
   std::chrono::milliseconds interval() const;
 
  private:
   using Clock = std::chrono::steady_clock;
+  using Seconds = std::chrono::duration<double>;
   struct Wait {
-    int64_t token = 0;
     std::string what;
     Clock::time_point since;
   };
 
   [[noreturn]] void throw_message() const;
-  // Waits of collectives without a number: the first that is still waited in; empty if there is
-  // none.
-  std::string waits_without_number() const;
-  Silence silence();
-  bool begin(RollKind call);
-  RollKind due(const Silence& silence);
-  std::string model() const;
-  std::string describe(const std::vector<RankReport>& reports);
+  RankReport own_report() const;
+  std::string waits_in() const;
   RankReport report() const;
-  std::string describe_alone() const;
   std::string advice() const;
+  std::string describe(const std::vector<RankReport>& reports, bool must_end) const;
+  void raise_alone();
   void raise(std::string message);
   void close_groups();
 
   const AlarmOptions options_;
   const std::vector<std::string> params_;
-  double limit_ = 0; // seconds
+  const std::string model_; // its class
+  Seconds limit_{};
   bool limit_is_timeout_ = true; // the group's, at which its collectives fail
   Ledger ledger_;
   RollCall roll_call_; // of the thread that talks
@@ -117,21 +113,59 @@ class Alarm {
   mutable std::mutex mutex_; // of all that follows
   std::condition_variable changed_;
   std::vector<std::string> group_names_;
-  // The watchdog must not be the last owner: a group's end joins threads.
+  // The alarm's threads must not be the last owner: a group's end joins threads.
   std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends_;
-  std::vector<Wait> waits_;
+  std::map<int64_t, Wait> waits_; // by token
   int64_t num_waits_ = 0;
-  int64_t warned_ = -1; // of that silence
-  int64_t compared_ = -1; // in that silence
-  std::chrono::duration<double> next_compared_{}; // when it is so long
-  bool prints_ = false; // the warning under way
-  bool is_certain_ = false; // the ranks wait for ever
-  bool failed_ = false; // some collective did
+  Seconds silence_{}; // as of the last tick
+  Seconds next_call_{}; // at that silence
+  std::optional<Clock::time_point> must_end_; // since then
   std::string cause_; // what failed here, if that was first
-  RollKind call_ = RollKind::None; // under way
-  Clock::time_point called_;
-  std::optional<std::string> answer_; // to it
+  bool in_call_ = false;
   std::string message_; // written once, before raised_
+};
+
+// Two threads that sleep but for a moment in every interval and know nothing of Python: they work
+// while the interpreter's lock is held. One watches and never blocks; the other talks to stores, as
+// no timeout bounds a request to one: after it, c10d waits for the answer to its withdrawal. The
+// first alarm starts them and the end of the process stops them. A forked child has none of its
+// parent's threads, and gets a watchdog of its own.
+class Watchdog {
+ public:
+  static Watchdog& of_process();
+
+  // Looks at the alarm at least once in its interval.
+  void add(std::shared_ptr<Alarm> alarm);
+  // False if the alarm is that of the process that this one was forked from.
+  bool remove(const Alarm* alarm);
+  std::vector<std::shared_ptr<Alarm>> alarms();
+  // The one that has looked after the group for the longest time; null if there is none.
+  std::shared_ptr<Alarm> alarm_of(const std::string& group);
+  // The thread that looks after the group `beside` looks after this one, too.
+  void add_group(const std::string& group, const std::string& beside);
+  // Looks at all alarms now.
+  void wake() {
+    changed_.notify_all();
+  }
+  // Tells other ranks how the program ends; bounded, as their store may not answer.
+  void note_end(const std::string& how);
+  // Ends the threads; bounded.
+  void stop();
+
+ private:
+  explicit Watchdog(pid_t process) : process_(process) {}
+
+  void run(bool talks);
+
+  const pid_t process_;
+  std::mutex mutex_; // taken before that of an alarm
+  std::condition_variable changed_;
+  std::vector<std::shared_ptr<Alarm>> alarms_;
+  std::chrono::milliseconds interval_{1000};
+  std::optional<std::string> end_; // to be told
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+  size_t num_running_ = 0;
 };
 
 } // namespace zerocore

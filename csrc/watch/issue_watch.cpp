@@ -16,13 +16,14 @@ namespace zerocore {
 
 WatchedCollective::WatchedCollective(
     Alarm* alarm,
+    LedgerGroup* group,
     const char* op,
     const std::string& unit,
     int64_t nbytes)
     : alarm_(alarm), op_(op), unit_(&unit) {
   if (alarm_ != nullptr) {
     alarm_->check();
-    number_ = alarm_->ledger().begin(op, unit, nbytes);
+    number_ = alarm_->ledger().begin(*group, op, unit, nbytes);
   }
 }
 
@@ -47,15 +48,18 @@ void WatchedCollective::end_wait(bool is_last) const {
   }
 }
 
-IssueWatch::IssueWatch(Alarm* alarm, std::shared_ptr<IssueGuard> guard)
-    : alarm_(alarm), guard_(std::move(guard)), user_(guard_ ? guard_->add_user() : 0) {}
+IssueWatch::IssueWatch(Alarm* alarm, c10d::ProcessGroup& group, std::shared_ptr<IssueGuard> guard)
+    : alarm_(alarm),
+      group_(alarm == nullptr ? nullptr : alarm->in_ledger(group)),
+      guard_(std::move(guard)),
+      user_(guard_ ? guard_->add_user() : 0) {}
 
 WatchedCollective IssueWatch::begin(
     const char* op,
     const std::string& unit,
     UnitId id,
     int64_t nbytes) {
-  const WatchedCollective begun(alarm_, op, unit, nbytes);
+  const WatchedCollective begun(alarm_, group_, op, unit, nbytes);
   if (guard_ != nullptr) {
     uint64_t collective = mix(user_, std::hash<std::string_view>()(op));
     collective = mix(mix(collective, static_cast<uint64_t>(id)), static_cast<uint64_t>(nbytes));

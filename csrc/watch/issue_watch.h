@@ -2,6 +2,8 @@
 // group, which makes sure that all ranks issue the same one.
 #pragma once
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -13,14 +15,20 @@ namespace zerocore {
 
 class Alarm;
 class IssueGuard;
+struct LedgerGroup;
 
 // One collective, from before it is issued until it was waited for.
 class WatchedCollective {
  public:
   WatchedCollective() = default; // of nothing
-  // Throws what the alarm does, if it was raised; there may be none. `op` is a literal, and `unit`
-  // outlives this.
-  WatchedCollective(Alarm* alarm, const char* op, const std::string& unit, int64_t nbytes);
+  // Throws what the alarm does, if it was raised; there may be none, and then no `group`. `op` is a
+  // literal, and `unit` outlives this.
+  WatchedCollective(
+      Alarm* alarm,
+      LedgerGroup* group,
+      const char* op,
+      const std::string& unit,
+      int64_t nbytes);
 
   explicit operator bool() const {
     return op_ != nullptr;
@@ -64,8 +72,8 @@ class WatchedCollective {
 // Reports the collectives that a model issues on one group.
 class IssueWatch {
  public:
-  // Both may be null. The alarm outlives this.
-  IssueWatch(Alarm* alarm, std::shared_ptr<IssueGuard> guard);
+  // Alarm and guard may be null. The alarm outlives this.
+  IssueWatch(Alarm* alarm, c10d::ProcessGroup& group, std::shared_ptr<IssueGuard> guard);
 
   // A collective is about to be issued: notes it, and makes sure that the others issue it, too.
   WatchedCollective begin(const char* op, const std::string& unit, UnitId id, int64_t nbytes);
@@ -80,6 +88,7 @@ class IssueWatch {
 
  private:
   Alarm* alarm_;
+  LedgerGroup* group_; // null without an alarm
   std::shared_ptr<IssueGuard> guard_;
   uint64_t user_ = 0;
   uint64_t facts_ = 0;

@@ -2,12 +2,10 @@
 // collective can block.
 //
 // Note [Roll call]
-// A rank that misses others makes a call: an entry in the store that all ranks look for in turn.
-// Each appends a line to one list: its rank, and the digest of its report, which it writes if no
-// other rank had the same. The rank whose entry it is reads the list and the few reports, and
-// writes the sentence that follows, for which the others wait. If it does not come, the first rank
-// that misses it reads in its place. So a call takes at most 8 requests a rank, and as many of the
-// one that reads as there are different reports, and one for each moment that it waits.
+// A rank that misses others makes a call: a key in the store that all ranks look for in turn. Each
+// rank appends its report to one list. The rank that has made the call reads the list when all have
+// answered or 3 s are over, and writes what the ranks are told. If nothing comes, the first rank
+// that misses it reads instead. A call takes 5 requests a rank, and one for each look at the store.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -15,6 +13,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,20 +22,15 @@
 
 namespace zerocore {
 
-enum class RollKind : uint8_t {
-  None,
-  Warning,
-  Alarm
-}; // in order: the later one outranks the others
-
 // Of one model on one rank. Every function may take as long as the store does, which may be for
 // ever; used by one thread.
 class RollCall {
  public:
-  using Describe = std::function<std::string(const std::vector<RankReport>&)>;
+  using Report = std::function<RankReport()>;
+  // What the ranks are told, from their reports by rank; empty if all go on. `must_end`: some rank
+  // can not.
+  using Describe = std::function<std::string(const std::vector<RankReport>&, bool must_end)>;
 
-  // Behind this on all ranks, their roll calls know if one of them holds the store; a launcher may.
-  static void note_holder(const c10::intrusive_ptr<c10d::Store>& store, int rank);
   // `name`: of the model, the same on all its ranks and no other model's.
   RollCall(
       const c10::intrusive_ptr<c10d::Store>& store,
@@ -44,40 +38,46 @@ class RollCall {
       size_t rank,
       size_t size);
 
-  // The call that is to be answered next: another rank's, or else one of this kind.
-  RollKind next(RollKind wanted);
-  // Answers it.
-  void tell(const RankReport& own);
-  // Behind tell(): returns what all are told; empty if this rank need not know.
-  std::string hear(const Describe& describe);
-  // The program ends: `how` is for the others. The rank that holds the store waits a moment for
-  // them, or for those that read an alarm.
+  // Looks at the store: answers the call of another rank, or one that this rank `asks` for.
+  // Returns what the ranks are told, once they are.
+  std::optional<std::string> poll(
+      bool asks,
+      bool must_end,
+      const Report& report,
+      const Describe& describe);
+  // The program ends: `how` is for the others. Rank 0 waits a moment for theirs, as it may hold the
+  // store.
   void note_end(const std::string& how);
 
   bool can_ask() const {
     return store_ != nullptr;
   }
+  // This rank has answered a call that is not over.
+  bool is_open() const {
+    return told_.has_value();
+  }
   // The store has failed, or the program ends: no more of it.
   void give_up() {
     store_ = nullptr;
+    told_.reset();
   }
-  // Names the rank or address that the store depends on; for any thread, without the store.
-  std::string holder() const;
+  // Names the store; for any thread, without a request.
+  const std::string& store_name() const {
+    return store_name_;
+  }
 
  private:
   std::string key(const char* what) const;
-  std::vector<RankReport> collect();
-  std::vector<std::pair<size_t, std::string>> lines(const std::string& list);
-  bool wait_for_sentence();
+  std::vector<std::pair<size_t, std::string>> records(const std::string& list);
+  std::optional<std::string> read(const Describe& describe);
 
   const size_t rank_, size_;
   c10::intrusive_ptr<c10d::Store> store_; // null: ranks cannot be compared
+  std::string store_name_ = "the store of the process group";
   int64_t number_ = 0; // of the next call
-  bool is_alarm_ = false; // the one that next() found
-  bool is_own_ = false;
-  std::chrono::steady_clock::time_point told_; // when this rank did
-  std::string address_; // of the store
-  int64_t holder_ = -1; // the rank, if it is one of them
+  std::optional<std::chrono::steady_clock::time_point> told_; // when this rank did, in an open call
+  bool reads_ = false; // the reports of the open call
+  bool must_end_ = false; // as the others were told
 };
 
 } // namespace zerocore

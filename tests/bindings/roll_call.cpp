@@ -4,8 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -44,11 +44,6 @@ class CountingStore : public c10d::HashStore {
     note(0);
     return HashStore::check(keys);
   }
-  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout)
-      override {
-    note(0);
-    HashStore::wait(keys, timeout);
-  }
   void append(const std::string& key, const Bytes& data) override {
     note(data.size());
     HashStore::append(key, data);
@@ -66,8 +61,9 @@ class CountingStore : public c10d::HashStore {
 RankReport report_of(int64_t waiting, const std::string& unit) {
   RankReport report;
   report.answered = true;
-  report.ledger.entries = {{waiting, "all_gather", unit, 8, false}};
-  report.ledger.waiting = waiting;
+  report.entries = {{waiting, false, "all_gather of '" + unit + "' (8 bytes)"}};
+  report.waiting = waiting;
+  report.groups = {{"model", waiting + 1, waiting, 1, unit}};
   return report;
 }
 
@@ -87,23 +83,22 @@ void register_roll_call(py::module_& module) {
           py::arg("rank"),
           py::arg("size"))
       .def(
-          "next",
-          [](RollCall& self, bool raises) {
-            return self.next(raises ? RollKind::Alarm : RollKind::None) == RollKind::Alarm;
+          "poll",
+          [](RollCall& self, bool asks, bool must_end, int64_t waiting, const std::string& unit)
+              -> std::optional<std::string> {
+            return self.poll(
+                asks,
+                must_end,
+                [&] { return report_of(waiting, unit); },
+                [](const auto& reports, bool ends) {
+                  return ends || wait_for_ever(reports) ? describe(reports, {}, "", "") : "";
+                });
           },
-          py::arg("raises"))
-      .def(
-          "tell",
-          [](RollCall& self, int64_t waiting, const std::string& unit) {
-            self.tell(report_of(waiting, unit));
-          },
-          py::arg("waiting"),
-          py::arg("unit"))
-      .def(
-          "hear",
-          [](RollCall& self) {
-            return self.hear([](const auto& reports) { return describe(reports, {}, "", ""); });
-          })
+          py::kw_only(),
+          py::arg("asks") = false,
+          py::arg("must_end") = false,
+          py::arg("waiting") = 7,
+          py::arg("unit") = "even")
       .def("note_end", &RollCall::note_end, py::arg("how"));
 }
 

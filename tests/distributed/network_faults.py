@@ -272,10 +272,9 @@ def mistakes(fault: Fault, ends: list[End]) -> list[str]:
 
 
 def is_true(fault: Fault, rank: int, said: str) -> bool:
-    """Whether the ranks that did not answer are named, and no others."""
-    found = re.findall(
-        r"ranks? ([\d, ]+?),? (?:which holds the store at [^ ]+ )?did not answer", said
-    )
+    """Whether those that did not answer are named, or the holder of the store, and no others."""
+    store = "which rank 0 holds unless a launcher does,"
+    found = re.findall(r"ranks? ([\d, ]+) did not answer", said.replace(store, "rank 0"))
     silent = {int(number) for numbers in found for number in numbers.split(",")}
     if fault.kind == "cut" and rank == fault.victim:
         return silent == ({1, 2} if rank == 0 else {0})  # without the store it can ask nobody
