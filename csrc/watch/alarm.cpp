@@ -102,13 +102,18 @@ void Alarm::add_group(const Group& group) {
   }
 }
 
-// Groups of other ranks may have the same name.
+// The name tells groups of other ranks apart, which may have the same one. Where a backend does not
+// tell its ranks, no other rank has this name: nothing is concluded from its counts.
 LedgerGroup* Alarm::in_ledger(c10d::ProcessGroup& group) {
   uint64_t ranks = 0;
   for (const c10::Device device : group.getDeviceTypes()) {
-    for (const uint64_t rank :
-         group.getBackend(device.type())->getBackendOptions()->global_ranks_in_group) {
-      ranks = mix(ranks, rank);
+    try {
+      const auto options = group.getBackend(device.type())->getBackendOptions();
+      for (const uint64_t rank : options->global_ranks_in_group) {
+        ranks = mix(ranks, rank);
+      }
+    } catch (const std::exception&) { // it has no options
+      ranks = mix(ranks, options_.rank + 1);
     }
   }
   return &ledger_.group(options_.name + " " + group.getGroupName() + " " + std::to_string(ranks));
