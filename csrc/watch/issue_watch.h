@@ -2,14 +2,16 @@
 // group, which makes sure that all ranks issue the same one.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <string>
 
 #include "common/types.h"
+
+namespace c10d {
+class ProcessGroup;
+} // namespace c10d
 
 namespace zerocore {
 

@@ -201,7 +201,7 @@ bool any_waits_in(const Reports& reports, int64_t number) {
   return std::ranges::any_of(reports, [&](const auto& each) { return each.waits_in(number); });
 }
 
-// What the rank does, as against a collective.
+// Says where the rank is, compared with a collective.
 std::string state_of(const RankReport& report, int64_t number) {
   const LedgerEntry* entry = report.find(number);
   if (report.ended) {
@@ -263,7 +263,7 @@ std::string name_agreed(const Reports& reports, int64_t number) {
   return "";
 }
 
-// What to look for if all ranks have answered.
+// Says where to look for the fault if all ranks have answered.
 std::string hint(const Reports& reports, int64_t number, bool differ) {
   if (differ) {
     return "All ranks must call the same units in the same order: look for branches that depend on "

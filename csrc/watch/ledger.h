@@ -78,7 +78,7 @@ class Ledger {
 
   // Whether the parameters from `first` on require grad on this rank.
   void set_trainable(size_t first, const std::vector<bool>& flags);
-  // What the ledger knows, as an answer.
+  // Reports all that the ledger knows.
   RankReport report() const;
   // For the watchdog: how long the host has waited in one collective, from the first call that
   // finds it there.

@@ -27,7 +27,7 @@ namespace zerocore {
 class RollCall {
  public:
   using Report = std::function<RankReport()>;
-  // What the ranks are told, from their reports by rank; empty if all go on. `must_end`: some rank
+  // Makes the sentence for all ranks from their reports; empty if all go on. `must_end`: some rank
   // can not.
   using Describe = std::function<std::string(const std::vector<RankReport>&, bool must_end)>;
 

@@ -29,7 +29,7 @@ def call(ranks: Ranks, must_end: bool = True, silent: tuple[int, ...] = ()) -> N
 
 
 def wait_for(rank: _C_testing.RollCall) -> str:
-    """What the rank is told, in time."""
+    """Polls until the rank is told, and returns the text."""
     deadline = time.monotonic() + 10
     while (told := rank.poll()) is None:
         assert time.monotonic() < deadline
