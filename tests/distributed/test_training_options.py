@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerocore
-from tests.distributed.harness import REPOSITORY, run_ranks
+from tests.distributed.harness import run_ranks
 
 
 class Net(nn.Module):
@@ -188,45 +185,6 @@ def divide_gradients() -> None:
             )
 
 
-def average_of(model: nn.Module, decay: float) -> Any:
-    """The recipe of docs/training.md."""
-    text = (REPOSITORY / "docs" / "training.md").read_text()
-    (block,) = re.findall(r"```python\n(from contextlib.*?)\n\naverage = ", text, re.DOTALL)
-    namespace: dict[str, Any] = {"torch": torch}
-    exec(block, namespace)
-    return namespace["MovingAverage"](model, decay)
-
-
-def moving_average(directory: str) -> None:
-    for stage in (0, 3):
-        plain = Net()
-        model = zerocore.shard(Net(), stage=stage)
-        averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        averaged.update_parameters(plain)  # the first one copies
-        average = average_of(model, 0.9)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (plain, model)]
-        for step in range(3):
-            for net, optimizer in zip((plain, model), optimizers, strict=True):
-                net(sample(0, step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            averaged.update_parameters(plain)
-            average.update()
-        trained = zerocore.full_state_dict(model, rank0_only=False)
-        with average.shown():
-            shown = zerocore.full_state_dict(model, rank0_only=False)
-        for name, param in averaged.module.named_parameters():
-            torch.testing.assert_close(shown[name], param.detach())
-            assert not torch.equal(shown[name], trained[name])
-        torch.testing.assert_close(zerocore.full_state_dict(model, rank0_only=False), trained)
-        folder = Path(directory, str(stage))
-        zerocore.Checkpoints(folder, model, stateful={"keep": average}, background=False).save(1)
-        again = average_of(model, 0.9)
-        zerocore.Checkpoints(folder, model, stateful={"keep": again}).load()
-        for loaded, saved in zip(again.averages, average.averages, strict=True):
-            torch.testing.assert_close(loaded.local(), saved.local(), rtol=0, atol=0)
-
-
 def test_groups_by_shape() -> None:
     groups_by_shape()  # on one rank
     run_ranks(groups_by_shape, 2)
@@ -255,7 +213,3 @@ def test_gradients_are_divided_as_asked() -> None:
         net(sample(0, 0)).square().mean().backward()
     for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), whole.grad / 5.0)
-
-
-def test_the_recipe_of_a_moving_average(tmp_path: Path) -> None:
-    run_ranks(moving_average, 2, str(tmp_path))
