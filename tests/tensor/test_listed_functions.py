@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from zerocore.tensor.functions import COPIES, ELEMENTWISE, GLOBAL, LIKES, RANDOM, VIEWS, base_of
@@ -41,6 +42,7 @@ def tagged() -> set[str]:
     return found
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="earlier releases have fewer tags")
 def test_what_is_listed_has_a_tag_or_a_reason() -> None:
     untagged = NAMES | CASTS | COPIES | VIEWS | LIKES
     assert ELEMENTWISE - tagged() <= untagged
