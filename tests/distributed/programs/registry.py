@@ -43,6 +43,7 @@ THEMES = (
     "parallel",
     "weights",
     "inside",
+    "leftovers",
 )
 
 
