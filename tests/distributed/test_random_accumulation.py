@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -51,17 +52,18 @@ class Op:
     chosen: tuple[tuple[int, ...], ...] = ()  # layers by rank
 
 
-def program_of(seed: int, world_size: int) -> list[Op]:
-    """Backwards and what lies between them; a gradient is used only behind a sync."""
+def program_of(seed: int, world_size: int, are_alike: bool = False) -> list[Op]:
+    """Backwards and other operations between them. Gradients are used only after a sync.
+    ``are_alike``: all ranks use the same layers; else in half of the programs they do."""
     rng, stage = random.Random(seed), seed % 4
-    few = rng.random() < 0.5  # layers that all ranks use alike
+    are_alike = rng.random() < 0.5 or are_alike
     program: list[Op] = []
     for _ in range(rng.randint(3, 8)):
         held = rng.choice([0, 0, 1, 2])
         for number in range(held + 1):
             alike = tuple(each for each in range(LAYERS) if rng.random() < 0.5)
             chosen = tuple(
-                alike if few else tuple(each for each in range(LAYERS) if rng.random() < 0.4)
+                alike if are_alike else tuple(each for each in range(LAYERS) if rng.random() < 0.4)
                 for _ in range(world_size)
             )
             if number > 0 and rng.random() < 0.25:
@@ -76,40 +78,28 @@ def program_of(seed: int, world_size: int) -> list[Op]:
     return program
 
 
-class Trained:
-    """A model that is sharded, or in one process that does every rank's part."""
+class Player:
+    """A model and its optimizer, and the ranks whose part this process does."""
 
-    def __init__(self, seed: int, shape: str | None) -> None:
-        self.seed, self.shape = seed, shape
-        self.is_sharded = shape is not None
-        self.ranks = [dist.get_rank()] if self.is_sharded else range(dist.get_world_size())
-        self.start(seed % 4)
+    model: Any
+    optimizer: torch.optim.Optimizer
+    ranks: Sequence[int]
 
-    def start(self, stage: int) -> None:
-        torch.manual_seed(self.seed)
-        self.model = Chosen()
-        if self.shape is not None:
-            units = random.Random(f"units {self.seed}").choice([None, ["Linear"]])
-            options = options_of(self.seed, stage, self.shape)
-            zerocore.shard(self.model, stage=stage, units=units, **options)
-        kind = AdamW if self.is_sharded else torch.optim.AdamW
-        self.optimizer = kind(self.model.parameters(), lr=0.1, weight_decay=0.5)
+    def begin(self, model: nn.Module, optimizer: type[torch.optim.Optimizer]) -> None:
+        self.model = model
+        self.optimizer = optimizer(model.parameters(), lr=0.1, weight_decay=0.5)  # type: ignore[call-arg]
+
+    def go_back(self, op: Op, rank: int, x: Tensor) -> None:
+        (self.model(x, op.chosen[rank]) / len(self.ranks)).backward()
 
     def resume(self, number: int) -> None:
-        """In another model, at another stage, without gradients."""
-        if not self.is_sharded:
-            self.optimizer.zero_grad()
-            return
-        values = zerocore.full_state_dict(self.model, rank0_only=False)
-        states = zerocore.full_optimizer_state_dict(self.optimizer, rank0_only=False)
-        trained = [param.requires_grad for param in self.model.parameters()]
-        self.start(self.seed % 4 and 1 + (self.seed + number) % 3)
-        for param, requires_grad in zip(self.model.parameters(), trained, strict=True):
-            param.requires_grad_(requires_grad)
-        zerocore.load_full_state_dict(self.model, values)
-        self.optimizer.load_state_dict(states)
+        """In another model, without gradients."""
+        self.optimizer.zero_grad()
 
     def run(self, op: Op, number: int) -> None:
+        for rank in self.ranks if op.kind == "backward" else ():
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number)) * (1 + rank)
+            self.go_back(op, rank, x)
         if op.kind == "step":
             self.optimizer.step()
         elif op.kind == "resume":
@@ -120,23 +110,58 @@ class Trained:
             self.model.layers[-1].weight.grad = None
         elif op.kind != "backward":
             self.optimizer.zero_grad(set_to_none=op.kind == "zero_grad")
-        for rank in self.ranks if op.kind == "backward" else ():
-            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number)) * (1 + rank)
-            with zerocore.no_sync(self.model) if self.is_sharded and not op.sync else nullcontext():
-                loss = self.model(x, op.chosen[rank])
-                (loss if self.is_sharded else loss / dist.get_world_size()).backward()
 
     def shown(self) -> dict[str, Tensor]:
         """Gradients and weights, in full."""
-        found: dict[str, Tensor] = {}
+        found = {name: full(param) for name, param in self.model.named_parameters()}
         for name, param in self.model.named_parameters():
-            shown: list[Any] = [param, param.grad]
-            if self.is_sharded:
-                shown = [value if value is None else value.full_tensor() for value in shown]
-            found[name] = shown[0]
-            if shown[1] is not None:
-                found[f"{name}.grad"] = shown[1].clone()
+            if param.grad is not None:
+                found[f"{name}.grad"] = full(param.grad)
         return found
+
+
+def full(value: Any) -> Tensor:
+    found: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
+    return found
+
+
+class Reference(Player):
+    """One process that does every rank's part."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.ranks = range(dist.get_world_size())
+        self.begin(Chosen(), torch.optim.AdamW)
+
+
+class Sharded(Player):
+    """This rank's part, by ``zerocore.shard``."""
+
+    def __init__(self, seed: int, shape: str) -> None:
+        self.seed, self.shape = seed, shape
+        self.ranks = [dist.get_rank()]
+        self.start(seed % 4)
+
+    def start(self, stage: int) -> None:
+        torch.manual_seed(self.seed)
+        units = random.Random(f"units {self.seed}").choice([None, ["Linear"]])
+        options = options_of(self.seed, stage, self.shape)
+        self.begin(zerocore.shard(Chosen(), stage=stage, units=units, **options), AdamW)
+
+    def go_back(self, op: Op, rank: int, x: Tensor) -> None:
+        with nullcontext() if op.sync else zerocore.no_sync(self.model):
+            self.model(x, op.chosen[rank]).backward()
+
+    def resume(self, number: int) -> None:
+        """In another model, at another stage, without gradients."""
+        values = zerocore.full_state_dict(self.model, rank0_only=False)
+        states = zerocore.full_optimizer_state_dict(self.optimizer, rank0_only=False)
+        trained = [param.requires_grad for param in self.model.parameters()]
+        self.start(self.seed % 4 and 1 + (self.seed + number) % 3)
+        for param, requires_grad in zip(self.model.parameters(), trained, strict=True):
+            param.requires_grad_(requires_grad)
+        zerocore.load_full_state_dict(self.model, values)
+        self.optimizer.load_state_dict(states)
 
 
 def compare(seeds: range, shape: str) -> None:
@@ -144,10 +169,10 @@ def compare(seeds: range, shape: str) -> None:
     for seed in seeds:
         program = program_of(seed, world_of(shape))
         begin(seed, f"stage {seed % 4}, {program}")
-        ours, right = Trained(seed, shape), Trained(seed, None)
+        ours, right = Sharded(seed, shape), Reference(seed)
         for number, op in enumerate(program):
-            for each in (ours, right):
-                each.run(op, number)
+            ours.run(op, number)
+            right.run(op, number)
             held = op.kind == "backward" and not op.sync
             if not held and program[number - 1].sync:
                 found, expected = ours.shown(), right.shown()

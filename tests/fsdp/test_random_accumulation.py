@@ -23,72 +23,37 @@ from torch.distributed.fsdp import fully_shard
 import zerocore.fsdp
 from tests.distributed.harness import run_ranks
 from tests.distributed.random_seeds import begin, parser_of, seeds_of, train_all, world_of
-from tests.distributed.test_random_accumulation import LAYERS, Chosen, Op
+from tests.distributed.test_random_accumulation import Chosen, Op, Player, program_of
 from zerocore.common.alarm import STALL_SECONDS
 
 SHAPES = ("2", "3")
 PROGRAMS_OF_A_SHAPE = 10
 
 
-def program_of(seed: int, world_size: int) -> list[Op]:
-    """Backwards and what lies between them; all ranks use the same layers."""
-    rng = random.Random(seed)
-    program: list[Op] = []
-    for _ in range(rng.randint(3, 8)):
-        held = rng.choice([0, 0, 1, 2])
-        for number in range(held + 1):
-            alike = tuple(each for each in range(LAYERS) if rng.random() < 0.6)
-            if number > 0 and rng.random() < 0.25:
-                program.append(Op(rng.choice(["zero_grad", "drop"])))
-            program.append(Op("backward", number == held, (alike,) * world_size))
-        program += [Op("toggle")] if rng.random() < 0.15 else []
-        program += [Op("step")] if rng.random() < 0.6 else []
-        program += [Op(rng.choice(["zero_grad", "zero_grad", "zeros"]))] * (rng.random() < 0.6)
-    return program
-
-
-class Trained:
+class Trained(Player):
     """A model of ``fully_shard`` of one of the two packages."""
 
     def __init__(self, seed: int, shard: Callable[..., Any], mesh: DeviceMesh) -> None:
         torch.manual_seed(seed)
-        self.model: Any = Chosen()
+        self.ranks = [dist.get_rank()]
+        model: Any = Chosen()
         rng = random.Random(f"options {seed}")
         options = {"mesh": mesh, "reshard_after_forward": rng.random() < 0.5}
-        for module in [self.model.first, *self.model.layers][rng.randrange(2) :]:
+        for module in [model.first, *model.layers][rng.randrange(2) :]:
             shard(module, **options)
-        shard(self.model, **options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, weight_decay=0.5)
+        shard(model, **options)
+        self.begin(model, torch.optim.AdamW)
 
-    def run(self, op: Op, number: int) -> None:
-        if op.kind == "backward":
-            rank = dist.get_rank()
-            self.model.set_requires_gradient_sync(op.sync)
-            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number)) * (1 + rank)
-            self.model(x, op.chosen[rank]).backward()
-        elif op.kind == "step":
-            self.optimizer.step()
-        elif op.kind == "toggle":
-            self.model.layers[1].requires_grad_(not self.model.layers[1].weight.requires_grad)
-        elif op.kind == "drop":
-            self.model.layers[-1].weight.grad = None
-        else:
-            self.optimizer.zero_grad(set_to_none=op.kind == "zero_grad")
-
-    def shown(self) -> dict[str, Tensor]:
-        """Gradients and weights, in full."""
-        found = {name: param.full_tensor() for name, param in self.model.named_parameters()}
-        for name, param in self.model.named_parameters():
-            if param.grad is not None:
-                found[f"{name}.grad"] = param.grad.full_tensor()
-        return found
+    def go_back(self, op: Op, rank: int, x: Tensor) -> None:
+        self.model.set_requires_gradient_sync(op.sync)
+        self.model(x, op.chosen[rank]).backward()
 
 
 def compare(seeds: range, shape: str) -> None:
     os.environ[STALL_SECONDS] = "20"
     mesh = init_device_mesh("cpu", (world_of(shape),))
     for seed in seeds:
-        program = program_of(seed, world_of(shape))
+        program = [op for op in program_of(seed, world_of(shape), True) if op.kind != "resume"]
         begin(seed, str(program))
         systems = (zerocore.fsdp.fully_shard, fully_shard)
         ours, theirs = (Trained(seed, shard, mesh) for shard in systems)
