@@ -1,4 +1,4 @@
-// Reads blocks of a file once, in their order, with several threads, and computes their checksums.
+// Reads the blocks of a file once, in order, with several threads, and computes their checksums.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ class FileStream {
       int64_t first_block,
       int64_t end_block);
 
-  // Reads all blocks and returns the CRC-32 of each; may be called once. The runs are in the order
-  // of the file and do not overlap. Throws EIO if the blocks end before a run does;
+  // Reads all blocks and returns the CRC-32 of each; may be called once. The runs must be sorted by
+  // their place in the file and must not overlap. Throws EIO if the blocks end before a run does;
   // std::invalid_argument for another order or a second call.
   std::vector<uint32_t> read(std::vector<Run> runs);
 

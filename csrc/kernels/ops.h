@@ -20,7 +20,8 @@ struct Runs {
   int64_t stride = 0;
 };
 
-// A segment of a bucket to pack. Without a source it is zeroed, or left alone if `add`.
+// A segment of a bucket to fill from `source`. Without a source the segment is set to zero; if
+// `add` it then keeps its values.
 struct PackSegment {
   const at::Tensor* source = nullptr; // dense; read in storage order
   int64_t source_offset = 0; // elements

@@ -21,17 +21,17 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
-constexpr Seconds kFirstCall(5); // of silence, or a quarter of the limit
-constexpr Seconds kPatience(5); // with the store
-constexpr Seconds kWatchdog(10); // of a thread that has failed, with the watchdog
-constexpr Milliseconds kEndPatience(1500); // at the end of the process
-constexpr Milliseconds kInCall(100); // between looks at the store
-constexpr double kDefaultSeconds = 1800; // of a group that has no timeout
+constexpr Seconds kFirstCall(5); // silence before the first roll call, or a quarter of the limit
+constexpr Seconds kPatience(5); // how long a roll call may take
+constexpr Seconds kWatchdog(10); // how long a thread that has failed waits for the alarm
+constexpr Milliseconds kEndPatience(1500); // how long the end of the process waits
+constexpr Milliseconds kInCall(100); // time between checks of the store in a roll call
+constexpr double kDefaultSeconds = 1800; // limit for a group without a timeout
 // Tags of messages that are never sent.
 constexpr int kUnusedTag = 0x5afe0000;
 constexpr int kContexts = 8; // more than gloo has network devices
 
-// The shortest of its backends'.
+// Returns the shortest timeout of the group's backends, in seconds.
 double timeout_of(c10d::ProcessGroup& group) {
   double seconds = kDefaultSeconds;
   for (const c10::Device device : group.getDeviceTypes()) {
@@ -45,8 +45,8 @@ double timeout_of(c10d::ProcessGroup& group) {
   return seconds;
 }
 
-// One receive that has waited for too long closes all connections of gloo. One whose peer is gone
-// does not. A group of control messages is connected with some ranks alone.
+// Closes all of gloo's connections: a receive that times out does that, unless its peer is gone. So
+// it tries all peers. A control group has connections with some ranks only.
 void close_gloo(c10d::Backend& backend, bool is_control) {
   std::vector<int64_t> peers = Dissemination::peers(backend.getRank(), backend.getSize());
   for (int64_t rank = 0; rank < backend.getSize() && !is_control; ++rank) {
@@ -64,7 +64,7 @@ void close_gloo(c10d::Backend& backend, bool is_control) {
   }
 }
 
-// Never destroyed: that would wait for collectives that cannot end.
+// Keeps the backend for ever: its destructor would wait for collectives that cannot end.
 void keep(c10::intrusive_ptr<c10d::Backend> backend) {
   static std::mutex mutex;
   static auto& kept = *new std::vector<c10::intrusive_ptr<c10d::Backend>>();
@@ -102,8 +102,8 @@ void Alarm::add_group(const Group& group) {
   }
 }
 
-// The name tells groups of other ranks apart, which may have the same one. Where a backend does not
-// tell its ranks, no other rank has this name: nothing is concluded from its counts.
+// Groups of different ranks may share a name in c10d, so the ranks are a part of the name here. If
+// a backend does not list its ranks, each rank has a name of its own: its counts prove nothing.
 LedgerGroup* Alarm::in_ledger(c10d::ProcessGroup& group) {
   uint64_t ranks = 0;
   for (const c10::Device device : group.getDeviceTypes()) {
@@ -196,7 +196,7 @@ void Alarm::tick() {
   }
 }
 
-// Of what this rank knows.
+// Raises the alarm with what this rank knows.
 void Alarm::raise_alone() {
   std::vector<RankReport> reports(options_.size);
   reports[options_.rank] = report();
@@ -217,7 +217,7 @@ void Alarm::raise(std::string message) {
     raised_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  // In one piece, and without a lock that a thread which waits may hold.
+  // One write, and no stream: the waiting thread may hold a stream's lock.
   const std::string line =
       "zerocore on rank " + std::to_string(options_.rank) + ": " + message_ + "\n";
   static_cast<void>(!write(STDERR_FILENO, line.data(), line.size()));
@@ -241,7 +241,7 @@ void Alarm::close_groups() {
         try {
           backend->abort();
         } catch (const std::exception&) {
-          // it can not
+          // the backend cannot abort
         }
       }).detach();
     }
@@ -250,7 +250,7 @@ void Alarm::close_groups() {
 
 // -- what is told ---------------------------------------------------------------------------
 
-// Of this model alone.
+// Reports on this model alone.
 RankReport Alarm::own_report() const {
   RankReport report = ledger_.report();
   const std::lock_guard lock(mutex_);
@@ -258,7 +258,7 @@ RankReport Alarm::own_report() const {
   return report;
 }
 
-// Names what the process waits in for this model, and the model; empty if it waits in nothing.
+// Names the model and the collective of it that the process waits in; empty if it does not wait.
 std::string Alarm::waits_in() const {
   const RankReport own = own_report();
   const LedgerEntry* entry = own.find(own.waiting);
@@ -338,7 +338,7 @@ void Alarm::note_end(const std::string& how) {
 
 // -- the threads of the process ------------------------------------------------------------
 
-// Never destroyed: a thread that a dead store holds up may outlive the rest of the process.
+// Never destroyed: a thread that a dead store blocks may outlive everything else in the process.
 Watchdog& Watchdog::of_process() {
   static std::atomic<Watchdog*> current = nullptr;
   Watchdog* watchdog = current.load();

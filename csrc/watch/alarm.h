@@ -1,14 +1,15 @@
-// The alarm of one model: ranks that disagree get one error that names what each of them is in.
+// The alarm of one model: when ranks disagree, all of them throw one error that says where each is.
 //
 // Note [Alarm]
-// A collective that the host waits in for too long, or that fails, is noticed here, without asking
-// anybody. Then a roll call gives all ranks one sentence. If the store does not answer in time the
-// sentence is of what this rank knows. The alarm closes the connections of all groups that it
-// knows: what waits in one of their collectives ends with an error, nothing writes to their buffers
-// any more, and the process can exit. It also prints the sentence, as the thread that waits may not
-// get to. From then on every use of the model throws it.
-// Before, and whenever the silence has doubled, a rank that waits calls the roll, too: if it proves
-// that the ranks wait for each other the alarm comes at once.
+// The alarm is due when a collective fails, or when the host has waited in one for too long. This
+// rank notices that by itself. The ranks then tell each other where they are, in a roll call, and
+// one of them writes the sentence that all throw. If the store does not answer in time, the
+// sentence says what this rank knows. The alarm closes the connections of the model's groups. A
+// thread that waits in one of their collectives then gets an error, no collective writes to a
+// buffer any more, and the process can exit. The alarm also prints the sentence, because the
+// waiting thread may not come to throw it. Every later use of the model throws it. A rank that
+// waits calls the roll earlier, too, and again whenever its wait has doubled. If the reports prove
+// that ranks wait for each other, the alarm comes at once.
 #pragma once
 
 #include <sys/types.h>
@@ -31,8 +32,8 @@
 namespace zerocore {
 
 struct AlarmOptions {
-  std::string name; // of the model, the same on all its ranks and no other's; ends with its class
-  size_t rank = 0; // among all ranks of the model
+  std::string name; // the model's, equal on its ranks and unique; ends with its class
+  size_t rank = 0; // this rank's number among all ranks of the model
   size_t size = 1;
   std::optional<double>
       stall_seconds; // how long a collective may take; by default as its group says
@@ -42,15 +43,15 @@ class Alarm {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // The first of `groups` carries control messages; its store and its default for the limit count.
+  // `groups`: the first carries control messages. Its store and its timeout are used.
   Alarm(AlarmOptions options, const std::vector<Group>& groups, std::vector<std::string> params);
 
   Ledger& ledger() {
     return ledger_;
   }
-  // Counts the model's collectives on the group.
+  // Returns the counts of the model's collectives on the group.
   LedgerGroup* in_ledger(c10d::ProcessGroup& group);
-  // The alarm closes its connections, too.
+  // Makes the alarm close this group's connections, too.
   void add_group(const Group& group);
   bool has_group(const std::string& name) const;
 
@@ -64,20 +65,21 @@ class Alarm {
       throw_message();
     }
   }
-  // A collective failed, or ranks were seen to disagree: raises the alarm and throws it.
+  // Raises the alarm and throws it: a collective failed, or ranks disagree.
   [[noreturn]] void fail(const std::string& what);
-  // Raises the alarm and goes on: the caller has an error that says more.
+  // Raises the alarm and returns: the caller throws an error that says more.
   void note_failure(const std::string& what);
-  // A thread waits for other ranks in a collective that is not in the ledger; a token for leave().
+  // Notes that a thread waits in a collective that is not in the ledger. Returns a token for
+  // leave().
   int64_t enter(std::string what);
   void leave(int64_t token);
 
   // -- the thread that watches, which must not block
   void tick();
   // -- the thread that talks to stores
-  // True while a roll call is open.
+  // Looks at the store for a roll call. Returns whether one is open.
   bool talk();
-  // The program ends: `how` is for the others.
+  // Tells the other ranks that the program ends, and how.
   void note_end(const std::string& how);
 
   // -- any thread
@@ -103,53 +105,54 @@ class Alarm {
 
   const AlarmOptions options_;
   const std::vector<std::string> params_;
-  const std::string model_; // its class
+  const std::string model_; // class of the model
   Seconds limit_{};
-  bool limit_is_timeout_ = true; // the group's, at which its collectives fail
+  bool limit_is_timeout_ = true; // the limit is the group's timeout, at which collectives fail
   Ledger ledger_;
-  RollCall roll_call_; // of the thread that talks
+  RollCall roll_call_; // used by the thread that talks
 
   std::atomic<bool> raised_ = false;
-  mutable std::mutex mutex_; // of all that follows
+  mutable std::mutex mutex_; // guards all members below
   std::condition_variable changed_;
   std::vector<std::string> group_names_;
-  // The alarm's threads must not be the last owner: a group's end joins threads.
+  // Weak: the destructor of a group joins threads, so the alarm's threads must not run it.
   std::vector<c10::weak_intrusive_ptr<c10d::Backend>> backends_;
   std::map<int64_t, Wait> waits_; // by token
   int64_t num_waits_ = 0;
-  Seconds silence_{}; // as of the last tick
-  Seconds next_call_{}; // at that silence
-  std::optional<Clock::time_point> must_end_; // since then
-  std::string cause_; // what failed here, if that was first
+  Seconds silence_{}; // how long the host has waited, at the last tick
+  Seconds next_call_{}; // the silence at which this rank calls the roll next
+  std::optional<Clock::time_point> must_end_; // when the alarm became due
+  std::string cause_; // the collective that failed on this rank, if the alarm began with it
   bool in_call_ = false;
   std::string message_; // written once, before raised_
 };
 
-// Two threads that sleep but for a moment in every interval and know nothing of Python: they work
-// while the interpreter's lock is held. One watches and never blocks; the other talks to stores, as
-// no timeout bounds a request to one: after it, c10d waits for the answer to its withdrawal. The
-// first alarm starts them and the end of the process stops them. A forked child has none of its
-// parent's threads, and gets a watchdog of its own.
+// The two threads that serve the alarms of a process. They do not use Python, so they run while
+// another thread holds the interpreter's lock. One watches and never blocks. The other talks to
+// stores, which may block it for ever: when a request to a store times out, c10d withdraws it and
+// waits for the answer without a limit. The first alarm starts the threads, and the end of the
+// process stops them. A forked child has no threads of its parent, and gets a watchdog of its own.
 class Watchdog {
  public:
   static Watchdog& of_process();
 
-  // Looks at the alarm at least once in its interval.
+  // Makes the threads look at the alarm, at least once in its interval.
   void add(std::shared_ptr<Alarm> alarm);
-  // False if the alarm is that of the process that this one was forked from.
+  // Returns false if the alarm belongs to the process that this one was forked from.
   bool remove(const Alarm* alarm);
   std::vector<std::shared_ptr<Alarm>> alarms();
-  // The one that has looked after the group for the longest time; null if there is none.
+  // Returns the first alarm that watches the group; null if there is none.
   std::shared_ptr<Alarm> alarm_of(const std::string& group);
-  // The thread that looks after the group `beside` looks after this one, too.
+  // Adds `group` to the alarms that watch the group `beside`.
   void add_group(const std::string& group, const std::string& beside);
-  // Looks at all alarms now.
+  // Makes the threads look at all alarms now.
   void wake() {
     changed_.notify_all();
   }
-  // Tells other ranks how the program ends; bounded, as their store may not answer.
+  // Tells other ranks how the program ends. Returns after a moment even if the store does not
+  // answer.
   void note_end(const std::string& how);
-  // Ends the threads; bounded.
+  // Ends the threads. Leaves one behind that a store still blocks.
   void stop();
 
  private:
@@ -158,11 +161,11 @@ class Watchdog {
   void run(bool talks);
 
   const pid_t process_;
-  std::mutex mutex_; // taken before that of an alarm
+  std::mutex mutex_; // locked before an alarm's mutex
   std::condition_variable changed_;
   std::vector<std::shared_ptr<Alarm>> alarms_;
   std::chrono::milliseconds interval_{1000};
-  std::optional<std::string> end_; // to be told
+  std::optional<std::string> end_; // how the program ends, until the other ranks are told
   bool stopping_ = false;
   std::vector<std::thread> threads_;
   size_t num_running_ = 0;

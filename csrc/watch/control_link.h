@@ -1,8 +1,7 @@
 // Small messages that all ranks of a gloo group combine, over its connections.
 //
-// See Note [Dissemination] in plan/dissemination.h. A message is one of fixed size for each hop,
-// and a second one for what does not fit, so that no rank ever sends more than another has room
-// for.
+// See Note [Dissemination] in plan/dissemination.h. Each hop sends a message of fixed size, and a
+// second one for words that do not fit. So no rank sends more than the receiver has room for.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,44 +21,46 @@
 
 namespace zerocore {
 
-// One for a group, however many models use it, as their messages come in one order. One thread
-// begins and awaits rounds. If a round has several hops, a thread of the link goes through them,
-// which holds the group only while a round is under way.
+// The control messages of a group, shared by all models that use it, because all their messages
+// need one order. One thread begins rounds and waits for them. If a round has several hops, a
+// thread of the link runs them; it keeps the group alive only during a round.
 class ControlLink : public std::enable_shared_from_this<ControlLink> {
  public:
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-  // One message of every rank.
+  // A round of messages, one from each rank.
   struct Round {
     explicit Round(Dissemination hops) : hops(std::move(hops)) {}
 
     Dissemination hops;
-    std::vector<at::Tensor> heads; // that come, by hop
+    std::vector<at::Tensor> heads; // received, by hop
     Works receiving, sending;
     std::exception_ptr error;
     bool done = false;
   };
   using Ticket = std::shared_ptr<Round>;
 
-  // That of the group. `is_alone`: nothing else issues collectives on it.
+  // Returns the group's link. `is_alone`: the group carries no other collectives.
   static std::shared_ptr<ControlLink> of(
       const c10::intrusive_ptr<c10d::Backend>& backend,
       bool is_alone = false);
 
-  // A new user's number, the same on all ranks.
+  // Returns a number for a new user, equal on all ranks.
   int64_t add_user() {
     return ++num_users_;
   }
-  // Of collectives on the group, which lives as long as this.
+  // Returns the guard of collectives on the group; it lives as long as the link.
   IssueGuard& guard() {
     return guard_;
   }
-  // A backward begins on this thread, over as soon as nobody else holds `running`. Throws if one of
-  // another thread is under way: no order of their rounds is the same on all ranks.
+  // Notes that a backward begins on this thread; it ends when its last owner drops `running`.
+  // Throws if a backward of another thread is running: their rounds have no common order on all
+  // ranks.
   void begin_backward(const std::shared_ptr<void>& running);
-  // A round begins with this rank's message; whoever drops the ticket leaves it to the others.
+  // Begins a round with this rank's message. A caller that drops the ticket does not hear the
+  // others.
   Ticket begin(ControlMessage own);
-  // Blocks until this rank has heard all; throws what failed, and c10::DistBackendError if the
-  // ranks' messages are not alike.
+  // Blocks until this rank has heard from all. Throws the error of a failed hop, and
+  // c10::DistBackendError if the ranks' messages differ in kind or size.
   ControlMessage wait(const Ticket& round);
 
  private:
@@ -75,13 +76,13 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
 
   const c10::weak_intrusive_ptr<c10d::Backend> backend_;
   const int64_t rank_, size_;
-  const bool sums_; // heads, see Note [Gloo's loop]
-  std::mutex mutex_; // of all that follows
+  const bool sums_; // heads go by an all-reduce, see Note [Gloo's loop]
+  std::mutex mutex_; // guards all members below
   std::condition_variable changed_;
-  std::deque<Ticket> rounds_; // not done, in order
+  std::deque<Ticket> rounds_; // unfinished, in order
   std::vector<std::pair<std::thread::id, std::weak_ptr<void>>> backwards_;
   bool has_thread_ = false;
-  // Of the thread that begins.
+  // Used by the thread that begins rounds.
   int64_t num_users_ = 0;
   bool connected_ = false;
   IssueGuard guard_{*this};

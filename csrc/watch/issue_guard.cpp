@@ -1,5 +1,5 @@
-// See Note [Known sequences]. Ranks compare by messages: collectives of their own would take the
-// numbers by which gloo matches those of ranks that do not compare.
+// See Note [Known sequences]. Ranks compare by messages. Gloo matches collectives by their numbers,
+// so comparing by collectives would shift the numbers against ranks that do not compare.
 #include "watch/issue_guard.h"
 
 #include <c10/util/Exception.h>
@@ -23,13 +23,12 @@ constexpr uint64_t power(uint64_t base, size_t exponent) {
   return result;
 }
 
-// By level: the factor of the collective that leaves, in the hash of those before a point.
+// By level: the factor, in a point's hash, of the collective that leaves it next.
 constexpr std::array kLeaving = {power(kBase, kDepths[0] - 1), power(kBase, kDepths[1] - 1)};
 
 } // namespace
 
-// Both levels are forgotten at once: a point of the second one is then always one of the first,
-// too.
+// Forgets both levels at once, so that each point of the second level is one of the first, too.
 bool KnownSequence::advance(uint64_t collective) {
   const auto is_full = [](const Level& level) { return level.successors.size() >= kMaxPoints; };
   if (std::ranges::any_of(levels_, is_full)) {
@@ -44,7 +43,7 @@ bool KnownSequence::advance(uint64_t collective) {
       known->second.only = known->second.only && known->second.collective == collective;
       ask = is_new || !known->second.only;
     }
-    // A polynomial over the last ones: what leaves is subtracted.
+    // The hash is a polynomial over the last collectives: subtract the one that leaves.
     const uint64_t oldest = last_[(next_ - kDepths[i]) % last_.size()];
     level.point = (level.point - oldest * kLeaving[i]) * kBase + collective;
   }

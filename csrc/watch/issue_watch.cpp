@@ -1,4 +1,4 @@
-// Tells the alarm and the guard of a collective.
+// Calls the alarm's ledger and the group's guard.
 #include "watch/issue_watch.h"
 
 #include <c10/util/Exception.h>

@@ -1,5 +1,5 @@
-// Reports each collective to the model's alarm, which names it if it hangs, and to the guard of its
-// group, which makes sure that all ranks issue the same one.
+// Reports each collective to the model's alarm, which names it if it hangs, and to the group's
+// guard, which makes sure that all ranks issue the same collective.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +19,12 @@ class Alarm;
 class IssueGuard;
 struct LedgerGroup;
 
-// One collective, from before it is issued until it was waited for.
+// A collective, from before it is issued until it is complete.
 class WatchedCollective {
  public:
-  WatchedCollective() = default; // of nothing
-  // Throws what the alarm does, if it was raised; there may be none, and then no `group`. `op` is a
-  // literal, and `unit` outlives this.
+  WatchedCollective() = default; // watches nothing
+  // `alarm` and `group` are both null, or neither. Throws the alarm's error if the alarm was
+  // raised. `op` is a literal, and `unit` must outlive the object.
   WatchedCollective(
       Alarm* alarm,
       LedgerGroup* group,
@@ -42,8 +42,8 @@ class WatchedCollective {
     return *unit_;
   }
 
-  // Runs a part of it. An exception raises the alarm, and becomes a c10::DistBackendError with the
-  // alarm's sentence, or one that names the collective and the unit.
+  // Runs a part of the collective. If it throws, raises the alarm and throws c10::DistBackendError
+  // with the alarm's sentence, or without an alarm one that names the collective and the unit.
   template <typename Part>
   void run(const Part& part) const {
     try {
@@ -52,7 +52,8 @@ class WatchedCollective {
       fail(error);
     }
   }
-  // The same, while the host waits in it for other ranks; `is_last`: it is done behind it.
+  // Runs a part in which the host waits for other ranks. `is_last`: the collective is then
+  // complete.
   template <typename Part>
   void wait(const Part& part, bool is_last = true) const {
     begin_wait();
@@ -68,22 +69,22 @@ class WatchedCollective {
   Alarm* alarm_ = nullptr;
   const char* op_ = nullptr;
   const std::string* unit_ = nullptr;
-  int64_t number_ = -1; // in the alarm's ledger
+  int64_t number_ = -1; // its number in the alarm's ledger
 };
 
 // Reports the collectives that a model issues on one group.
 class IssueWatch {
  public:
-  // Alarm and guard may be null. The alarm outlives this.
+  // Alarm and guard may be null. The alarm must outlive the object.
   IssueWatch(Alarm* alarm, c10d::ProcessGroup& group, std::shared_ptr<IssueGuard> guard);
 
-  // A collective is about to be issued: notes it, and makes sure that the others issue it, too.
+  // Notes a collective that is about to be issued, and makes sure that other ranks issue it, too.
   WatchedCollective begin(const char* op, const std::string& unit, UnitId id, int64_t nbytes);
-  // From here on ranks also compare `facts`, which must be the same on all of them.
+  // Makes the ranks compare `facts`, too, from here on; they must be equal on all ranks.
   void set_facts(uint64_t facts) {
     facts_ = facts;
   }
-  // The guard of the group, which all models that use the group share; null if it needs none.
+  // Returns the group's guard, which all its models share; null if the group needs none.
   const IssueGuard* guard() const {
     return guard_.get();
   }

@@ -1,4 +1,4 @@
-// The ring of a rank's last collectives, and the sentence about those of all ranks.
+// Reports of a rank's last collectives, and the sentence made from the reports of all ranks.
 #include "watch/ledger.h"
 
 #include <algorithm>
@@ -77,8 +77,8 @@ RankReport Ledger::report() const {
   return report;
 }
 
-// The host counts as waiting only if it was in one and the same wait while all was read: what it
-// had not issued then it issues after that wait.
+// Counts the host as waiting only if one wait lasted while all was read. A collective that was not
+// issued at that time is then issued after this wait.
 std::vector<GroupPosition> Ledger::positions() const {
   const int64_t wait = num_waits_.load(std::memory_order_acquire);
   const int64_t waiting = waiting_.load(std::memory_order_acquire);
@@ -170,7 +170,7 @@ std::string name_ranks(const Ranks& ranks) {
                                 : text + " and " + std::to_string(ranks.size() - kNamed) + " more";
 }
 
-// The first collective that is not the same on all ranks that have come to it, or -1.
+// Returns the number of the first collective in which ranks differ, or -1.
 int64_t first_difference(const Reports& reports) {
   std::map<int64_t, std::string> known;
   int64_t first = -1;
@@ -184,7 +184,7 @@ int64_t first_difference(const Reports& reports) {
   return first;
 }
 
-// The collective that ranks wait in: the oldest, or the newest that was issued if none waits.
+// Returns the oldest collective that a rank waits in; if no rank waits, the newest that was issued.
 int64_t stuck_in(const Reports& reports) {
   int64_t oldest = -1;
   int64_t newest = 0;
@@ -220,7 +220,7 @@ std::string state_of(const RankReport& report, int64_t number) {
   return "waits in " + report.elsewhere;
 }
 
-// Which ranks are in each state; of those that answered alone if there are no others to ask.
+// Lists the ranks in each state. If the others could not be asked, only ranks that answered count.
 std::string name_states(const Reports& reports, int64_t number, bool asked) {
   std::map<std::string, Ranks> ranks;
   for (size_t rank = 0; rank < reports.size(); ++rank) {
@@ -236,7 +236,7 @@ std::string name_states(const Reports& reports, int64_t number, bool asked) {
   return text;
 }
 
-// The first parameter that ranks disagree about.
+// Names the first parameter that requires grad on some ranks only.
 std::string name_trainable(const Reports& reports, const std::vector<std::string>& params) {
   for (size_t i = 0; i < params.size(); ++i) {
     Ranks on;
@@ -282,8 +282,8 @@ std::string hint(const Reports& reports, int64_t number, bool differ) {
 
 } // namespace
 
-// Each thread that waits is dropped if another rank's may still come to what it waits in. Those
-// that are left hold each other.
+// Drops each wait that a running thread of another rank may still end, until no wait is dropped.
+// The remaining threads wait for each other.
 bool wait_for_ever(const Reports& reports) {
   std::vector<std::pair<const RankReport*, const GroupPosition*>> waits;
   for (const RankReport& report : reports) {
@@ -295,8 +295,9 @@ bool wait_for_ever(const Reports& reports) {
   }
   for (size_t before = waits.size() + 1; waits.size() < before;) {
     before = waits.size();
-    std::map<std::string, int64_t> next; // the least in each group, of threads that wait
-    std::map<std::pair<std::string, int64_t>, std::set<std::string>> issued; // what they wait in
+    std::map<std::string, int64_t> next; // by group: the least `next` of a thread that waits
+    std::map<std::pair<std::string, int64_t>, std::set<std::string>>
+        issued; // collectives waited in
     for (const auto& [report, wait] : waits) {
       issued[{wait->name, wait->waiting}].insert(wait->what);
       for (const GroupPosition& each : report->groups) {

@@ -1,5 +1,5 @@
-// A rank's last collectives, the report of them that ranks write for each other, and the sentence
-// that follows from the reports of all.
+// A rank's last collectives, the reports that ranks write of them for each other, and the sentence
+// made from the reports of all ranks.
 #pragma once
 
 #include <array>
@@ -16,36 +16,36 @@
 
 namespace zerocore {
 
-// One collective of a model, as ranks tell each other.
+// A collective of a model, in a report.
 struct LedgerEntry {
   int64_t number = -1;
   bool done = false;
-  std::string what; // "all_gather of 'unit' (288 bytes)", the same on all ranks
+  std::string what; // such as "all_gather of 'unit' (288 bytes)"; equal on all ranks
 };
 
-// Where a rank is among the collectives that a model issues on one group.
+// A rank's position among the collectives that a model issues on one group.
 struct GroupPosition {
-  std::string name; // of model and group: the same on all ranks of the group, and no other group's
-  int64_t next = 0; // number of the next one that the rank issues
-  int64_t waiting = -1; // number of the one that the host waits in
-  int64_t thread = 0; // the thread that has issued the last one; 0 if there was none
-  std::string what; // the one that the host waits in, without its bytes
+  std::string name; // names model and group; equal on the group's ranks, and unique
+  int64_t next = 0; // number of the collective that the rank issues next
+  int64_t waiting = -1; // number of the collective that the host waits in
+  int64_t thread = 0; // the thread that issued the last collective; 0 before the first one
+  std::string what; // the collective that the host waits in, without its bytes
 };
 
 struct RankReport {
-  std::vector<LedgerEntry> entries; // the last ones, oldest first
+  std::vector<LedgerEntry> entries; // the last collectives, oldest first
   int64_t waiting = -1; // number of the collective that the host waits in
   std::string trainable; // '1' or '0' for each parameter of the model
-  std::string elsewhere; // what the process waits in apart from the ledger; empty if it does not
+  std::string elsewhere; // a wait that is not in the ledger; empty if there is none
   std::vector<GroupPosition> groups; // of all models of the process
-  bool answered = false; // else nothing is known but `ended`
+  bool answered = false; // if false, only `ended` is known
   std::optional<std::string> ended; // how the program ended
 
-  const LedgerEntry* find(int64_t number) const; // null if there is none
+  const LedgerEntry* find(int64_t number) const; // returns null if it is not in the report
   bool waits_in(int64_t number) const {
     return answered && waiting == number;
   }
-  std::string encode() const; // what a rank that answered knows
+  std::string encode() const; // of a rank that answered
   static RankReport decode(const std::string& text);
 };
 
@@ -58,32 +58,32 @@ struct LedgerGroup {
   std::atomic<int64_t> thread = 0;
 };
 
-// A ring: nothing is allocated while training. Written by the thread that trains, which takes no
-// lock and reads no clock for a collective; read by the watchdog, which may find a collective that
-// is just being noted half written. Numbers count the collectives of a model over all its groups:
-// every rank issues them in one order, so equal numbers are the same collective.
+// A ring of a model's last collectives; training allocates nothing. The thread that trains writes
+// it without a lock, and without reading a clock. The watchdog reads it, and may find a
+// half-written entry. Numbers count a model's collectives over all its groups. Every rank issues
+// them in one order, so a number means the same collective on all ranks.
 class Ledger {
  public:
-  // The group of this name, which lives as long as the ledger.
+  // Returns the group of this name. It lives as long as the ledger.
   LedgerGroup& group(const std::string& name);
-  // A collective is about to be issued; its number. `op` is a literal, `unit` outlives the ledger's
-  // use of it, which ends with forget().
+  // Notes a collective that is about to be issued, and returns its number. `op` is a literal.
+  // `unit` must live until forget().
   int64_t begin(LedgerGroup& group, const char* op, const std::string& unit, int64_t nbytes);
-  // The host waits in it from here on.
+  // Notes that the host begins to wait in the collective.
   void begin_wait(int64_t number);
-  // Not any more; the collective itself may go on.
+  // Notes that the host waits no longer; the collective may still run.
   void end_wait();
-  // It was waited for.
+  // Notes that the collective is complete.
   void finish(int64_t number);
 
-  // Whether the parameters from `first` on require grad on this rank.
+  // Notes which parameters, from `first` on, require grad on this rank.
   void set_trainable(size_t first, const std::vector<bool>& flags);
   // Reports all that the ledger knows.
   RankReport report() const;
-  // For the watchdog: how long the host has waited in one collective, from the first call that
-  // finds it there.
+  // Returns how long the host has waited in one collective, counted from the first call that found
+  // it there. Only the watchdog calls it.
   std::chrono::steady_clock::duration silence();
-  // The units' names go away.
+  // Drops all entries: the units' names are about to be freed.
   void forget();
 
  private:
@@ -102,24 +102,25 @@ class Ledger {
   std::array<Slot, kKept> slots_;
   std::atomic<int64_t> next_ = 0;
   std::atomic<int64_t> waiting_ = -1;
-  std::atomic<int64_t> num_waits_ = 0; // begun
-  mutable std::mutex mutex_; // of what follows, and while names of units are read
+  std::atomic<int64_t> num_waits_ = 0; // number of waits that have begun
+  mutable std::mutex mutex_; // guards all members below, and reads of units' names
   std::deque<LedgerGroup> groups_;
   int64_t oldest_ = 0;
   std::string trainable_;
-  // Of the watchdog alone.
-  int64_t seen_ = -1; // waited in
+  // Used by the watchdog alone.
+  int64_t seen_ = -1; // the collective that it has found the host in
   std::chrono::steady_clock::time_point seen_since_;
 };
 
-// Whether the reports, by rank, prove that some ranks wait for each other. Each of these waits in a
-// collective that another one of them has not issued, or has issued otherwise; and there the thread
-// that issues on this group waits as well.
+// Returns whether the reports, by rank, prove that some ranks wait for each other for ever. Such a
+// rank waits in a collective for another one of them, which has issued a different collective or
+// none. There, the thread that issues collectives on this group waits as well.
 bool wait_for_ever(const std::vector<RankReport>& reports);
 
-// Names collective, units and ranks, in sentences. `reports` are by rank, `params` the names behind
-// RankReport::trainable, `model` its class, `advice` what to do about a rank that is only slow.
-// `unreachable`: what the others could not be asked without; empty if they were.
+// Makes the sentence that names the collective, its unit and the ranks. `reports` are by rank.
+// `params` are the names for RankReport::trainable, `model` is the model's class. `advice` says
+// what to do if a rank is only slow. `unreachable` names the store if it did not answer, else it is
+// empty.
 std::string describe(
     const std::vector<RankReport>& reports,
     const std::vector<std::string>& params,

@@ -20,15 +20,15 @@ using WeakStore = c10::weak_intrusive_ptr<c10d::Store>;
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-constexpr Milliseconds kAnswer(3000); // what the others have to tell where they are
-constexpr Milliseconds kReader(3500); // what the rank that reads has; before Alarm gives up
-constexpr Milliseconds kOthers(1000); // what rank 0 gives the others at its end
+constexpr Milliseconds kAnswer(3000); // time that the other ranks have to report
+constexpr Milliseconds kReader(3500); // time that the reading rank has; less than Alarm's patience
+constexpr Milliseconds kOthers(1000); // time that rank 0 waits for other ranks when it ends
 constexpr Milliseconds kPoll(50);
 
 // Note [Names of hosts]
-// torch looks up the names of both ends of each connection that a TCPStore makes or describes.
-// Where the name server is slow each lookup takes seconds. So the models of a process share one
-// connection, and nothing asks a store to describe itself.
+// torch looks up the host names of both ends when a TCPStore connects or describes itself. With a
+// slow name server a lookup takes seconds. So all models of a process share one connection, and no
+// store is asked to describe itself.
 Store shared_clone(const Store& base) {
   static std::mutex mutex;
   static auto& last = *new std::pair(WeakStore(Store()), WeakStore(Store()));
@@ -41,7 +41,7 @@ Store shared_clone(const Store& base) {
   return clone;
 }
 
-// A record of the rank, to a list that all of them append to.
+// Appends a record of the rank to a list that all ranks append to.
 void append(c10d::Store& store, const std::string& list, size_t rank, const std::string& text) {
   const std::string record = std::to_string(rank) + " " + std::to_string(text.size()) + " " + text;
   if (store.hasExtendedApi()) {
@@ -69,7 +69,7 @@ RollCall::RollCall(const Store& store, const std::string& name, size_t rank, siz
   } else if (
       dynamic_cast<c10d::FileStore*>(base.get()) == nullptr &&
       dynamic_cast<c10d::HashStore*>(base.get()) == nullptr) {
-    return; // it may call Python, for which the thread that waits may hold the lock
+    return; // it may call Python, and the waiting thread may hold the interpreter's lock
   }
   store_ = c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, base);
 }
@@ -113,7 +113,7 @@ std::optional<std::string> RollCall::poll(
   return told;
 }
 
-// None as long as others may still answer.
+// Returns the sentence; nothing while other ranks may still answer.
 std::optional<std::string> RollCall::read(const Describe& describe) {
   std::vector<RankReport> reports(size_);
   for (const auto& [rank, how] : records("ends")) {

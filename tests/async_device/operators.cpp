@@ -49,8 +49,8 @@ at::Tensor on_meta(const at::Tensor& tensor) {
   return at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
 }
 
-// Returns the tensor for a task, which reads the host's memory as it was when the host issued the
-// task.
+// Returns the tensor that a task uses. A task must see the host's memory as it was when the host
+// issued the task.
 at::Tensor for_task(const at::Tensor& tensor) {
   if (is_ours(tensor)) {
     return on_cpu(tensor);

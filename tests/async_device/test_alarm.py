@@ -1,4 +1,4 @@
-"""The alarm if collectives do not block the host: it wakes a host that waits for other ranks."""
+"""The alarm on a device whose collectives do not block the host: a waiting host is woken up."""
 
 from __future__ import annotations
 

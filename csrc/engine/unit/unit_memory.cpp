@@ -107,8 +107,8 @@ void UnitMemory::cut_sums(int index) {
   }
 }
 
-// Returns null if the region's gradients are not in the host's mapping. A region that was frozen
-// when the model was sharded has no place in it.
+// Returns null if the region's gradients are not in the host's mapping. The mapping has no room for
+// a region that was frozen when the model was sharded.
 const HostStates* UnitMemory::host_of(int region) const {
   const bool is_planned = layout_.regions()[region].requires_grad;
   return context_.tiers.gradients == Tier::Host && is_planned ? context_.host : nullptr;

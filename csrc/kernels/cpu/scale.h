@@ -1,4 +1,4 @@
-// The loop inside copies and sums: casts, scales and adds.
+// The loop that copies and sums share: it casts, scales and adds elements.
 #pragma once
 
 #include <type_traits>
