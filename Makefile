@@ -79,7 +79,8 @@ sanitize: $(VENV)/.has-test $(VENV)/.has-cpp
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	TEST_CXX_FLAGS="$(SANITIZED)" \
 	PYTHONPATH=$(CURDIR) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) \
-	  $(wildcard $(addprefix $(CURDIR)/tests/,io plan kernels device memory emulation engine)) \
+	  $(addprefix $(CURDIR)/tests/,io plan kernels device memory emulation \
+	    engine/test_engine.py engine/test_hand_overs.py engine/test_hand_overs_of_offload.py) \
 	  --ignore=$(CURDIR)/tests/kernels/test_ptx.py \
 	  --deselect=tests/memory/test_host_memory.py::test_a_limit_is_an_error $(ARGS)
 

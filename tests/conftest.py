@@ -1,19 +1,22 @@
-"""How the tests are scheduled."""
+"""How the tests are scheduled, the grid that tests on real ranks run over, and how they end."""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 
 import pytest
 
-from tests.by_night import left_out
+from tests.by_night import STAGES, WORLD_SIZES, left_out
 
 # Read when OpenMP is loaded, with torch: threads that wait for each other sleep. More of them than
 # there are cores would else spin until the time slice of the one that they wait for comes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+STARTS_RANKS = ("run_ranks", "run_to_end", "run_program")  # functions of tests.distributed
 
 
 def pytest_configure() -> None:
@@ -63,8 +66,13 @@ def has_gpu() -> bool:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Puts files with a slow test first: the last ones then end together."""
+    """Marks tests of files that start ranks. Files with a slow test come first: the last ones then
+    end together.
+    """
     rehearses = config.getoption("--rehearse") and not has_gpu()
+    for item in items:
+        if any(hasattr(getattr(item, "module", None), name) for name in STARTS_RANKS):
+            item.add_marker("distributed")
     for item in left_out(item for item in items if rehearses or "gpu" not in item.path.parts):
         item.add_marker("nightly")
     yield
@@ -80,3 +88,34 @@ def pytest_collection_finish() -> None:
     """Leaves what is imported by now out of the collections of garbage that tests cause."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(params=WORLD_SIZES, ids=lambda size: f"ranks{size}")
+def world_size(request: pytest.FixtureRequest) -> int:
+    """Number of ranks."""
+    return int(request.param)
+
+
+@pytest.fixture(params=STAGES, ids=lambda stage: f"stage{stage}")
+def stage(request: pytest.FixtureRequest) -> int:
+    """ZeRO stage."""
+    return int(request.param)
+
+
+@pytest.fixture(autouse=True)
+def needs_transformers(request: pytest.FixtureRequest) -> None:
+    """Cases of the zoo whose name begins with hf_ are skipped where there is no transformers."""
+    call = getattr(request.node, "callspec", None)
+    names = [] if call is None else [str(value) for value in call.params.values()]
+    if any(name.startswith("hf_") for name in names):
+        pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test ends the processes that it started."""
+    yield
+    if request.node.get_closest_marker("distributed"):
+        from tests.distributed.harness import idle_processes  # loads torch, as above
+
+        assert set(multiprocessing.active_children()) <= idle_processes()

@@ -22,22 +22,22 @@ NOT_COPIED = (".git", ".venv", "build", "*.cubin", ".*_cache", ".hypothesis", "_
 # File in zerocore/ or csrc/ | text | what it becomes | tests that should fail then, in tests/
 TABLE = r"""
 planning/planner.py | _element(types.grad) | _element(types.reduce) | planning/test_plan.py
-common/alarm.py | "" if error is None | "" if error | distributed/test_alarm.py
-matrices/muon_rounds.py | alpha=-lr * ratio | alpha=lr * ratio | distributed/test_muon.py
-optim/adamw.py | plan.kinds != kinds or | | optim/test_adamw.py distributed/test_adamw.py
-tensor/rules.py | and not _reads_shard(args, kwargs) | | distributed/test_conversions.py
-tensor/implicit_unshard.py | engine.exit(unit, None) | pass | distributed/test_reads.py
-tensor/reductions.py | .sum() / counts.sum() | .mean() | distributed/test_shard_functions.py
-checkpoint/commit/saving.py | files.flush(file) | pass | distributed/test_durability.py
+common/alarm.py | "" if error is None | "" if error | watch/test_alarm.py
+matrices/muon_rounds.py | alpha=-lr * ratio | alpha=lr * ratio | matrices/test_muon.py
+optim/adamw.py | plan.kinds != kinds or | | optim/test_adamw.py optim/test_adamw_on_ranks.py
+tensor/rules.py | and not _reads_shard(args, kwargs) | | tensor/test_conversions.py
+tensor/implicit_unshard.py | engine.exit(unit, None) | pass | tensor/test_reads.py
+tensor/reductions.py | .sum() / counts.sum() | .mean() | tensor/test_shard_functions.py
+checkpoint/commit/saving.py | files.flush(file) | pass | checkpoint/test_durability.py
 checkpoint/checksums.py | // parts, 0 | // parts - 1, 0 | checkpoint/test_checksums.py
 checkpoint/dcp/save_plan.py | += nbytes | += nbytes - 1 | checkpoint/dcp/test_save_plan.py
-model/casting.py | mixed.param_dtype or first | first | distributed/test_mixed_precision.py
-model/unit_call.py | engine.fail_pass() | pass | distributed/test_alarm.py
+model/casting.py | mixed.param_dtype or first | first | model/test_mixed_precision.py
+model/unit_call.py | engine.fail_pass() | pass | watch/test_alarm.py
 planning/step_time.py | == "reduce_scatter" | == "all_reduce" | common/test_links.py
 tensor/rows.py | get_group(dim) for | get_group(0) for | fsdp/test_clip.py
 hooks/optimizer_rules.py | hooked.hooked = True | hooked.hooked = False | hooks/test_patches.py
 fsdp/module.py | reduces=requires_gradient_sync, | reduces=True, | fsdp/test_controls.py
-sharding/builder.py | _name_of(ranks.near) | _name_of(ranks.shard) | distributed/test_regather.py
+sharding/builder.py | _name_of(ranks.near) | _name_of(ranks.shard) | sharding/test_near_ranks.py
 weights/parked.py | take=state.engine.take_memory | | async_device/test_registered.py
 plan/schedule.cpp | next_entered(1 + prefetch_) | next_entered(prefetch_) | plan/test_schedule.py
 memory/bucket_pool.cpp | *offset + slot.nbytes} | *offset} | engine/test_hand_overs.py

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import zerocore
 from tests.async_device.training import WIDTH, Block, make_model, start
 from tests.distributed.harness import RanksFailed, run_ranks
-from tests.distributed.offloading import (
+from tests.engine.offloading import (
     ALL,
     ALL_ON_DISK,
     BOTH,

@@ -14,7 +14,7 @@ from tests.async_device.test_offload import backward, batch
 from tests.async_device.training import Block, make_model, start
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
-from tests.distributed.offloading import STATES
+from tests.engine.offloading import STATES
 
 Call = tuple[str, Callable[[], Any]]
 AWAITED = "work on the host was awaited"  # with offload

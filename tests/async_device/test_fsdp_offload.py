@@ -17,7 +17,7 @@ import zerocore
 from tests.async_device.device import DEVICE
 from tests.async_device.training import WIDTH, Block, make_model, start
 from tests.distributed.harness import run_ranks
-from tests.distributed.offloading import adamw, torchs
+from tests.engine.offloading import adamw, torchs
 from zerocore.fsdp import fully_shard
 from zerocore.model.state import state_of
 

@@ -12,7 +12,7 @@ import zerocore
 from tests.async_device.test_offload import backward, clipped
 from tests.async_device.training import Block, make_model, start
 from tests.distributed.harness import run_ranks
-from tests.distributed.offloading import STATES
+from tests.engine.offloading import STATES
 from zerocore.checkpoint.dcp.saved_state import SavedState
 
 

@@ -16,7 +16,7 @@ import zerocore
 from tests.async_device.training import WIDTH, Block, make_model, start
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
-from tests.distributed.offloading import (
+from tests.engine.offloading import (
     ALL,
     ALL_ON_DISK,
     BF16,

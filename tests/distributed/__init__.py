@@ -1,1 +1,1 @@
-"""Tests on real ranks."""
+"""Real ranks: the harness, and what crosses packages: programs, parity, random models."""

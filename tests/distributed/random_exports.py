@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocore
-from tests.distributed.offloading import ALL, ALL_ON_DISK, STATES
+from tests.engine.offloading import ALL, ALL_ON_DISK, STATES
 from tests.distributed.random_seeds import world_of
 
 WIDTH = 6

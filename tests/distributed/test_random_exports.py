@@ -28,7 +28,7 @@ from tests.distributed.random_seeds import (
     train_all,
     world_of,
 )
-from tests.distributed.test_export import assert_same, exported
+from tests.weights.test_export import assert_same, exported
 from zerocore.model.state import ready_state_of
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.random_seeds import begin, parser_of, seeds_of, train_all, world_of
-from tests.distributed.test_other_cuts import WAYS
+from tests.tensor.test_uneven_cuts import WAYS
 
 SHAPES = ("2", "3", "4")
 BY_DAY = 20

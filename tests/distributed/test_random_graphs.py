@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.distributed.joined import joined
+from tests.model.joined import joined
 from tests.distributed.random_graphs import build, choose_units, codes_of, total_loss
 from tests.distributed.random_runs import (
     BETWEEN,

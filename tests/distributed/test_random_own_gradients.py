@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.random_seeds import begin, parser_of, seeds_of, train_all, world_of
-from tests.distributed.test_conversions import CONVERSIONS, compare, whole
+from tests.tensor.test_conversions import CONVERSIONS, compare, whole
 
 SHAPES = ("2", "3", "4")
 PROGRAMS_OF_A_SHAPE = 6

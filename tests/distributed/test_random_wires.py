@@ -20,7 +20,7 @@ import zerocore
 import zerocore.fsdp
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_wire_dtype import (
+from tests.engine.test_wire_dtype import (
     BF16,
     FP16,
     FP32,

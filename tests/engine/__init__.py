@@ -1,1 +1,1 @@
-"""Tests of csrc/engine."""
+"""Tests of csrc/engine and csrc/comm."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import zerocore
 import zerocore.fsdp as zerocore_fsdp
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_export import assert_same, exported
+from tests.weights.test_export import assert_same, exported
 from tests.fsdp.both import ADAMW, Net, loss_of, make_net, tokens_of
 from zerocore.model.state import state_of
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_export import Stack, assert_same
+from tests.weights.test_export import Stack, assert_same
 
 BUFFER = 20_000  # bytes
 

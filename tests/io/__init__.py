@@ -1,1 +1,1 @@
-"""Tests of zerocore/model."""
+"""Tests of csrc/io."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerocore
 import zerocore.fsdp
 from tests.distributed.harness import run_ranks
-from tests.distributed.saved_nets import OPTIMIZERS, assert_equal, full_states, make
+from tests.checkpoint.saved_nets import OPTIMIZERS, assert_equal, full_states, make
 
 HALF = {
     "mixed_precision": zerocore.MixedPrecision(torch.bfloat16, torch.float32, keep_fp32=("norm",))

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 import zerocore.fsdp
-from tests.distributed.experts import loss_of
+from tests.sharding.experts import loss_of
 from tests.distributed.harness import run_ranks
-from tests.distributed.saved_nets import trained
-from tests.distributed.test_experts import LAYOUTS, sharded
+from tests.checkpoint.saved_nets import trained
+from tests.sharding.test_experts import LAYOUTS, sharded
 from zerocore.tensor.rows import elements_of
 
 

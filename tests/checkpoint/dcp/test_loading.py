@@ -10,7 +10,7 @@ from torch import nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.distributed.saved_nets import assert_equal, full_states
+from tests.checkpoint.saved_nets import assert_equal, full_states
 
 
 class Counted(nn.Linear):

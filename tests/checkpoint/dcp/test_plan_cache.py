@@ -12,7 +12,7 @@ from torch import nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.distributed.saved_nets import assert_equal, full_states
+from tests.checkpoint.saved_nets import assert_equal, full_states
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import SavePlan
 

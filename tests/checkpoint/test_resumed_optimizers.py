@@ -1,0 +1,138 @@
+"""Optimizers with states of every kind resume in all ways that plain torch has, or are refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.harness import run_ranks
+from tests.checkpoint.resumed_optimizers import WAYS, plain_resumes, resume
+
+_Optimizer: Any = torch.optim.Optimizer
+
+
+class Odd(_Optimizer):
+    """States in containers, of one element, in full, late, of no parameter; an option it adds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "rate": torch.tensor(0.5)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        count = self.state.setdefault("count", torch.zeros(()))
+        count += 1
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for param in group["params"]:
+                self.update(param, group, self.state[param], count)
+
+    def update(self, param: Tensor, group: Any, state: Any, count: Tensor) -> None:
+        grad = param.grad
+        assert grad is not None
+        if not state:
+            state["number"] = torch.zeros(1)
+            state["by_rate"] = {0.5: torch.zeros_like(param), "old": [torch.zeros_like(param)]}
+            state["window"] = deque()  # torch drops a maxlen
+            state["pair"] = (1, torch.zeros_like(param))
+            state["ordered"] = OrderedDict(a=torch.zeros_like(param), b="text")
+        if group["steps"] == 2:
+            state["late"] = torch.full_like(param, 0.1)
+        state["number"].add_(1.0)
+        state["window"].append(grad.clone())
+        if len(state["window"]) > 2:
+            state["window"].popleft()
+        state["by_rate"][0.5].lerp_(grad, 0.5)
+        state["by_rate"]["old"][0].add_(grad)
+        state["pair"][1].add_(grad)
+        state["ordered"]["a"].sub_(grad)
+        moves = [*state["window"], state["by_rate"][0.5], state["by_rate"]["old"][0]]
+        moves += [state["pair"][1], state["ordered"]["a"].mul(0.1)]
+        moves += [state["late"]] if "late" in state else []
+        for move in moves:
+            rate = group["lr"] * float(group["rate"]) / (float(state["number"]) + float(count))
+            param.add_(move, alpha=-rate / (1 + group["steps"]))
+
+
+def resume_odd(stage: int, way: str) -> None:
+    assert resume(Odd, stage, way) == "resumes"
+    if way != "own":  # of this rank, for it alone
+        assert resume(Odd, stage, way, 4 - stage) == "resumes"
+
+
+@pytest.mark.parametrize("way", ["full", "own", "checkpoints"])
+def test_states_of_every_kind(way: str) -> None:
+    assert plain_resumes(Odd) is True
+    for stage in (1, 3):
+        run_ranks(resume_odd, 3, stage, way)
+
+
+# With states in containers, of one element, in full, of no parameter, late, and options they add.
+NAMES: tuple[str, ...] = (
+    "a2grad",
+    "adalite",
+    "adanorm",
+    "adashift",
+    "aggmo",
+    "dadaptsgd",
+    "madgrad",
+    "prodigy",
+)
+NAMES += ("qhadam", "sm3", "swats", "scalableshampoo")
+
+
+def maker(name: str) -> Any:
+    cls = pytest.importorskip("pytorch_optimizer.optimizer").OPTIMIZERS[name]
+
+    def make(params: Any) -> Any:
+        try:
+            return cls(params, lr=1e-2)
+        except TypeError:
+            return cls(params)
+
+    return make
+
+
+def resume_collected(names: list[str], stages: list[int], ways: list[str]) -> dict[str, str]:
+    warnings.filterwarnings("ignore")
+    wrong = {}
+    for name in names:
+        for way in ways:
+            for stage in stages:
+                found = outcome(name, stage, way)
+                if found.startswith("refused"):
+                    break
+                if found != "resumes":
+                    wrong[f"{name} {stage} {way}"] = found
+    return wrong
+
+
+def outcome(name: str, stage: int, way: str) -> str:
+    try:
+        return resume(maker(name), stage, way)
+    except TypeError as error:
+        if way == "checkpoints" and "without running code" in str(error):
+            return "refused"  # by name, by save: an object
+        raise
+
+
+def test_a_public_collection() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    names = [name for name in NAMES if plain_resumes(maker(name)) is True]
+    assert len(names) == len(NAMES)
+    assert run_ranks(resume_collected, 2, names, [3], ["full", "checkpoints"]) == [{}, {}]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", [way for way in WAYS if "torch" not in way])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_of_a_public_collection(way: str, world_size: int) -> None:
+    collection = pytest.importorskip("pytorch_optimizer.optimizer").OPTIMIZERS
+    names = [name for name in sorted(collection) if plain_resumes(maker(name)) is True]
+    assert len(names) > 80
+    wrong = run_ranks(resume_collected, world_size, names, [1, 3], [way], timeout=600.0)
+    assert wrong == [{}] * world_size

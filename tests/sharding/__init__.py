@@ -1,0 +1,1 @@
+"""Tests of which rank has what: hybrid sharding, near ranks, experts, cut matrices, pipelines."""

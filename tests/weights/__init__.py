@@ -1,0 +1,1 @@
+"""Tests of full weights for others: exports, averages, parked models, adapters."""
