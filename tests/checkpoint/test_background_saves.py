@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerocore
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import OPTIMIZERS, assert_equal, full_states
+from tests.distributed.harness import run_ranks
 from zerocore.checkpoint.commit import files
 from zerocore.model.state import state_of
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.checkpoint.mutants import sign_folder
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train, trained
+from tests.distributed.harness import run_ranks
 from tests.io.page_cache import can_bypass_cache, drop_from_cache
 from zerocore.checkpoint.dcp import loading
 from zerocore.checkpoint.dcp.contents import Contents

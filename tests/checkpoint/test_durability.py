@@ -17,8 +17,8 @@ from torch import nn
 import zerocore
 from tests.by_night import by_night
 from tests.checkpoint.faults import Count, Disk, Recorder
-from tests.distributed.harness import run_ranks, run_to_end
 from tests.checkpoint.saved_nets import assert_equal, full_states, make, train, trained
+from tests.distributed.harness import run_ranks, run_to_end
 from zerocore.checkpoint.commit import files
 
 COMMON = (ValueError, RuntimeError)

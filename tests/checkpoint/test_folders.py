@@ -21,8 +21,8 @@ from torch import nn
 
 import zerocore
 from tests.by_night import by_night
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import assert_equal, full_states, make, train, trained
+from tests.distributed.harness import run_ranks
 from tests.reported import warnings_of
 from zerocore.checkpoint.commit.folder import this_host
 from zerocore.checkpoint.safe_files import DamagedError

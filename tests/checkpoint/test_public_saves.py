@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import AwkwardNet
 from tests.checkpoint.test_rank_0_saves import batch
+from tests.distributed.harness import run_ranks
 
 State = dict[str, Any]
 # Makes what a program saves of its model and its optimizer.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import AwkwardNet
+from tests.distributed.harness import run_ranks
 
 
 def saved(value: Any) -> bytes:

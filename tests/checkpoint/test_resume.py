@@ -15,8 +15,8 @@ from torch import nn
 
 import zerocore
 from tests.by_night import by_night
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import OPTIMIZERS, assert_equal, full_states, make, trained
+from tests.distributed.harness import run_ranks
 from zerocore.checkpoint.convert import open_weights
 
 OTHER_PYTHON = os.environ.get("ZEROCORE_OTHER_TORCH")  # a Python with another version of torch

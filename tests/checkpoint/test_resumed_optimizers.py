@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.resumed_optimizers import WAYS, plain_resumes, resume
+from tests.distributed.harness import run_ranks
 
 _Optimizer: Any = torch.optim.Optimizer
 

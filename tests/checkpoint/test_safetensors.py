@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.by_night import by_night
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import make, train
+from tests.distributed.harness import run_ranks
 
 safetensors = pytest.importorskip("safetensors.torch")
 STAGES = (0, 1, 2, 3)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zerocore
-from tests.engine.offloading import ALL, ALL_ON_DISK, STATES
 from tests.distributed.random_seeds import world_of
+from tests.engine.offloading import ALL, ALL_ON_DISK, STATES
 
 WIDTH = 6
 BF16 = torch.bfloat16

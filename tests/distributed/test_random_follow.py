@@ -21,7 +21,7 @@ from tests.distributed.random_seeds import begin, parser_of, seeds_of, train_all
 from tests.tensor.test_uneven_cuts import WAYS
 
 SHAPES = ("2", "3", "4")
-BY_DAY = 20
+NETS_OF_A_SHAPE = 20
 
 
 class Layer(nn.Module):
@@ -103,10 +103,11 @@ def compare(seeds: range, shape: str) -> None:
         torch.testing.assert_close(found, plain.state_dict())
 
 
-@pytest.mark.one_by_day
+@pytest.mark.nightly
 @pytest.mark.parametrize("index", range(len(SHAPES)))
 def test_random_nets_follow_each_other(index: int) -> None:
-    run_ranks(compare, world_of(SHAPES[index]), seeds_of(index, BY_DAY), SHAPES[index], timeout=200)
+    seeds = seeds_of(index, NETS_OF_A_SHAPE)
+    run_ranks(compare, world_of(SHAPES[index]), seeds, SHAPES[index], timeout=200)
 
 
 def main() -> bool:

@@ -25,8 +25,7 @@ from tests.distributed.random_seeds import begin, parser_of, seeds_of, train_all
 from tests.tensor.test_conversions import CONVERSIONS, compare, whole
 
 SHAPES = ("2", "3", "4")
-PROGRAMS_OF_A_SHAPE = 6
-PROGRAMS_BY_NIGHT = 100
+PROGRAMS_OF_A_SHAPE = 106
 OPS = ("silent", "silent", "sync", "step", "zero", "clip", "clip_own", "read", "read", "scale")
 READS: dict[str, Callable[[Any], Any]] = {
     **CONVERSIONS,
@@ -175,18 +174,11 @@ def run_seeds(seeds: range, shape: str) -> None:
         program.run()
 
 
-@pytest.mark.one_by_day
+@pytest.mark.nightly
 @pytest.mark.parametrize("index", range(len(SHAPES)))
 def test_random_programs(index: int) -> None:
     seeds = seeds_of(index, PROGRAMS_OF_A_SHAPE)
-    run_ranks(run_seeds, world_of(SHAPES[index]), seeds, SHAPES[index], timeout=200)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("index", range(len(SHAPES)))
-def test_more_programs(index: int) -> None:
-    seeds = seeds_of(index, PROGRAMS_BY_NIGHT, after=len(SHAPES) * PROGRAMS_OF_A_SHAPE)
-    run_ranks(run_seeds, world_of(SHAPES[index]), seeds, SHAPES[index], timeout=400)
+    run_ranks(run_seeds, world_of(SHAPES[index]), seeds, SHAPES[index], timeout=600)
 
 
 def main() -> bool:

@@ -43,8 +43,7 @@ from tests.distributed.test_random_graphs import mesh_of
 from zerocore.common.alarm import STALL_SECONDS
 
 SHAPES = ("3", "4", "2", "2")
-BY_DAY = 20
-BY_NIGHT = 105
+MODELS_OF_A_SHAPE = 125
 
 
 def shard(net: Net, stage: int | str, seed: int) -> None:
@@ -96,21 +95,15 @@ def compare(seeds: range, shape: str) -> None:
         check(train(seed), right, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.one_by_day
-@pytest.mark.parametrize("index", range(len(SHAPES)))
-def test_reads_of_own_parameters(index: int) -> None:
-    run_ranks(compare, world_of(SHAPES[index]), seeds_of(index, BY_DAY), SHAPES[index], timeout=200)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("index", range(len(SHAPES)))
-def test_more_reads(index: int) -> None:
-    seeds = seeds_of(index, BY_NIGHT, after=len(SHAPES) * BY_DAY)
+def test_reads_of_own_parameters(index: int) -> None:
+    seeds = seeds_of(index, MODELS_OF_A_SHAPE)
     run_ranks(compare, world_of(SHAPES[index]), seeds, SHAPES[index], timeout=400)
 
 
 def test_the_models_have_everything() -> None:
-    built = [build(seed) for seed in range(len(SHAPES) * BY_DAY)]
+    built = [build(seed) for seed in range(len(SHAPES) * MODELS_OF_A_SHAPE)]
     assert {read for net, *_ in built for part in net.parts for read in part.reads} == set(READS)
     assert {stage for _, stage, _ in built} == {0, 2, 3, "fsdp"}
 

@@ -24,8 +24,7 @@ from tests.distributed.test_random_graphs import mesh_of
 from zerocore.common.alarm import STALL_SECONDS
 
 SHAPES = ("3", "4", "1", "2")
-BY_DAY = 40
-BY_NIGHT = 85
+MODELS_OF_A_SHAPE = 125
 WORDS = {
     "refused": (ValueError, "share memory"),
     "not contiguous": (NotImplementedError, "non-contiguous"),
@@ -85,20 +84,15 @@ def compare(seeds: range, shape: str) -> None:
         try_case(seed)
 
 
-@pytest.mark.parametrize("index", range(len(SHAPES)))
-def test_views(index: int) -> None:
-    run_ranks(compare, world_of(SHAPES[index]), seeds_of(index, BY_DAY), SHAPES[index], timeout=200)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("index", range(len(SHAPES)))
-def test_more_views(index: int) -> None:
-    seeds = seeds_of(index, BY_NIGHT, after=len(SHAPES) * BY_DAY)
+def test_views(index: int) -> None:
+    seeds = seeds_of(index, MODELS_OF_A_SHAPE)
     run_ranks(compare, world_of(SHAPES[index]), seeds, SHAPES[index], timeout=400)
 
 
 def test_the_cases_have_everything() -> None:
-    cases = [case_of(seed) for seed in range(len(SHAPES) * BY_DAY)]
+    cases = [case_of(seed) for seed in range(len(SHAPES) * MODELS_OF_A_SHAPE)]
     assert {case.relation for case in cases} == set(RELATIONS)
     outcomes = {case.outcome for case in cases}
     assert outcomes == {"tied", "apart", *WORDS}

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 import zerocore.fsdp
-from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.engine.test_wire_dtype import (
     BF16,
@@ -180,10 +179,7 @@ def run_cases(first: int, count: int) -> None:
         check(seed)
 
 
-@pytest.mark.one_by_day
-@pytest.mark.parametrize(
-    ("world", "first", "count"),
-    [(2, 0, 8), (4, 100, 8), *by_night((2, 200, 60), (3, 300, 60), (4, 400, 100))],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world", "first", "count"), [(2, 0, 68), (3, 300, 60), (4, 400, 108)])
 def test_promises_hold_in_all_combinations(world: int, first: int, count: int) -> None:
     run_ranks(run_cases, world, first, count, timeout=60 + 6 * count)

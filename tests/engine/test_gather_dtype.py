@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 import zerocore.fsdp
-from tests.sharding.experts import assert_follows_plan, loss_of_ones
 from tests.distributed.harness import run_ranks
+from tests.sharding.experts import assert_follows_plan, loss_of_ones
 from zerocore.model.state import state_of
 
 FLOAT8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16

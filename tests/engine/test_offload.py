@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.training import accumulate, case_named
 from tests.engine.offloading import (
     ALL,
     BF16,
@@ -30,7 +31,6 @@ from tests.engine.offloading import (
     offloads_of,
     torchs,
 )
-from tests.distributed.training import accumulate, case_named
 from tests.zoo_case import Case
 from zerocore import Offload
 

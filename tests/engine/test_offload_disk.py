@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerocore
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks, run_to_end
+from tests.distributed.training import case_named
 from tests.engine.offloading import (
     ALL_ON_DISK,
     BF16,
@@ -37,7 +38,6 @@ from tests.engine.offloading import (
     torchs,
 )
 from tests.engine.test_offload import VARIANTS, frozen, train, trained_blocks
-from tests.distributed.training import case_named
 from zerocore import Offload
 
 

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from tests.engine.test_events import EXPECTED
 from tests.distributed.training import case_named
+from tests.engine.test_events import EXPECTED
 
 WIDTH = 8
 Collectives = list[tuple[str, str]]

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zerocore
 import zerocore.fsdp
 from tests.by_night import by_night
-from tests.sharding.experts import assert_follows_plan, loss_of_ones
 from tests.distributed.harness import run_ranks
+from tests.sharding.experts import assert_follows_plan, loss_of_ones
 from zerocore.model.state import state_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

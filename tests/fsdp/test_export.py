@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import zerocore
 import zerocore.fsdp as zerocore_fsdp
 from tests.distributed.harness import run_ranks
-from tests.weights.test_export import assert_same, exported
 from tests.fsdp.both import ADAMW, Net, loss_of, make_net, tokens_of
+from tests.weights.test_export import assert_same, exported
 from zerocore.model.state import state_of
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard
 
 import zerocore
 import zerocore.fsdp as zerocore_fsdp
-from tests.sharding.experts import assert_follows_plan, loss_of, spread_model, whole_model
 from tests.distributed.harness import run_ranks
+from tests.sharding.experts import assert_follows_plan, loss_of, spread_model, whole_model
 from tests.sharding.test_experts import EVEN, UNEVEN, own_of
 
 Gradients = dict[str, Tensor]

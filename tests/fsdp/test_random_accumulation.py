@@ -67,6 +67,7 @@ def compare(seeds: range, shape: str) -> None:
             )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("index", range(len(SHAPES)))
 def test_gradients_are_those_of_fsdp2(index: int) -> None:
     seeds = seeds_of(index, PROGRAMS_OF_A_SHAPE)

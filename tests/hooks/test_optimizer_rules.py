@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerocore
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.test_shard_files import parts_of
+from tests.distributed.harness import run_ranks
 from tests.distributed.training import compare_with_one_process
 
 

@@ -13,9 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 import zerocore.fsdp
-from tests.sharding.experts import loss_of, spread_model, whole_model
 from tests.distributed.harness import run_ranks
-from tests.sharding.test_experts import CLOSE, EVEN, LAYOUTS, own_of, sharded
 from tests.matrices.test_owned import OPTIMIZERS, make_owned, train_alone
 from tests.matrices.whole_matrices import (
     ADAMW,
@@ -30,6 +28,8 @@ from tests.matrices.whole_matrices import (
     train_by_torch,
     train_sharded,
 )
+from tests.sharding.experts import loss_of, spread_model, whole_model
+from tests.sharding.test_experts import CLOSE, EVEN, LAYOUTS, own_of, sharded
 
 BIASES = ["*.experts.bias"]  # of shape (experts, columns): matrices by shape
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import zerocore
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
-from tests.model.joined import joined
 from tests.distributed.programs.models import Net
 from tests.distributed.training import (
     Trained,
@@ -26,6 +25,7 @@ from tests.distributed.training import (
     train_reference,
     train_sharded,
 )
+from tests.model.joined import joined
 from tests.zoo import CASES
 from zerocore.model.units import choose_units
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import zerocore
-from tests.sharding.experts import assert_follows_plan, loss_of, whole_model
 from tests.distributed.harness import run_ranks
+from tests.sharding.experts import assert_follows_plan, loss_of, whole_model
 from tests.sharding.test_experts import LAYOUTS, PATTERN, sharded
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import traffic_nbytes

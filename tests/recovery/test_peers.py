@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.by_night import by_day
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import OPTIMIZERS, assert_equal, full_states, make, train
+from tests.distributed.harness import run_ranks
 from tests.distributed.scripts import run_program
 from tests.recovery import lives
 from tests.reported import warnings_of

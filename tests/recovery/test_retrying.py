@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 import zerocore.fsdp
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import OPTIMIZERS, assert_equal, full_states, make
+from tests.distributed.harness import run_ranks
 
 NUM_STEPS, NUM_MICRO = 4, 3
 

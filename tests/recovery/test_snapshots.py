@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 import zerocore.fsdp
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import OPTIMIZERS, assert_equal, full_states, make
+from tests.distributed.harness import run_ranks
 
 HALF = {
     "mixed_precision": zerocore.MixedPrecision(torch.bfloat16, torch.float32, keep_fp32=("norm",))

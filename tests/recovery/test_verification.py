@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 import zerocore.fsdp
-from tests.sharding.experts import loss_of
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import trained
+from tests.distributed.harness import run_ranks
+from tests.sharding.experts import loss_of
 from tests.sharding.test_experts import LAYOUTS, sharded
 from zerocore.tensor.rows import elements_of
 

@@ -1,4 +1,4 @@
-"""Of a grid over all stages or numbers of ranks, `make test` runs a part that covers it."""
+"""Of a grid, `make test` runs a part that covers it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.by_night import STAGES, WORLD_SIZES, left_out
+import pytest
+
+from tests.by_night import STAGES, WORLD_SIZES, cover, left_out
 
 
 def item(name: str, *marks: str, **params: Any) -> Any:
@@ -16,6 +18,7 @@ def item(name: str, *marks: str, **params: Any) -> Any:
         name=name,
         callspec=SimpleNamespace(params=params),
         get_closest_marker=lambda mark: mark if mark in marks else None,
+        iter_markers=lambda name: [],
     )
 
 
@@ -50,3 +53,31 @@ def test_each_value_meets_one_of_the_two() -> None:
 def test_chosen_stages_stay() -> None:
     assert len(by_day([item("few", stage=stage) for stage in (0, 2, 3)])) == 3
     assert len(by_day([item("plain", way=way) for way in "ab"])) == 2
+
+
+def test_each_value_stays_on_real_ranks() -> None:
+    grid = [item("it", "distributed", way=way, size=n) for way in "abc" for n in (2, 4, 8)]
+    found = by_day(grid)
+    assert found == [{"way": "a", "size": 2}, {"way": "b", "size": 4}, {"way": "c", "size": 8}]
+    alone = [item("it", "distributed", way=way) for way in "abc"]
+    assert len(by_day([*alone, item("other", "distributed")])) == 4
+
+
+def test_sets_of_values_stay_together() -> None:
+    @pytest.mark.parametrize("way", ["x", "y"])
+    @pytest.mark.parametrize(("world", "stage"), [(2, 3), (3, 3), (2, 0)])
+    def test() -> None: ...
+
+    cells = [item("it", world=w, stage=s, way=x) for w, s in [(2, 3), (3, 3), (2, 0)] for x in "xy"]
+    for cell in cells:
+        cell.iter_markers = lambda name: test.pytestmark
+    found = [cell.callspec.params for cell in cover(cells)]
+    assert {(each["world"], each["stage"]) for each in found} == {(2, 3), (3, 3), (2, 0)}
+    assert {each["way"] for each in found} == set("xy") and len(found) == 3
+
+
+def test_a_model_of_fully_shard_stays() -> None:
+    alone = [item("it", face=face) for face in (*STAGES, "fsdp")]
+    assert [each["face"] for each in by_day(alone)] == [0, 3, "fsdp"]
+    grid = [item("it", way=way, face=face) for way in "abcd" for face in (*STAGES, "fsdp")]
+    assert [each["face"] for each in by_day(grid)] == [3, "fsdp", 0, 3]

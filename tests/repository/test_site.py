@@ -25,7 +25,13 @@ pytest.importorskip("material", reason="the extra [docs] is not installed")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site."""
+    """The folder of the built site: `make docs` may have built it since a source changed."""
+    built = ROOT / "build" / "site"
+    patterns = ("*.*", "docs/**/*", "scripts/*", "zerocore/**/*.py", "zerocore/**/*.pyi")
+    sources = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
+    start = built / "index.html"
+    if start.exists() and start.stat().st_mtime > max(path.stat().st_mtime for path in sources):
+        return built
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
@@ -102,6 +108,7 @@ def test_a_reader_finds_pages(address: str, tmp_path: Path) -> None:
     assert [url for url in asked if not url.startswith(address)] == []
 
 
+@pytest.mark.nightly
 def test_the_tutorial_runs() -> None:
     """Its cells, two ranks among them; it ends with a picture."""
     nbclient = pytest.importorskip("nbclient")

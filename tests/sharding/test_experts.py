@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerocore
 from tests.by_night import by_night
+from tests.distributed.harness import run_ranks
 from tests.sharding.experts import (
     DIM,
     NUM_EXPERTS,
@@ -26,7 +27,6 @@ from tests.sharding.experts import (
     spread_model,
     whole_model,
 )
-from tests.distributed.harness import run_ranks
 
 Bounds = Sequence[int]
 EVEN, UNEVEN, SINGLE = [0, 2, 4], [0, 1, 4], [0, 1, 2, 3, 4]

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zerocore
-from tests.sharding.experts import loss_of, spread_model, whole_model
 from tests.distributed.harness import run_ranks
+from tests.sharding.experts import loss_of, spread_model, whole_model
 from tests.sharding.test_experts import EVEN, LAYOUTS, mesh_of, own_of, sharded
 from tests.sharding.test_pipelines import NUM_MICRO, batch, build
 

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zerocore
 from tests.by_night import by_night
-from tests.sharding.experts import assert_follows_plan
 from tests.distributed.harness import run_ranks
+from tests.sharding.experts import assert_follows_plan
 from tests.sharding.tensor_parallel import cut_model, loss_of, whole_model
 
 CLOSE = {"rtol": 2e-6, "atol": 2e-7}

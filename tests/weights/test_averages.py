@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import zerocore
 import zerocore.fsdp as zerocore_fsdp
 from tests.distributed.harness import run_ranks
-from tests.engine.offloading import BF16, STATES
-from tests.weights.test_export import assert_same, exported
 from tests.distributed.training import accumulate, case_named
+from tests.engine.offloading import BF16, STATES
 from tests.fsdp.both import loss_of, make_net, tokens_of
+from tests.weights.test_export import assert_same, exported
 
 DECAY = 0.75
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import accumulate, adamw, case_named
+from tests.engine.offloading import ALL, ALL_ON_DISK, BF16, STATES
 from tests.sharding import tensor_parallel
 from tests.sharding.experts import whole_model
-from tests.distributed.harness import run_ranks
-from tests.engine.offloading import ALL, ALL_ON_DISK, BF16, STATES
 from tests.sharding.tensor_parallel import cut_model
 from tests.sharding.test_experts import LAYOUTS
 from tests.sharding.test_experts import sharded as sharded_experts
-from tests.distributed.training import accumulate, adamw, case_named
 from zerocore.model.state import state_of
 
 SIZES = (1, 3000, "1GiB")

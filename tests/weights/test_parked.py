@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
+from tests.distributed.training import accumulate, case_named
 from tests.engine.offloading import BF16, STATES
 from tests.weights.test_export import Stack, assert_same, exported
-from tests.distributed.training import accumulate, case_named
 from zerocore.common.alarm import STALL_SECONDS
 
 

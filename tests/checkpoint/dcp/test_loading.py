@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import zerocore
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import assert_equal, full_states
+from tests.distributed.harness import run_ranks
 
 
 class Counted(nn.Linear):

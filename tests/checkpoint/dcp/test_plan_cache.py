@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerocore
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import assert_equal, full_states
+from tests.distributed.harness import run_ranks
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import SavePlan
 

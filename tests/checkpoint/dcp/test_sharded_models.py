@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.by_night import by_night
-from tests.distributed.harness import run_ranks
 from tests.checkpoint.saved_nets import (
     OPTIMIZERS,
     assert_equal,
@@ -32,6 +31,7 @@ from tests.checkpoint.saved_nets import (
     train,
     trained,
 )
+from tests.distributed.harness import run_ranks
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.context import GatherSequence
-from tests.sharding.experts import DIM, NUM_EXPERTS, Model, MoE, spread_model, whole_model
 from tests.distributed.programs.models import SIZE, Block, adamw, sgd, update
 from tests.distributed.programs.registry import program
 from tests.distributed.programs.run import Run
+from tests.sharding.experts import DIM, NUM_EXPERTS, Model, MoE, spread_model, whole_model
 from tests.sharding.tensor_parallel import Model as CutModel
 from tests.sharding.tensor_parallel import cut_model
 from tests.sharding.tensor_parallel import whole_model as uncut_model
