@@ -1,6 +1,6 @@
 """zerocore: shards training state over data-parallel ranks (ZeRO stages 0 to 3).
 
-Names are imported at their first use; ``__init__.pyi`` says from where, to type checkers and here.
+Names are imported at their first use, from the modules that ``__init__.pyi`` lists.
 """
 
 import ast
@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 @cache
 def _places() -> dict[str, str]:
-    """The module that each public name is imported from."""
+    """Returns the module of each public name."""
     tree = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: node.module or "" for node in imports for alias in node.names}
@@ -23,10 +23,10 @@ def _places() -> dict[str, str]:
 
 @cache
 def load_core() -> None:
-    """Imports what any use of zerocore needs, torch among it."""
-    import torch  # noqa: F401  # loads the libraries the extension links to
+    """Imports the modules that every use of zerocore needs, and torch."""
+    import torch  # noqa: F401  # loads the libraries that the extension links to
 
-    import zerocore.extension  # noqa: F401  # an extension that does not fit is the first error
+    import zerocore.extension  # noqa: F401  # first: raises if the extension does not fit
     from zerocore.install import register
 
     register(

@@ -1,6 +1,6 @@
-"""Entry of ``python -m zerocore`` and of the ``zerocore`` script.
+"""The entry of ``python -m zerocore`` and of the ``zerocore`` script.
 
-The list of commands and the version are printed without torch, whose import takes seconds.
+It prints the list of commands and the version without torch, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ COMMANDS = {
     "describe": "The units a model is sharded by: bytes, shards, padding, regions.",
     "env": "Versions and devices, to paste in a bug report.",
     "bench": "Runs benchmarks/NAME.py of a checkout; what follows NAME goes to it, --help too.",
-    "checkpoint": "Look into checkpoints, check their bytes, convert them.",
+    "checkpoint": "Inspect, verify and convert checkpoints.",
 }
 
 
 def help_text() -> str:
-    """The commands, a line each."""
+    """Returns the list of commands, one per line."""
     lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
@@ -46,7 +46,7 @@ def main() -> None:
         library = (error.name or "").split(".")[0]
         if library not in ("typer", "rich"):
             raise
-        if arguments == ["env"]:  # for a bug report, also of an installation without extras
+        if arguments == ["env"]:  # a bug report may come from an installation without extras
             from zerocore.cli.environment import environment
 
             print("\n".join(f"{name}: {fact}" for name, fact in environment().items()))

@@ -1,4 +1,4 @@
-"""The public functions: shard a model, and work with a sharded one."""
+"""The public functions that shard a model and work with a sharded one."""
 
 from __future__ import annotations
 
@@ -41,49 +41,51 @@ def shard(
 ) -> _Model:
     """Shards the training state of ``model`` over data-parallel ranks, in place.
 
-    Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, of the full
-    shape); the objects stay, also in optimizers and lists. During forward and backward they are the
-    full parameters. Gradients are averaged over the ranks unless ``communication`` has a
-    ``gradient_divide_factor``.
+    Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, with the
+    full shape). They are the same objects as before, so optimizers and lists stay valid. During
+    forward and backward they are the full parameters. Gradients are averaged over the ranks, unless
+    ``communication`` has a ``gradient_divide_factor``.
 
     Args:
         model: any module; on the meta device it is initialised unit by unit.
-        stage: 0 replicates all (all-reduce), 1 shards optimizer states, 2 gradients too, 3
-            parameters too.
-        group: process group or 1-D DeviceMesh; None takes the default group, made under torchrun
-            if there is none. Without torch.distributed the world has one rank. A 2-D DeviceMesh is
-            hybrid sharding: its first dimension are replicas, over the second the state is sharded;
-            gradients are reduce-scattered in it and then all-reduced over the replicas, which may
-            share the optimizer's states (``Communication(replicas_share="optimizer")``).
-        groups: ranks of parameters that not all ranks of ``group`` share, by a pattern of their
-            names: a :class:`ParameterMesh`, or the mesh of one.
-        units: what is gathered together, see :func:`zerocore.model.units.choose_units`.
+        stage: 0 replicates all (all-reduce); 1 shards optimizer states, 2 also gradients, 3 also
+            parameters.
+        group: process group or 1-D DeviceMesh. None takes the default group, and initialises it
+            under torchrun; without torch.distributed, the world has one rank. A 2-D DeviceMesh is
+            hybrid sharding: its first dimension has the replicas, and the state is sharded over the
+            second. Gradients are reduce-scattered over the second, then all-reduced over the
+            replicas, which may share the optimizer's states
+            (``Communication(replicas_share="optimizer")``).
+        groups: ranks of parameters that not all ranks of ``group`` share, by patterns of their
+            names: a :class:`ParameterMesh`, or only its mesh.
+        units: modules that are gathered together, see :func:`zerocore.model.units.choose_units`.
         communication: when and how ranks communicate, such as ``Communication(prefetch=2)``; see
             :class:`Communication`.
-        mixed_precision: layers compute in a narrow dtype over main weights in a wide one; see
+        mixed_precision: narrow dtypes for layers, over wide main weights; see
             :class:`MixedPrecision`.
-        offload: what leaves the device's memory for the host's; see :class:`Offload`.
-        memory_budget: bytes, or text such as ``"70GiB"``: refuse at once if parameters, gradients,
-            the states of Adam and the bucket pool would take more. Activations are not counted.
-        device: where parameters on the meta device go.
-        init_fn: initialises one module in place, for the meta device; its
-            ``reset_parameters()`` by default.
-        sync_params: rank 0's values win.
+        offload: parts of the state that leave the device for the host; see :class:`Offload`.
+        memory_budget: bytes, or text such as ``"70GiB"``: raise at once if parameters, gradients,
+            Adam's states and the bucket pool would take more. Activations do not count.
+        device: the device for parameters on the meta device.
+        init_fn: initialises one module in place, for the meta device; by default its
+            ``reset_parameters()``.
+        sync_params: broadcast rank 0's values to all ranks.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ValueError, TypeError: a mistake, named; on every rank, before anything could hang.
-        MemoryError: ``offload=`` wants more of the host's memory than this rank can have; a
-            RuntimeError that says so on the others.
+        ValueError, TypeError: an invalid model or option, by name; on every rank, before ranks
+            could hang.
+        MemoryError: ``offload=`` wants more of the host's memory than this rank can have. Other
+            ranks raise a RuntimeError that says so.
     """
 
     def make_config() -> ShardConfig:
         options = Communication() if communication is None else communication
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 
-    hook_into_torch()  # first: groups that are made below get names on which all ranks agree
+    hook_into_torch()  # first: it makes all ranks agree on names of new groups
     ranks = find_ranks(group, model, device)
     state = shard_model(
         model,
@@ -101,11 +103,11 @@ def shard(
 
 @contextmanager
 def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
-    """Full parameters of ``module`` (a sharded model or a part of it) in their usual places.
+    """Unshards ``module`` (a sharded model or a part of it) within the block.
 
-    All ranks must enter; the model may be one of :mod:`zerocore.fsdp`. With ``write_back`` changes
-    are kept, also those before an exception; make the same change on every rank, each keeps its own
-    part of it. May be nested.
+    All ranks must enter; the model may be one of :mod:`zerocore.fsdp`. ``write_back`` keeps
+    changes, even if an exception follows. Make the same change on every rank: each rank keeps its
+    own part of it. Blocks may be nested.
 
     Raises:
         ValueError: the model is not sharded.
@@ -119,7 +121,7 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     if write_back:
         state.finish_reads()
     _check_write_back(units, write_back)
-    with _disable_current_modes():  # a FakeTensorMode around this has the values of a trace alone
+    with _disable_current_modes():  # within a FakeTensorMode, a gather needs real values
         state.encode()
         state.engine.hold_unsharded(indices)
     state.shown_full.update(indices)
@@ -132,24 +134,24 @@ def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
             lost += state.engine.release_unsharded(indices, write_back)
     if lost:
         raise RuntimeError(
-            f"parameter '{lost[0]}' was changed inside of unsharded(write_back=False); pass "
+            f"parameter '{lost[0]}' was changed inside unsharded(write_back=False); pass "
             "write_back=True to keep changes"
         )
 
 
 def _check_write_back(units: list[Unit], write_back: bool) -> None:
-    for each in (each for unit in units for each in unit.extensions if write_back):
+    for extension in (ext for unit in units for ext in unit.extensions if write_back):
         raise NotImplementedError(
-            f"unsharded(write_back=True): parameter '{each.fqn}' gathers itself, and what modules "
-            "see of it is not written back. Change its shard (p.data = full value) instead"
+            f"unsharded(write_back=True): parameter '{extension.fqn}' gathers itself, and its full "
+            "value is not written back. Change its shard (p.data = full value) instead"
         )
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Makes ``module.<name>(...)`` gather the module's parameters, as calling it does.
+    """Makes ``module.<name>(...)`` unshard the module's parameters, as a call of it does.
 
     Raises:
-        ValueError: not sharded, or no such method.
+        ValueError: the module is not sharded, or has no such method.
     """
     state = ready_state_of(module)
     if not callable(getattr(module, name, None)):
@@ -158,10 +160,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def reset(model: nn.Module) -> None:
-    """Drops what a failed step left: gathered parameters, graphs, gradients not reduced yet.
+    """Drops the remains of a failed step: gathered parameters, graphs, unreduced gradients.
 
     The next forward does this by itself after a forward or backward that raised. Call it to free
-    the memory at once. Gradients that were accumulating when a backward failed are not
+    the memory at once. If a backward failed during accumulation, the gradients are not
     meaningful: call ``optimizer.zero_grad()``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Imports the C++ extension first of all, and says if it was built for another torch."""
+"""Imports the C++ extension, and raises ImportError if it was built for another torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# csrc/bindings/module.cpp writes this text into `_C.build`; it can be read in the file, too.
+# csrc/bindings/module.cpp writes this text into `_C.build`; the file's bytes contain it, too.
 _TORCH = re.compile(rb", torch (\d[^\s,]*), CUDA: ")
 _REBUILD = "build it again in zerocore's source folder: pip install --no-build-isolation ."
 
@@ -19,13 +19,13 @@ _SOURCES = (
 
 
 def mismatch(text: bytes) -> str | None:
-    """The error text where ``_C.build``, or the extension's file, names another torch; None if no
-    error is known.
+    """Returns the error text if ``_C.build``, or the extension's file, names another torch; None
+    if it fits or names none.
 
-    Releases that differ in the third number only share their C++ interface.
+    Releases that differ only in the third number share their C++ interface.
     """
-    found = _TORCH.search(text)
-    built = torch.__version__ if found is None else found[1].decode()
+    match = _TORCH.search(text)
+    built = torch.__version__ if match is None else match[1].decode()
     if built.split(".")[:2] == torch.__version__.split(".")[:2]:
         return None
     return (
@@ -43,7 +43,7 @@ def import_extension(folder: Path) -> None:
         if not files and (folder.parent / "setup.py").exists():
             raise ImportError(_SOURCES) from error
         if not files:
-            raise ImportError(f"zerocore's C++ extension is not there; {_REBUILD}") from error
+            raise ImportError(f"zerocore's C++ extension is missing; {_REBUILD}") from error
         wrong = mismatch(files[0].read_bytes())
         if wrong is not None:
             raise ImportError(wrong) from error

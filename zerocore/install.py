@@ -1,4 +1,4 @@
-"""All that zerocore changes in torch and in this process, and when."""
+"""Installs zerocore's changes in torch and in this process: at import, and at the first shard."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CLIPS = Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", over_meshes)
 
 
 def register(modules: Mapping[str, str]) -> None:
-    """Called when ``zerocore`` is imported: torch loads shards and knows the emulated backend, and
-    the core the ``modules`` of functions of other packages. Nothing of torch is replaced."""
+    """Tells torch about shards and the emulated backend, and the core about functions in other
+    ``modules``, when ``zerocore`` is imported. Replaces nothing in torch."""
     late.modules.update(modules)
     define_grad(ShardedParameter)
     torch.serialization.add_safe_globals([rebuild_shard])
@@ -32,6 +32,6 @@ def register(modules: Mapping[str, str]) -> None:
 
 @cache
 def hook_into_torch() -> None:
-    """Called by the first ``shard`` or ``fully_shard``: applies all patches."""
+    """Applies all patches, in the first ``shard`` or ``fully_shard``."""
     patches.install((CLIPS,))
     watch_imports()

@@ -1,4 +1,4 @@
-"""Full state dicts of sharded models, streamed one unit at a time."""
+"""Saves and loads full state dicts of sharded models, one unit at a time."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Keys = Mapping[Param, Sequence[str]]
 
 @operation("full_state_dict")
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
-    """Full parameters and buffers on the CPU, keys and order as before sharding.
+    """Returns full parameters and buffers on the CPU, with keys and order as before sharding.
 
-    Under mixed precision they are the main weights. All ranks must call. Never more than one unit
-    is held in full on the device. Tied parameters share one tensor.
+    Under mixed precision they are the main weights. All ranks must call it. The device never holds
+    more than one full unit. Tied parameters share one tensor.
 
     Args:
         rank0_only: ranks other than 0 get an empty dict.
@@ -60,7 +60,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     for key, value in state_dict.items():
         if key in full:
             result[key] = full[key]
-        elif key not in known:  # a hook made it of what it was given
+        elif key not in known:  # a state-dict hook has made it
             result[key] = _full_value(value, keep) if isinstance(value, Tensor) else value
     if not keep:
         return {}
@@ -70,8 +70,8 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
 
 
 def param_keys(model: nn.Module, state: ShardState, by_name: bool = False) -> Keys:
-    """Each parameter's name in ``model.state_dict()``; wrappers in the model rename theirs.
-    ``by_name``: also where a hook has put another tensor there."""
+    """Returns each parameter's names in ``model.state_dict()``, which wrappers may change.
+    ``by_name``: finds a parameter by its FQN if a hook has replaced its tensor there."""
     objects = {id(param.object): param for param in state.params()}
     keys: dict[Param, list[str]] = {param: [] for param in state.params()}
     for key, value in model.state_dict(keep_vars=True).items():
@@ -84,23 +84,24 @@ def param_keys(model: nn.Module, state: ShardState, by_name: bool = False) -> Ke
 
 
 def _several(unit: Unit, encoded: list[Tensor]) -> dict[str, Tensor]:
-    """Full parameters that consist of several tensors, of what is gathered behind the others."""
-    found: dict[str, Tensor] = {}
-    for each in unit.extensions:
-        own, encoded = encoded[: len(each.kinds)], encoded[len(each.kinds) :]
-        if each.version is None:
-            encoded = encoded[1:]  # what they make
-            found[each.fqn] = each.make(own, each.rows.dtype).cpu()
-    return found
+    """Returns full parameters of several tensors, made from a unit's encoded ones."""
+    full: dict[str, Tensor] = {}
+    for extension in unit.extensions:
+        count = len(extension.kinds)
+        inputs, encoded = encoded[:count], encoded[count:]
+        if extension.version is None:
+            encoded = encoded[1:]  # skips the entry of the full parameter
+            full[extension.fqn] = extension.make(inputs, extension.rows.dtype).cpu()
+    return full
 
 
 @operation("full_optimizer_state_dict")
 def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with full states on the CPU, as before sharding; of models of
-    :mod:`zerocore.fsdp`, too.
+    """Returns ``optimizer.state_dict()`` with full states on the CPU, as before sharding; also for
+    models of :mod:`zerocore.fsdp`.
 
-    ``load_state_dict`` of the optimizer takes it at any stage, on any number of ranks, and so does
-    one of a plain model. All ranks must call. One tensor at a time is held in full on the device.
+    The optimizer's ``load_state_dict`` takes it at any stage, on any number of ranks; so does an
+    optimizer of a plain model. All ranks must call it. The device holds one full tensor at a time.
 
     Args:
         rank0_only: ranks other than 0 get an empty dict.
@@ -116,7 +117,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> 
 
 
 def _check_alike(states: Mapping[Any, Any], state: ShardState) -> None:
-    """Raises RuntimeError if the states of ranks differ in what has to be gathered."""
+    """Raises ValueError if the ranks' states differ in the tensors to gather."""
     facts: list[str] = []
 
     def note(value: Tensor) -> Tensor:
@@ -125,13 +126,13 @@ def _check_alike(states: Mapping[Any, Any], state: ShardState) -> None:
         return value
 
     mapped(dict(states), note)
-    with together(state.ranks.groups, state.device) as own:
-        own.extend(facts)
+    with together(state.ranks.groups, state.device) as compared:
+        compared.extend(facts)
 
 
 def _full_value(value: Tensor, keep: bool) -> Any:
     if isinstance(value, Placed):
-        full = value.whole_tensor()  # on all ranks
+        full = value.whole_tensor()  # collective
         return full.cpu() if keep else None
     if isinstance(value, DTensor):
         full = value.full_tensor()
@@ -145,11 +146,11 @@ def load_full_state_dict(
 ) -> None:
     """Loads full parameters and buffers into a sharded model.
 
-    All ranks must call.
+    All ranks must call it.
 
     Args:
-        state_dict: as :func:`full_state_dict` returns; with ``broadcast`` only rank 0's is read,
-            else every rank gives its own.
+        state_dict: as from :func:`full_state_dict`. With ``broadcast``, only rank 0's is read;
+            without it, every rank passes its own.
 
     Raises:
         ValueError: missing or unexpected keys, a wrong shape, or complex values for real ones; on
@@ -172,10 +173,10 @@ def load_full_state_dict(
             for key, buffer in buffers.items():
                 facts.append(f"buffer '{key}' of shape {list(buffer.shape)}, {buffer.dtype}")
     for unit in state.units:
-        own = enumerate(keys[param] for param in unit.params)
-        given = {i: values[names[0]] if source else None for i, names in own if names}
-        state.kind.load(state, unit, given, broadcast)
-    with torch.no_grad():  # parameters that fully_shard ignores are among the buffers
+        numbered = enumerate(keys[param] for param in unit.params)
+        full = {i: values[names[0]] if source else None for i, names in numbered if names}
+        state.kind.load(state, unit, full, broadcast)
+    with torch.no_grad():  # ``buffers`` has the parameters that fully_shard ignores, too
         for key, buffer in buffers.items():
             if source:
                 buffer.copy_(values[key])
@@ -189,28 +190,28 @@ def _set_extra_state(
     model: nn.Module, state: ShardState, values: Mapping[str, Any], broadcast: bool
 ) -> None:
     keys = [key for key in model.state_dict() if key.endswith(EXTRA_STATE)]
-    own = {key: values[key] for key in keys if key in values}
-    given = from_rank(state.ranks.groups, own, state.device) if broadcast else own
-    for key, value in given.items():
+    extra = {key: values[key] for key in keys if key in values}
+    extra = from_rank(state.ranks.groups, extra, state.device) if broadcast else extra
+    for key, value in extra.items():
         model.get_submodule(key.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(value)
 
 
 def buffers_of(model: nn.Module, keys: Keys) -> dict[str, Tensor]:
-    """Tensors of ``model.state_dict()`` that are no parameters."""
+    """Returns the tensors of ``model.state_dict()`` that are not sharded parameters."""
     names = {key for names in keys.values() for key in names}
     items = model.state_dict(keep_vars=True).items()  # inference_mode does not detach DTensors
-    own = dict(model.named_buffers(remove_duplicate=False))  # hooks may put others in their place
+    buffers = dict(model.named_buffers(remove_duplicate=False))  # hooks may replace their tensors
     return {
-        key: own.get(key, value)
+        key: buffers.get(key, value)
         for key, value in items
         if key not in names and isinstance(value, Tensor)
     }
 
 
 def _check_several(state: ShardState, values: Mapping[str, Any]) -> None:
-    if found := [name for name in state.several() if name in values]:
+    if present := [name for name in state.several() if name in values]:
         raise NotImplementedError(
-            f"parameter '{found[0]}' consists of several tensors, which are not loaded: leave it "
+            f"parameter '{present[0]}' consists of several tensors and cannot be loaded: leave it "
             "out of the state dict, and load its values before zerocore.shard"
         )
 
@@ -237,10 +238,10 @@ def _check_values(
     for kind, key, place, shape in places:
         value = values[key]
         if not isinstance(value, Tensor) or isinstance(value, Placed | DTensor):
-            given = repr(value) if isinstance(value, Placed) else type(value).__name__
+            actual = repr(value) if isinstance(value, Placed) else type(value).__name__
             raise TypeError(
-                f"{kind} '{key}': the state dict has a {given}; expected a full tensor, as "
-                "zerocore.full_state_dict(model) gives them"
+                f"{kind} '{key}': the state dict has a {actual}; expected a full tensor, as from "
+                "zerocore.full_state_dict(model)"
             )
         if value.shape != shape:
             raise ValueError(

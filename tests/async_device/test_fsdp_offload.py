@@ -189,7 +189,7 @@ def check_refusals() -> None:
     mixed: Any = make_model(device)
     fully_shard(mixed[0], mesh=mesh, offload_policy=CPUOffloadPolicy())
     fully_shard(mixed, mesh=mesh)
-    with pytest.raises(NotImplementedError, match="takes one policy for a model"):
+    with pytest.raises(NotImplementedError, match="takes one policy per model"):
         mixed(torch.ones(2, WIDTH))
 
 

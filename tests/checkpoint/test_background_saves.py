@@ -103,7 +103,7 @@ def change_otherwise(folder: Path) -> None:
     with torch.no_grad():
         model[1].weight.mul_(2.0)  # type: ignore[union-attr,operator]
     may_write.set()
-    with pytest.raises(RuntimeError, match="changed while it was being saved"):
+    with pytest.raises(RuntimeError, match="was changed during a background save"):
         checkpoints.wait()
     assert checkpoints.steps() == [1, 2]
     checkpoints.load(1)

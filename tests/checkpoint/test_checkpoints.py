@@ -208,7 +208,7 @@ def break_files(folder: Path) -> None:
         (r"checksums.json is damaged", lambda: sums.write_bytes(good[sums][1:])),
         (r"rank-0.pt is damaged", lambda: (saved / "rank-0.pt").write_bytes(b"rest")),
         (r"rank-1.pt is missing", (saved / "rank-1.pt").unlink),
-        (r"__1_0\.distcp is no regular file", lambda: (file.unlink(), os.mkfifo(file))),
+        (r"__1_0\.distcp is not a regular file", lambda: (file.unlink(), os.mkfifo(file))),
         (r"\.metadata.*'/dev/zero'", lambda: lead_to(saved, "/dev/zero")),
     ]
     for message, damage in damages:

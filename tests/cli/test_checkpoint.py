@@ -63,7 +63,7 @@ def test_convert_goes_around(saved: tuple[Path, dict[str, Tensor]], tmp_path: Pa
     assert back.exit_code == 0 and "9 tensors as safetensors" in back.output
     assert same(safetensors.load_file(tmp_path / "again" / "model.safetensors"), weights)
     twice = run("convert", folder, tmp_path / "hf")
-    assert twice.exit_code == 1 and "nothing is overwritten" in twice.output
+    assert twice.exit_code == 1 and "is not overwritten" in twice.output
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "again", "all.pt", "dcp", "hf", "saved",
     ]  # fmt: skip
@@ -92,5 +92,5 @@ def test_a_name_is_no_markup_and_no_command(tmp_path: Path) -> None:
     assert "\x1b" not in shown and r"evil\x1b[31m" in shown
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "\\u001b"}}')
     refused = run("inspect", tmp_path)
-    assert refused.exit_code == 1 and "no name of a file" in refused.output
+    assert refused.exit_code == 1 and "not the name of a file" in refused.output
     assert "\x1b" not in refused.output

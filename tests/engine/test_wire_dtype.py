@@ -335,7 +335,7 @@ def test_mistakes_are_errors_on_all_ranks() -> None:
     run_ranks(refuse_all, 2)
     with pytest.raises(TypeError, match="wire_dtype must be a floating-point"):
         policy(torch.int8)
-    with pytest.raises(ValueError, match="leave reduce_dtype out"):
+    with pytest.raises(ValueError, match="leave out reduce_dtype"):
         policy(BF16, reduce_dtype=FP32)
-    with pytest.raises(ValueError, match="leave reduce_dtype out"):
+    with pytest.raises(ValueError, match="leave out reduce_dtype"):
         zerocore.fsdp.MixedPrecisionPolicy(wire_dtype=BF16, reduce_dtype=FP32)

@@ -158,9 +158,9 @@ def ignore_and_refuse() -> None:
     assert torch.equal(copied.blocks[1].norm.weight, block.norm.weight)
     assert torch.equal(answers(copied), answers(model.eval()))
     for wrong in (lambda: Net(num_blocks=2), lambda: Net(width=8)):
-        with pytest.raises(ValueError, match=r"other parameters, such as '\w"):
+        with pytest.raises(ValueError, match=r"different parameters, such as '\w"):
             zerocore.clone_sharded(model, wrong)
-    with pytest.raises(ValueError, match="other parameters, such as 'shift'"):
+    with pytest.raises(ValueError, match="different parameters, such as 'shift'"):
         zerocore.clone_sharded(shard_blocks(zerocore.fsdp, make_net()), WithShift)
     with pytest.raises(TypeError, match="pass make="):
         zerocore.clone_sharded(model)

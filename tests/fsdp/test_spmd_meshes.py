@@ -147,7 +147,7 @@ def refuse() -> None:
     layer = nn.Linear(4, 4, bias=False)
     with pytest.raises(ValueError, match="Mesh dim name 'ep' not found"):
         shard(layer, mesh=mesh, dp_mesh_dims=dims(shard="ep"))
-    with pytest.raises(NotImplementedError, match="a dimension to shard over"):
+    with pytest.raises(NotImplementedError, match="a mesh dimension to shard over"):
         shard(layer, mesh=mesh, dp_mesh_dims=dims(replicate="dp"))
     with pytest.raises(ValueError, match="Got plain tensor for parameter 'weight'"):
         shard(layer, mesh=mesh, dp_mesh_dims=dims(shard="dp"))
@@ -170,7 +170,7 @@ def refuse_annotations() -> None:
     shard = ENGINES["zerocore"].fully_shard
     cases = [
         ({"dp": spmd.R, "tp": spmd.V}, "plain Varying"),
-        ({"dp": spmd.I, "tp": spmd.R}, "expected spmd.R there"),
+        ({"dp": spmd.I, "tp": spmd.R}, "expected spmd.R, because"),
         ({"dp": spmd.R}, "are missing"),
     ]
     for kinds, message in cases:
@@ -184,7 +184,7 @@ def refuse_annotations() -> None:
     layer = nn.Linear(4, 4, bias=False)
     with spmd.set_current_mesh(mesh):
         spmd.assert_type(layer.weight, {"dp": spmd.R, "tp": spmd.R})
-    with pytest.raises(ValueError, match="which is no dimension of"):
+    with pytest.raises(ValueError, match="which is neither a dimension of"):
         shard(layer, mesh=mesh["dp",], dp_mesh_dims=dims(shard="dp"))
 
 

@@ -104,7 +104,7 @@ def look_inside(model: nn.Module, plain: nn.Module) -> None:
 def count_outside(model: nn.Module, plain: nn.Module) -> None:
     if dist.get_rank() == 0:
         assert counted(model) == counted(plain) > 0
-        with pytest.raises(RuntimeError, match="' is sharded and no trace gathers it"):
+        with pytest.raises(RuntimeError, match="' is sharded, and a trace does not gather it"):
             torch.jit.trace(model, inputs())
     with FakeTensorMode(allow_non_fake_inputs=True):  # on all ranks, also around a gather
         inside = zerocore.unsharded(model) if hasattr(model.scale, "local") else nullcontext()

@@ -95,7 +95,7 @@ def test_what_is_said_of_names() -> None:
     [text] = run_ranks(said_of, 2, ("dp_cp",), (2,))[0]
     assert "gradient_divide_factor=1" in text
     [text] = run_ranks(said_of, 2, ("tp",), (2,))[0]
-    assert "'tp' looks like ranks that hold other parts of the model" in text
+    assert "ranks of dimension 'tp' seem to hold different parts of the model" in text
     for names, shape in ((("dp",), (2,)), (("dp_replicate", "dp_shard"), (1, 2))):
         assert run_ranks(said_of, 2, names, shape) == [[], []]
     assert run_ranks(factor_given, 2) == [[], []]

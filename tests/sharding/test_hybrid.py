@@ -208,7 +208,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all() -> None:
 
 def refuse_three_dimensions() -> None:
     mesh = init_device_mesh("cpu", (1, 1, 2))
-    with pytest.raises(ValueError, match=r"1-D DeviceMesh, or a 2-D one of replicas by shards"):
+    with pytest.raises(ValueError, match=r"1-D DeviceMesh, or a 2-D mesh of replicas by shards"):
         zerocore.shard(nn.Linear(2, 2), group=mesh)
 
 

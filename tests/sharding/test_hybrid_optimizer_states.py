@@ -269,10 +269,10 @@ def test_scaled_gradients_and_written_values() -> None:
 
 def refuse() -> None:
     share: dict[str, Any] = {"communication": zerocore.Communication(replicas_share="optimizer")}
-    with pytest.raises(ValueError, match="at stage 3 on 4 ranks there are no replicas"):
+    with pytest.raises(ValueError, match="stage 3 on 4 ranks has no replicas"):
         zerocore.shard(Chain(3), **share)
     mesh = mesh_of(2, 2)
-    with pytest.raises(ValueError, match="at stage 0 on 2 x 2 ranks there are no replicas"):
+    with pytest.raises(ValueError, match="stage 0 on 2 x 2 ranks has no replicas"):
         zerocore.shard(Chain(3), stage=0, group=mesh, **share)
     with pytest.raises(ValueError, match=r"with offload= is not built"):
         zerocore.shard(Chain(3), group=mesh, offload=zerocore.Offload(states="cpu"), **share)

@@ -388,7 +388,7 @@ def held_in_full(stage: int) -> None:
     for write in (lambda p: p.data.mul_(2), lambda p: setattr(p, "data", p.data * 2)):
         before = full_state(net)["first.weight"]
         with (
-            pytest.raises(RuntimeError, match=r"'first.weight' was changed inside of unsharded"),
+            pytest.raises(RuntimeError, match=r"'first.weight' was changed inside unsharded"),
             zerocore.unsharded(net),
         ):
             write(net.first.weight)

@@ -242,7 +242,7 @@ def make_mistakes() -> None:
     assert len(exported(model, info=info)) == 10
     with pytest.raises(ValueError, match="to must be"):  # on each rank, also where all agreed
         zerocore.export(model, info=info, to=2)
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="to another model"):
         zerocore.export(zerocore.shard(Stack(), stage=3), info=info)
     with pytest.raises(ValueError, match="info=, or names="):
         zerocore.export(model, info=info, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Bytes of files to and from the memory of tensors, cast in small pieces; several in threads."""
+"""Copies bytes between files and tensors, casts them in small pieces, and does so in threads."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from zerocore.common.host import host_threads, local_ranks
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_MOST = 8  # one thread moves about 2 GB/s through the page cache: more than a node's disks need
+_MOST = 8  # more than disks need: a thread moves about 2 GB/s through the page cache
 
 
 def num_threads() -> int:
-    """This rank's share of the cores, from 2 to 8."""
+    """Returns this rank's share of the cores, from 2 to 8."""
     return min(_MOST, max(2, host_threads(local_ranks())))
 
 
 def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """The results of ``call`` for the items, in order; raises the error of one at its turn.
+    """Yields the results of ``call`` for the items, in order; raises an item's error at its turn.
 
-    ``call`` releases the interpreter while it reads or writes. All calls have ended when this ends.
+    ``call`` must release the interpreter while it reads or writes. All calls end before this ends.
     """
     with ThreadPoolExecutor(num_threads(), "checkpoint-io") as pool:
         yield from pool.map(call, items)
 
 
-_PIECE_NUMEL = 1 << 20  # what is cast, or copied from another device, at a time
+_PIECE_NUMEL = 1 << 20  # elements that are cast, or copied from another device, at a time
 
 
 def read_into(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> None:
-    """Reads ``values.numel()`` elements of ``dtype`` from byte ``offset`` on; OSError if there are
+    """Reads ``values.numel()`` elements of ``dtype`` from byte ``offset``; OSError if there are
     fewer. ``values`` is plain, 1-D and contiguous, of any dtype and device."""
     if dtype == values.dtype and values.device.type == "cpu":
         _read(file, offset, values)
-        values[:0].zero_()  # the version counter does not see what is read
+        values[:0].zero_()  # raises the version, which the read has not done
         return
     for piece in values.split(_PIECE_NUMEL):
         buffer = torch.empty(piece.numel(), dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Folders of checkpoints that survive a crash: written aside, then renamed when all is on disk."""
+"""Checkpoint folders that survive a crash: written under another name, renamed when complete."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from zerocore.tensor.pickling import pickled_as_parts
 from zerocore.tensor.placed import Placed
 
 _log = logging.getLogger("zerocore")
-_MIN_BUDGET = 16 << 20  # two parts, so that one is copied while another is written
+_MIN_BUDGET = 16 << 20  # two parts: one is copied while the other is written
 
-MEMORY_BUDGET = 2 << 30  # bytes of the copies of a background save, if no other one is asked for
+MEMORY_BUDGET = 2 << 30  # default bytes for the copies of a background save
 
 
 class PendingSave:
-    """A save that a thread carries out.
+    """A save that runs in threads.
 
     Attributes:
-        step: what is saved.
-        stall_seconds: how long training has waited for it so far: in ``save``, and in the optimizer
-            step that found it still reading.
-        held_nbytes: bytes that its copies have taken at most at a time on this rank.
+        step: the step whose state is saved.
+        stall_seconds: how long training has waited for it so far: in ``save``, and in an optimizer
+            step that came before all was copied.
+        held_nbytes: the most bytes that its copies have taken at a time on this rank.
     """
 
     def __init__(self, step: int, written: Future[None], copy: StreamedCopy | None = None) -> None:
@@ -60,54 +60,55 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return self._written.done()
 
     def wait_read(self) -> None:
-        """Returns when weights and optimizer states may change; they are on disk later."""
+        """Waits until weights and optimizer states may change; they reach the disk later."""
         if self._copy is not None:
             began = time.perf_counter()
             self._copy.wait_read()
             self.stall_seconds += time.perf_counter() - began
 
     def wait(self) -> None:
-        """Returns when the checkpoint is on disk under its name; raises what went wrong."""
+        """Waits until the checkpoint is on disk under its name; raises the save's error, if any."""
         self._written.result()
 
 
 class Checkpoints:
-    """Checkpoints of a sharded model, its optimizer and what else training needs, in one folder.
+    """Checkpoints of a sharded model, its optimizer and other training state, in one folder.
 
-    Each is a folder ``step-00000100`` that ``torch.distributed.checkpoint`` reads, too: any number
-    of ranks, any stage. It has its name when all of it is on disk. Loads ignore the remains of
-    a crash, which the next save deletes. All ranks make it, save and load together, and see one
-    file system.
+    Each is a folder ``step-00000100`` that ``torch.distributed.checkpoint`` reads, too. It loads on
+    any number of ranks and at any stage. It gets its name when all of it is on disk. Loads ignore
+    the remains of a crash, and the next save deletes them. All ranks construct it, save and load
+    together, and share a file system.
 
     Args:
-        folder: made if need be; one training writes to it. Where another process of the first
-            rank's host does, a save is a RuntimeError.
+        folder: made if need be. Only one training may write to it: ``save`` raises RuntimeError if
+            another process of the first rank's host writes there.
         model: sharded.
-        optimizer: of its parameters, or several in a list, each of other ones; None saves none.
-        keep: how many checkpoints stay; older ones are deleted after a save, and a deletion that
-            fails is a warning. None keeps all.
+        optimizer: one that updates the model's parameters, or a list of several for different
+            parameters; None saves none.
+        keep: how many checkpoints to keep. A save deletes older ones, and warns if it cannot. None
+            keeps all.
         background: ``save`` returns at once; threads copy the state and write it. The next step of
             the optimizer waits until all is copied.
-        memory_budget: bytes of CPU memory that the copies may take at a time. Where the state is
-            larger, the next step also waits until the excess is written; and weights that
-            exceed it are read twice by ``load``, which keeps them beside the model until all files
-            are known to be good. 2 GiB by default, at least 16 MiB.
+        memory_budget: bytes of CPU memory that the copies may take at a time. If the state is
+            larger, the next step also waits until the excess is written. ``load`` keeps weights
+            beside the model until all files are verified, and reads weights that exceed the budget
+            twice. 2 GiB by default, at least 16 MiB.
         verify: before loading, compare the checksums of all files.
-        rng: save and load the random streams of each rank. With another number of ranks each rank
-            begins a new stream, which a warning says.
-        stateful: objects by names, with ``state_dict`` and ``load_state_dict`` (schedulers,
-            scalers, data loaders), saved by every rank for itself, of plain values and tensors.
-            With another number of ranks all load the first one's.
+        rng: save and load the random streams of each rank. On another number of ranks, each rank
+            begins a new stream, with a warning.
+        stateful: objects by name, with ``state_dict`` and ``load_state_dict`` (schedulers, scalers,
+            data loaders) of plain values and tensors. Each rank saves its own. On another number of
+            ranks, all ranks load the first rank's.
 
     Raises:
-        ValueError: the model is not sharded, ``keep`` is below 1, the budget too small, or two
+        ValueError: the model is not sharded, ``keep`` is below 1, the budget is too small, or two
             optimizers hold the same parameter.
-        TypeError: one of ``stateful`` has no ``state_dict`` and ``load_state_dict``, or
-            ``optimizer`` is something else.
+        TypeError: one of ``stateful`` lacks ``state_dict`` or ``load_state_dict``, or
+            ``optimizer`` is not an optimizer.
         RuntimeError: this process was forked from the one that sharded the model.
     """
 
@@ -134,27 +135,27 @@ class Checkpoints:
         self.folder, self._model = Path(folder), model
         self._optimizers = training_state.optimizers_of(optimizer)
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
-        self._known: dict[Path, bool] = {}  # whether a checkpoint is good
+        self._known: dict[Path, bool] = {}  # by checkpoint: whether it is good
         self._pending: PendingSave | None = None
         self._set_state(ready_state_of(model))
 
     def _set_state(self, state: ShardState) -> None:
-        self._state_ref = ref(state)  # a model of zerocore.fsdp must be able to let it go
+        self._state_ref = ref(state)  # a zerocore.fsdp model must be able to drop its state
         self._writer, self._kept = writer_of(state), KeptPlan(state)
 
     def _ready_state(self) -> ShardState:
-        """The model's state, after the last save; it may be a new one."""
+        """Waits for the last save, and returns the model's state, which may be a new one."""
         self.wait()
         if (state := ready_state_of(self._model)) is not self._state_ref():
             self._set_state(state)
         return state
 
     def steps(self) -> list[int]:
-        """Steps of which there is a complete checkpoint, in order."""
+        """Returns the steps that have a complete checkpoint, in order."""
         return steps_in(self.folder)
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises what went wrong in it."""
+        """Waits until the last save is on disk; raises its error if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             state = self._state_ref()
@@ -163,26 +164,26 @@ class Checkpoints:
             pending.wait()
 
     def save(self, step: int) -> PendingSave:
-        """Saves the state as that of ``step``; waits for the save before, if that is under way.
+        """Saves the state under ``step``; first waits for a save that is still running.
 
-        In the background it asks no other rank: ``wait`` and the next ``save`` raise the errors of
-        other ranks, and an error if the ranks would save different tensors.
+        A background save does not wait for other ranks. ``wait`` and the next ``save`` raise the
+        errors of other ranks, and an error if the ranks would save different tensors.
 
         Raises:
-            FileExistsError: there is a good checkpoint of this step; of one that this object has
-                neither saved nor loaded the first rank finds that out, in the background.
-            Exception: what went wrong in the save before.
+            FileExistsError: there is a good checkpoint of this step. If this object has neither
+                saved nor loaded it, the first rank verifies it in the background.
+            Exception: the error of the previous save.
         """
         began = time.perf_counter()
         state = self._ready_state()
         final = path_of(self.folder, step)
         try:
-            if self._known.get(final) and final.exists():  # else the first rank looks into it
+            if self._known.get(final) and final.exists():  # if unknown, the first rank verifies it
                 raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
             with changes_counted():
                 saved, own = self._collect(step, state)
             save = self._make_save(final, saved, own)
-        except Exception as error:  # without this the others would wait for this rank
+        except Exception as error:  # the other ranks must not wait for this one
             wait([self._writer.writes.submit(self._fail, error)])
             raise
         self._pending = self._start(step, save, state)
@@ -196,7 +197,7 @@ class Checkpoints:
         def fail() -> None:
             raise error
 
-        on_all_ranks(self._writer.groups, fail)  # as the others' save begins
+        on_all_ranks(self._writer.groups, fail)  # the other ranks' saves begin with the same call
 
     def _start(self, step: int, save: Save, state: ShardState) -> PendingSave:
         if not self._background:
@@ -205,7 +206,7 @@ class Checkpoints:
             return PendingSave(step, written)
         watch = save.saved.watch_changes(state)
         copy = StreamedCopy(save.saved.parts(), self._budget, state.device, watch)
-        # The last thing that is done here: the threads take the interpreter from this one.
+        # Started last: the threads take the interpreter from this one.
         pending = PendingSave(step, self._writer.writes.submit(self._write, save, copy), copy)
         state.readers.append(pending.wait_read)
         return pending
@@ -215,24 +216,24 @@ class Checkpoints:
         try:
             save.write(copy)
         finally:
-            copy.close()  # or the next step would wait for ever for a save that has failed
+            copy.close()  # else the next step would wait forever for a failed save
 
     @operation("Checkpoints.load")
     def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
-        """Loads the newest checkpoint that can be read, or that of ``step``.
+        """Loads the newest checkpoint that can be read, or the one of ``step``.
 
-        Waits for saves under way, also those of another object. Returns the step, or None if there
-        are no checkpoints. Everything is compared before a byte reaches the model: names, shapes,
-        dtypes, sizes and checksums of files.
+        Waits for running saves, also those of other objects. Returns the step, or None if there are
+        no checkpoints. Checks everything before a byte reaches the model: names, shapes, dtypes,
+        sizes and checksums of files.
 
         Args:
-            fallback: if the newest one is damaged for any rank, all ranks load the one before, and
-                a warning says what is damaged. Otherwise that is an error.
+            fallback: if the newest one is damaged for any rank, all ranks load the one before it,
+                and a warning says what is damaged. Without it, raise DamagedError.
 
         Raises:
             FileNotFoundError: there is no checkpoint of this step.
-            DamagedError: it cannot be read; a ValueError that names file and key, on every rank.
-            ValueError: it does not fit; names file and key, on every rank.
+            DamagedError: it cannot be read; a ValueError with file and key, on every rank.
+            ValueError: it does not fit the model; with file and key, on every rank.
         """
         state = self._ready_state()
         finish_writes()
@@ -250,15 +251,15 @@ class Checkpoints:
                 if not (candidates and fallback):
                     raise
                 if state.rank == 0:
-                    _log.warning("the checkpoint before %s is loaded: %s", path.name, error)
+                    _log.warning("loading the checkpoint before %s: %s", path.name, error)
             else:
                 self._known[path] = True
                 return chosen
-            gc.collect()  # the error holds what was read
+            gc.collect()  # the error's traceback holds the values that were read
         return None
 
     def _collect(self, step: int, state: ShardState) -> tuple[SavedState, bytes]:
-        """The shards of this rank, and the file that it saves for itself."""
+        """Returns this rank's shards, and the bytes of the file with its own values."""
         check_plain(state, "Checkpoints")
         nested = training_state.training_state(self._model, self._optimizers)
         buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
@@ -277,7 +278,7 @@ class Checkpoints:
         return saved_state(self._kept, nested, copy=self._background), own_bytes
 
     def _load(self, folder: Path, state: ShardState) -> None:
-        from zerocore.checkpoint.dcp.loading import TrainingLoad  # late: a first run loads nothing
+        from zerocore.checkpoint.dcp.loading import TrainingLoad  # late: a first run never loads
 
         options = (self._model, self._optimizers, self._verify, self._budget)
         with changes_counted():
@@ -286,7 +287,7 @@ class Checkpoints:
 
 @contextmanager
 def changes_counted() -> Iterator[None]:
-    """Inside, new tensors have version counters, also within ``torch.inference_mode``."""
+    """Gives new tensors version counters, also within ``torch.inference_mode``."""
     records = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(records):
         yield
@@ -294,7 +295,7 @@ def changes_counted() -> Iterator[None]:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Collects nothing by itself meanwhile: beside all of torch that takes a tenth of a second."""
+    """Disables automatic garbage collection: with torch imported, one takes a tenth of a second."""
     were_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""``checksums.json``: the size of each file of a folder, and a CRC-32 of each block of it.
+"""``checksums.json``: the size of each file of a folder, and a CRC-32 of each of its blocks.
 
-Checkpoints and safetensors folders have the same list. Other readers leave it alone.
+Checkpoints and safetensors folders have the same list. Other readers ignore it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from zerocore.checkpoint.byte_ranges import num_threads
 
 NAME = "checksums.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
-MAX_SMALL_NBYTES = 1 << 30  # of a read at once
+MAX_SMALL_NBYTES = 1 << 30  # of one read
 DAMAGED = "is damaged: checksum mismatch: the file changed after it was written"
-_STEP = 64  # blocks, after which progress is told
+_STEP = 64  # blocks between two reports of progress
 KeysIn = Callable[[list[range]], list[str]]
 
 
@@ -39,13 +39,13 @@ class FileSums:
         return FileSums(len(data), [crc32(data[at : at + BLOCK_NBYTES]) for at in blocks])
 
     def check(
-        self, path: Path, first: int, found: Sequence[int], keys_in: KeysIn = lambda ranges: []
+        self, path: Path, first: int, actual: Sequence[int], keys_in: KeysIn = lambda ranges: []
     ) -> None:
-        """Compares the sums of blocks from the ``first`` on; a ValueError names the file and
-        ``keys_in`` what has changed."""
+        """Compares the ``actual`` sums of blocks from ``first`` on. Raises ValueError with the file
+        and the keys that ``keys_in`` returns for the changed ranges."""
         bad = [
             range((first + index) * BLOCK_NBYTES, (first + index + 1) * BLOCK_NBYTES)
-            for index, crc in enumerate(found)
+            for index, crc in enumerate(actual)
             if [crc] != self.crcs[first + index : first + index + 1]
         ]
         if bad:
@@ -54,10 +54,10 @@ class FileSums:
 
 
 class Checksums(dict[str, FileSums]):
-    """The list of a folder, by the names of files."""
+    """The list of a folder, by file name."""
 
     def text(self) -> bytes:
-        """The list as a file, which ends with its own checksum."""
+        """Returns the list as the bytes of a file, which ends with its own checksum."""
         facts = {
             name: {"nbytes": sums.nbytes, "crc32": "".join(f"{crc:08x}" for crc in sums.crcs)}
             for name, sums in self.items()
@@ -67,7 +67,7 @@ class Checksums(dict[str, FileSums]):
 
 
 def read_sums(folder: Path) -> Checksums | None:
-    """The list of a folder, None if it has none; raises ValueError if it is broken."""
+    """Reads the list of a folder; None if it has none, ValueError if the list is broken."""
     path = folder / NAME
     if not path.exists():
         return None
@@ -81,24 +81,24 @@ def read_sums(folder: Path) -> Checksums | None:
             raise ValueError(
                 f"it has no checksums of blocks of {BLOCK_NBYTES} bytes: another version wrote it"
             )
-        return Checksums({name: _parsed(name, each) for name, each in facts["files"].items()})
+        return Checksums({name: _parsed(name, sums) for name, sums in facts["files"].items()})
 
 
 def _parsed(name: str, facts: Mapping[str, Any]) -> FileSums:
     if not safe_files.is_plain_name(name):
-        raise ValueError(f"{safe_files.shown(name)} is no name of a file in this folder")
+        raise ValueError(f"{safe_files.shown(name)} is not the name of a file in this folder")
     nbytes, digits = facts["nbytes"], bytes.fromhex(facts["crc32"])
     if not safe_files.is_count(nbytes) or len(digits) != 4 * -(-nbytes // BLOCK_NBYTES):
-        raise ValueError(f"{safe_files.shown(name)} has a checksum too many or too few")
+        raise ValueError(f"{safe_files.shown(name)} has the wrong number of checksums")
     starts = range(0, len(digits), 4)
     return FileSums(nbytes, [int.from_bytes(digits[at : at + 4], "big") for at in starts])
 
 
 def read_range(path: Path, sums: FileSums | None, offset: int, nbytes: int) -> bytes:
-    """Bytes of a file from ``offset`` on, fewer at its end; their blocks are compared with its
-    ``sums``, if there are any. A ValueError names the file."""
+    """Reads bytes of a file from ``offset`` on, fewer at its end. Compares their blocks with its
+    ``sums``, if there are any; a ValueError names the file."""
     if nbytes > MAX_SMALL_NBYTES:
-        raise ValueError(f"{path}: {nbytes} bytes at once are more than such a part needs")
+        raise ValueError(f"{path}: such a part cannot have {nbytes} bytes")
     with safe_files.opened(path) as file:
         if sums is None:
             return os.pread(file.fileno(), nbytes, offset)
@@ -110,7 +110,7 @@ def read_range(path: Path, sums: FileSums | None, offset: int, nbytes: int) -> b
 
 
 def read_checked(path: Path, sums: Checksums | None, most_nbytes: int = MAX_SMALL_NBYTES) -> bytes:
-    """All bytes of a small file, compared with the list if there is one; a ValueError names it."""
+    """Reads a small file, and compares it with the list if there is one; a ValueError names it."""
     data = safe_files.read_small(path, most_nbytes)
     if sums is not None and FileSums.of(data) != sums.get(path.name):
         raise ValueError(f"{path} {DAMAGED}")
@@ -126,17 +126,17 @@ def check_files(
     keys_in: Callable[[str, list[range]], list[str]] = lambda name, ranges: [],
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Compares the ``part``-th of ``parts`` equal parts of the blocks of some files. A ValueError
-    names a file that has changed, and with ``keys_in`` keys; ``advance`` is told of bytes."""
-    total = sum(len(each.crcs) for each in sums.values())
+    """Compares the ``part``-th of ``parts`` equal parts of the files' blocks. A ValueError names a
+    changed file, and the keys of ``keys_in``. Calls ``advance`` with the bytes it has compared."""
+    total = sum(len(file.crcs) for file in sums.values())
     begin, end, done = total * part // parts, total * (part + 1) // parts, 0
-    for name, each in sums.items():
-        first, last = max(begin - done, 0), min(end - done, len(each.crcs))
-        done += len(each.crcs)
-        if (first < last or part == 0) and safe_files.size_of(folder / name) != each.nbytes:
-            raise ValueError(f"{folder / name} has not the {each.nbytes} bytes that it had")
+    for name, file in sums.items():
+        path, first, last = folder / name, max(begin - done, 0), min(end - done, len(file.crcs))
+        done += len(file.crcs)
+        if (first < last or part == 0) and (size := safe_files.size_of(path)) != file.nbytes:
+            raise ValueError(f"{path} has {size} bytes, expected {file.nbytes}")
         for at in range(first, last, _STEP):
             stop = min(at + _STEP, last)
-            stream = FileStream(str(folder / name), 0, num_threads(), way, at, stop)
-            each.check(folder / name, at, stream.read(), partial(keys_in, name))
-            advance(min(stop * BLOCK_NBYTES, each.nbytes) - at * BLOCK_NBYTES)
+            stream = FileStream(str(path), 0, num_threads(), way, at, stop)
+            file.check(path, at, stream.read(), partial(keys_in, name))
+            advance(min(stop * BLOCK_NBYTES, file.nbytes) - at * BLOCK_NBYTES)

@@ -1,4 +1,4 @@
-"""The command line of checkpoints: inspect, verify, convert."""
+"""The command line for checkpoints: inspect, verify, convert."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.safetensors.files import check_entries, read_folder
 from zerocore.common.tables import on_terminal, print_table
 
-app = typer.Typer(help="Look into checkpoints, check their bytes, convert them.")
+app = typer.Typer(help="Inspect, verify and convert checkpoints.")
 _Folder = Annotated[Path, typer.Argument(help="A checkpoint, or a folder of several.")]
 
 
 class Kind(str, Enum):
-    """Kinds of files that weights are converted to."""
+    """The kinds of files that weights can be converted to."""
 
     DCP = "dcp"
     SAFETENSORS = "safetensors"
@@ -43,7 +43,7 @@ def _named_errors() -> Iterator[None]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The folder itself, or the complete checkpoints in it."""
+    """Returns the complete checkpoints in a folder, or the folder itself if it has none."""
     inside = sorted(path.parent for path in folder.glob("step-*/.metadata"))
     return [path for path in inside if path.name[5:].isdigit()] or [folder]
 
@@ -53,23 +53,23 @@ def inspect(
     folder: _Folder,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> None:
-    """Names, shapes, dtypes and bytes of the weights in a checkpoint or in safetensors files."""
+    """Print names, shapes, dtypes and bytes of the weights in a checkpoint or safetensors files."""
     with _named_errors():
-        found = _checkpoints(folder)
-        weights = open_weights(found[-1])
+        checkpoints = _checkpoints(folder)
+        weights = open_weights(checkpoints[-1])
     rows: list[dict[str, Any]] = [
         {"name": name, "shape": list(shape), "dtype": f"{dtype}".removeprefix("torch."),
          "nbytes": dtype.itemsize * prod(shape)}
         for name, (dtype, shape) in weights.facts.items()
     ]  # fmt: skip
     if as_json:
-        names = [path.name for path in found]
+        names = [path.name for path in checkpoints]
         typer.echo(json.dumps({"kind": weights.kind, "checkpoints": names, "weights": rows}))
         return
-    title = f"{found[-1]}: {weights.nbytes:,} bytes of weights ({weights.kind})"
+    title = f"{checkpoints[-1]}: {weights.nbytes:,} bytes of weights ({weights.kind})"
     cells = [[row["name"], f"{row['shape']}", row["dtype"], f"{row['nbytes']:,}"] for row in rows]
-    inside = ", ".join(path.name for path in found)
-    notes = [f"{len(found)} checkpoints: {inside}"] if found != [folder] else []
+    inside = ", ".join(path.name for path in checkpoints)
+    notes = [f"{len(checkpoints)} checkpoints: {inside}"] if checkpoints != [folder] else []
     print_table(title, [["name", "shape", "dtype", "bytes"], *cells], notes)
 
 
@@ -103,12 +103,12 @@ def verify(folder: _Folder) -> None:
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="A checkpoint, safetensors, or a torch file.")],
-    target: Annotated[Path, typer.Argument(help="What must not exist yet.")],
+    target: Annotated[Path, typer.Argument(help="File or folder to make; must not exist yet.")],
     to: Annotated[
-        Kind | None, typer.Option(help="Default: by the target's ending, or the other of the two.")
+        Kind | None, typer.Option(help="Default: by the suffix, or dcp to safetensors and back.")
     ] = None,
 ) -> None:
-    """Weights of a model from one kind of file to another, one tensor at a time."""
+    """Convert a model's weights from one kind of file to another, one tensor at a time."""
     with _named_errors(), _progress() as progress:
         weights = open_weights(_checkpoints(source)[-1])
         kind = "safetensors" if weights.kind == "dcp" else "dcp"

@@ -1,4 +1,4 @@
-"""Weights from one kind of file to another, one tensor at a time."""
+"""Converts weights from one kind of file to another, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Weights:
 
     kind: str  # "dcp", "safetensors" or "torch"
     facts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each
-    read: Callable[[str], Tensor]  # by name, on the CPU
+    read: Callable[[str], Tensor]  # returns a tensor by name, on the CPU
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +43,7 @@ class Weights:
 
 
 def open_weights(path: Path) -> Weights:
-    """The tensors of a checkpoint, of safetensors or of a torch file; raises if it is broken."""
+    """Opens the tensors of a checkpoint, safetensors or a torch file; raises if it is broken."""
     if (path / ".metadata").exists():
         return _of_checkpoint(path)
     if path.suffix in TORCH_SUFFIXES and path.is_file():
@@ -78,22 +78,22 @@ def _of_checkpoint(path: Path) -> Weights:
 
 
 def _of_torch_file(path: Path) -> Weights:
-    size_of(path)  # a pipe is none
+    size_of(path)  # raises for a pipe or a device
     with named(path):
         state: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise ValueError(f"{path} is no dict of tensors by name")
+        raise ValueError(f"{path} is not a dict of tensors by name")
     facts = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
     return Weights("torch", facts, lambda name: state[name])
 
 
 def convert(source: Weights, target: Path, kind: str, advance: Callable[[int], None]) -> None:
-    """Writes weights as ``"dcp"``, ``"safetensors"`` or ``"torch"``, which holds all tensors at
-    once. The target, which must not exist, has its name when all is on disk. ``advance`` is told of
-    bytes."""
+    """Writes weights as ``"dcp"``, ``"safetensors"`` or ``"torch"``, which holds all tensors in
+    memory at once. The target must not exist; it gets its name when all is on disk. Calls
+    ``advance`` with the bytes of each tensor."""
     writers = {"dcp": _write_checkpoint, "safetensors": _write_safetensors, "torch": _write_torch}
     if target.exists():
-        raise FileExistsError(f"{target} exists; nothing is overwritten")
+        raise FileExistsError(f"{target} exists and is not overwritten; delete it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:8]}")
 
@@ -115,14 +115,14 @@ def convert(source: Weights, target: Path, kind: str, advance: Callable[[int], N
 
 
 class _Streaming(DefaultSavePlanner):
-    """Reads a tensor when it is written."""
+    """A planner that reads a tensor when torch writes it."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
         self._read = read
 
     def lookup_object(self, index: Any) -> Any:
-        """The tensor of that name, ``model.`` before it."""
+        """Reads the tensor of an index, whose name begins with ``model.``."""
         return self._read(index.fqn.removeprefix("model."))
 
 

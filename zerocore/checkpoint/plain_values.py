@@ -1,4 +1,4 @@
-"""Plain values of a checkpoint: readable ones, and containers of tensors taken apart."""
+"""Plain values of a checkpoint: checks that loads can read them, and takes containers apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from zerocore.checkpoint.safe_pickles import load_plain
 from zerocore.tensor.placed import Placed
 
-_CONTAINER, _VALUE = "zerocore.container", "zerocore.value"  # first of a tuple in a file
+_CONTAINER, _VALUE = "zerocore.container", "zerocore.value"  # first item of a tuple in a file
 _PLAIN: frozenset[type] = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
 )
@@ -28,8 +28,8 @@ def saved_bytes(value: Any) -> bytes:
 
 
 def readable(value: Any, where: str) -> Any:
-    """``value`` as a load gives it back, with Python's numbers for numpy's; TypeError that names
-    what cannot be read without running code."""
+    """Returns ``value`` as a load will return it, with Python's numbers for numpy's. Raises
+    TypeError for a value that a load cannot read without running code."""
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
@@ -53,15 +53,15 @@ def _tried(value: Any, where: str) -> Any:
         load_plain(io.BytesIO(data), len(data))
     except Exception as error:
         raise TypeError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a load could "
-            "not read again without running code; expected tensors, numbers, text, None, and "
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a load "
+            "cannot read without running code; expected tensors, numbers, text, None, and "
             "lists, tuples and dicts of them. Let state_dict() return these"
         ) from error
     return value
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """Tensors in a value and its containers."""
+    """Yields the tensors in a value and its containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -73,49 +73,49 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def taken_apart(state: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A parameter's state with the tensors of containers by keys of their own, and in place of a
-    container what :func:`put_together` makes it of again."""
-    found: dict[str, Any] = {}
+    """Moves the tensors of containers in a parameter's state to keys of their own. An outline
+    replaces each container; :func:`put_together` makes the container from it again."""
+    flat: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{where}[{key!r}]"
         if isinstance(value, Tensor):
-            found[key] = value
+            flat[key] = value
         elif next(tensors_in(value), None) is None:
-            found[key] = as_leaf(value, name)
+            flat[key] = as_leaf(value, name)
         else:
-            found[key] = (_CONTAINER, _outline(value, str(key), name, found))
-    return found
+            flat[key] = (_CONTAINER, _outline(value, str(key), name, flat))
+    return flat
 
 
-def _outline(value: Any, key: str, where: str, found: dict[str, Any]) -> Any:
+def _outline(value: Any, key: str, where: str, flat: dict[str, Any]) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
-        while key in found:
+        while key in flat:
             key += "_"
-        found[key] = value
+        flat[key] = value
         return ("tensor", key)
     if kind in _MAPPINGS:
-        items = [(k, _outline(v, f"{key}.{k}", where, found)) for k, v in value.items()]
+        items = [(k, _outline(v, f"{key}.{k}", where, flat)) for k, v in value.items()]
         return (kind.__name__, items)
     if kind in (*_LISTS, deque):
-        outlines = [_outline(v, f"{key}.{i}", where, found) for i, v in enumerate(value)]
+        outlines = [_outline(v, f"{key}.{i}", where, flat) for i, v in enumerate(value)]
         return (kind.__name__, outlines, getattr(value, "maxlen", None))
     return ("value", readable(value, where))
 
 
 def put_together(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that :func:`taken_apart` was given."""
+    """Returns the state that :func:`taken_apart` took apart."""
     used: set[str] = set()
     outlines = {k: v[1] for k, v in state.items() if _is_marked(v, _CONTAINER)}
-    whole = {key: _made(outline, state, used) for key, outline in outlines.items()}
+    containers = {key: _container(outline, state, used) for key, outline in outlines.items()}
     return {
-        key: whole[key] if key in whole else leaf_value(value)
+        key: containers[key] if key in containers else leaf_value(value)
         for key, value in state.items()
         if key not in used
     }
 
 
-def _made(outline: Any, state: Mapping[str, Any], used: set[str]) -> Any:
+def _container(outline: Any, state: Mapping[str, Any], used: set[str]) -> Any:
     kind, value, *rest = outline
     if kind == "value":
         return value
@@ -123,19 +123,21 @@ def _made(outline: Any, state: Mapping[str, Any], used: set[str]) -> Any:
         used.add(value)
         return state[value]
     if kind in ("dict", "OrderedDict"):
-        items = [(k, _made(v, state, used)) for k, v in value]
+        items = [(k, _container(v, state, used)) for k, v in value]
         return dict(items) if kind == "dict" else OrderedDict(items)
-    made = [_made(item, state, used) for item in value]
-    return tuple(made) if kind == "tuple" else deque(made, rest[0]) if kind == "deque" else made
+    values = [_container(item, state, used) for item in value]
+    if kind == "deque":
+        return deque(values, rest[0])
+    return tuple(values) if kind == "tuple" else values
 
 
 def as_leaf(value: Any, where: str) -> Any:
-    """One value of a file: what torch would take apart, or read as a tensor, is in a tuple."""
+    """Returns a value that torch saves as one entry: containers and tensors in a marked tuple."""
     value = readable(value, where)
     for tensor in tensors_in(value):
         if isinstance(tensor, Placed):
             raise TypeError(
-                f"{where} holds the shard of '{tensor.fqn}', which is no state of a parameter: "
+                f"{where} holds the shard of '{tensor.fqn}' outside the state of a parameter: "
                 "keep it in optimizer.state[parameter]"
             )
     is_nested = isinstance(value, Mapping | list | Tensor)
@@ -143,7 +145,7 @@ def as_leaf(value: Any, where: str) -> Any:
 
 
 def leaf_value(leaf: Any) -> Any:
-    """The value of :func:`as_leaf`."""
+    """Returns the value that :func:`as_leaf` took."""
     return leaf[1] if _is_marked(leaf, _VALUE) else leaf
 
 

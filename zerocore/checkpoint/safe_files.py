@@ -1,4 +1,4 @@
-"""Opens and parses files that anybody may have made: plain names, regular files, bounded sizes."""
+"""Opens and parses untrusted files: plain names, regular files, bounded sizes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 from zerocore.common.agreement import SharedError
 
-_MAX_TEXT_NBYTES = 100_000_000  # of JSON: what safetensors itself reads
+_MAX_TEXT_NBYTES = 100_000_000  # of JSON: the limit of safetensors itself
 _MAX_COUNT = 1 << 63
-_SHOWN = 300  # characters of what a file says, in a message
+_SHOWN = 300  # the most characters of a file's content in a message
 
 
 class DamagedError(SharedError):
-    """A checkpoint cannot be read; another one may be."""
+    """The error of a checkpoint that cannot be read; an earlier one may be readable."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Makes errors in the block a :class:`DamagedError` that names the file."""
+    """Turns errors in the block into a :class:`DamagedError` with the file's name."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -33,11 +33,11 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def opened(path: Path) -> FileIO:
-    """Opens a regular file for reading; never waits for a pipe and never reads a device, which are
-    a ValueError. Raises FileNotFoundError.
+    """Opens a regular file for reading. Raises FileNotFoundError, or ValueError for a pipe or a
+    device, without waiting for it.
 
-    A symbolic link is followed, as Hugging Face's cache is made of them; only who may write to
-    the folder makes one.
+    It follows symbolic links: Hugging Face's cache consists of them, and only a user who may write
+    to the folder can make one.
     """
 
     def open_regular(name: str, flags: int) -> int:
@@ -47,41 +47,41 @@ def opened(path: Path) -> FileIO:
             raise FileNotFoundError(f"{path} is missing") from None
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
-            raise ValueError(f"{path} is no regular file")
+            raise ValueError(f"{path} is not a regular file")
         return file
 
     return FileIO(path, "r", opener=open_regular)
 
 
 def size_of(path: Path) -> int:
-    """The bytes of a regular file; raises as :func:`opened` does."""
+    """Returns the size of a regular file; raises as :func:`opened` does."""
     with opened(path) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def read_small(path: Path, most_nbytes: int = _MAX_TEXT_NBYTES) -> bytes:
-    """All bytes of a file; raises as :func:`opened` does, and ValueError if it has more."""
+    """Reads a whole file; raises as :func:`opened` does, and ValueError if it is larger."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_nbytes:
-            raise ValueError(f"{path} has {size} bytes, more than such a file needs")
+            raise ValueError(f"{path} has {size} bytes, more than such a file can need")
         return file.read(size)
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether it is the name of a file in a folder, and no path that leads elsewhere."""
+    """Whether it is a file's name in a folder, and not a path that leads elsewhere."""
     if not isinstance(name, str) or not name.isprintable() or name in ("", ".", ".."):
         return False
     return not {"/", "\\"} & set(name) and len(name.encode()) < 256
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number that sizes and offsets may have."""
+    """Whether it is an integer that a size or an offset may have."""
     return type(value) is int and 0 <= value < _MAX_COUNT
 
 
 def numel_of(shape: Sequence[int]) -> int:
-    """The product of sizes, in linear time; raises ValueError if it is too large for a tensor."""
+    """Returns the product of sizes, in linear time; ValueError if it is too large for a tensor."""
     numel = 1
     for size in shape:
         numel *= size
@@ -91,7 +91,7 @@ def numel_of(shape: Sequence[int]) -> int:
 
 
 def shown(value: Any, depth: int = 2) -> str:
-    """A value of a file for a message: printable and short, whatever it is."""
+    """Returns a value of a file as printable, short text for a message."""
     if isinstance(value, str):
         value = repr(value[: _SHOWN + 1])
     elif isinstance(value, Sequence) and depth > 0 and len(value) <= 12:
@@ -112,8 +112,8 @@ def _cut(text: str) -> str:
 
 @contextmanager
 def named(path: Path, what: str = "cannot be read") -> Iterator[None]:
-    """Makes any error in the block one that names the file: an OSError if the system refuses it, or
-    it ends before; else a ValueError, as a damaged file fails in many ways."""
+    """Adds the file's name to any error in the block. An OSError stays one; any other becomes a
+    ValueError, because a damaged file fails in many ways."""
     try:
         yield
     except OSError as error:
@@ -126,7 +126,7 @@ def named(path: Path, what: str = "cannot be read") -> Iterator[None]:
 
 
 def parsed_json(data: bytes) -> Any:
-    """The value of a JSON text; ValueError for names that come twice, other numbers, NaN."""
+    """Parses JSON; raises ValueError for a repeated name, a number out of range or NaN."""
     try:
         return json.loads(
             data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_whole
@@ -136,11 +136,11 @@ def parsed_json(data: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
-    "".join(found).encode()  # refuses halves of characters
-    return found
+    items = dict(pairs)
+    if len(items) != len(pairs):
+        raise ValueError("a name occurs twice")
+    "".join(items).encode()  # raises for unpaired surrogates
+    return items
 
 
 def _whole(text: str) -> int:

@@ -1,10 +1,10 @@
-"""Reads pickles without running anything of them: no class is handed out, no attribute is set.
+"""Reads pickles without running their code: it returns no class and sets no attribute of one.
 
-``pickle.Unpickler`` gives the classes themselves to a pickle, which can then set their attributes
-for the whole process; and it hashes any key, where nested tuples take forever or overflow the
-stack. So this reader takes the opcodes that checkpoints need, and a name stands for a
-:class:`Maker` that checks its arguments. It never recurses, and its memory is bounded by the bytes
-of the pickle: no opcode reserves memory for bytes that do not follow.
+``pickle.Unpickler`` gives classes to a pickle, which can then set their attributes for the whole
+process. It also hashes any key, and nested tuples take forever or overflow the stack. This reader
+takes only the opcodes that checkpoints need, and a name stands for a :class:`Maker` that checks
+its arguments. It never recurses. The size of the pickle bounds its memory: no opcode reserves
+memory for bytes that do not follow.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import torch
 
 
 class _Opaque:
-    """Stands for what ``torch.load`` will make, or refuse."""
+    """A stand-in for an object that ``torch.load`` will make, or reject."""
 
 
 @dataclass(frozen=True, eq=False)
 class Maker:
-    """Stands for a class or a function that a pickle names."""
+    """A stand-in for a class or a function that a pickle names."""
 
-    call: Callable[..., Any] | None = None  # makes a value of arguments, which it checks
-    kind: type | None = None  # of an object that is made empty, and filled by ``build`` once
-    build: Callable[[Any, Any], None] | None = None  # checks a state and gives it to the object
+    call: Callable[..., Any] | None = None  # checks the arguments, and makes a value from them
+    kind: type | None = None  # the class of an empty object, which ``build`` fills once
+    build: Callable[[Any, Any], None] | None = None  # checks a state, and sets it on the object
 
 
 def read_pickle(
     data: bytes, find: Callable[[str, str], Any], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The value of a pickle of protocol 2 to 5; ValueError if it is broken, or of other opcodes.
-    ``find`` gives the maker, or plain value, that a name stands for, ``persistent`` that of an
-    id."""
+    """Reads a pickle of protocol 2 to 5; ValueError if it is broken, or has other opcodes.
+    ``find`` returns the maker, or plain value, that a name stands for, ``persistent`` the one of
+    an id."""
     try:
         return _Reader(data, find, persistent).load()
     except _BROKEN as error:
-        raise ValueError(f"it is no pickle of a checkpoint: {error!r}"[:200]) from error
+        raise ValueError(f"it is not a checkpoint's pickle: {error!r}"[:200]) from error
 
 
 _BROKEN = (
@@ -53,7 +53,7 @@ _PLAIN = frozenset({type(None), str, int, bool, float, bytes})
 
 
 class _Reader(pickle._Unpickler):
-    """The opcodes of checkpoints; those that touch objects check what they touch."""
+    """A reader of the opcodes of checkpoints; an opcode checks each object that it changes."""
 
     stack: list[Any]
     metastack: list[Any]
@@ -71,11 +71,11 @@ class _Reader(pickle._Unpickler):
     ) -> None:
         file = io.BytesIO(data)
         super().__init__(file)
-        self.read, self.readline = file.read, file.readline  # frames save reads of a file alone
+        self.read, self.readline = file.read, file.readline  # all is in memory: frames do not help
         self.stack, self.metastack = [], []
         self.append = self.stack.append
         self._find, self._persistent = find, persistent
-        self._empty: dict[int, tuple[Any, Callable[[Any, Any], None]]] = {}  # to be filled, by id
+        self._empty: dict[int, tuple[Any, Callable[[Any, Any], None]]] = {}  # by id, not yet filled
 
     def load(self) -> Any:
         read, dispatch, memo = self.read, self.dispatch, self.memo
@@ -83,7 +83,7 @@ class _Reader(pickle._Unpickler):
         try:
             while True:
                 code = read(1)[0]
-                if code == keep:  # these three are half of a file
+                if code == keep:  # these three opcodes are half of a file
                     memo[len(memo)] = self.stack[-1]
                 elif code == get:
                     self.append(memo[read(1)[0]])
@@ -110,7 +110,7 @@ class _Reader(pickle._Unpickler):
 
     def _text(self) -> None:
         (count,) = struct.unpack("<I", self.read(4))
-        self.append(str(self.read(count), "utf-8"))  # Python's reader takes half characters, too
+        self.append(str(self.read(count), "utf-8"))  # Python's reader accepts surrogates, too
 
     def _short_text(self) -> None:
         count = self.read(1)[0]
@@ -128,7 +128,7 @@ class _Reader(pickle._Unpickler):
         if kind is list:
             self.stack[-1].extend(values)
         elif kind is not _Opaque:
-            raise ValueError("it appends to what is no list")
+            raise ValueError("it appends to an object that is not a list")
 
     def _set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -140,7 +140,7 @@ class _Reader(pickle._Unpickler):
     def _set(self, pairs: list[Any]) -> None:
         kind = type(self.stack[-1])
         if kind not in (dict, _Opaque) or len(pairs) % 2 != 0:
-            raise ValueError("it sets items of what is no dict")
+            raise ValueError("it sets items of an object that is not a dict")
         keys = pairs[::2]
         for key in keys:
             if type(key) not in _PLAIN:
@@ -149,7 +149,7 @@ class _Reader(pickle._Unpickler):
             self.stack[-1].update(zip(keys, pairs[1::2], strict=True))
 
     def _check_key(self, key: Any) -> None:
-        """Hashing a key must end soon, and with the same hash for good."""
+        """Rejects a key whose hash may take forever, or change later."""
         is_nested = isinstance(key, tuple) and not _PLAIN.issuperset(map(type, key))
         if is_nested or isinstance(key, Maker) or id(key) in self._empty:
             raise ValueError("a key is neither plain nor flat")
@@ -157,25 +157,25 @@ class _Reader(pickle._Unpickler):
     def _reduce(self) -> None:
         args, maker = self.stack.pop(), self.stack[-1]
         if type(maker) is not Maker or maker.call is None or type(args) is not tuple:
-            raise ValueError("it calls what is no function of a checkpoint")
+            raise ValueError("it calls a function that no checkpoint needs")
         self.stack[-1] = maker.call(*args)
 
     def _new_object(self) -> None:
-        self.stack.pop()  # its arguments: there are none
+        self.stack.pop()  # the arguments, which it ignores
         maker = self.stack[-1]
         if type(maker) is not Maker or maker.kind is None:
             raise ValueError("it makes an object that no checkpoint needs")
-        made: Any = object.__new__(maker.kind)
-        self.stack[-1] = made
+        new: Any = object.__new__(maker.kind)
+        self.stack[-1] = new
         if maker.build is not None:
-            self._empty[id(made)] = made, maker.build
+            self._empty[id(new)] = new, maker.build
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is _Opaque:
             return
         if id(target) not in self._empty:
-            raise ValueError("it sets attributes of what has none to set")
+            raise ValueError("it sets attributes of an object that takes none")
         target, build = self._empty.pop(id(target))
         build(target, state)
 
@@ -205,7 +205,7 @@ _ANY = Maker(call=lambda *args: _Opaque(), kind=_Opaque)
 
 
 def _no_room(*args: Any) -> _Opaque:
-    """Of ``bytearray``, which a number would give so many bytes."""
+    """Rejects ``bytearray(n)``, which would allocate n bytes."""
     if any(isinstance(arg, int) for arg in args):
         raise ValueError("it asks for memory that nothing fills")
     return _Opaque()
@@ -216,34 +216,34 @@ def _find_any(module: str, name: str) -> Maker:
 
 
 def check_stored(file: zipfile.ZipFile, nbytes: int) -> None:
-    """Raises ValueError if parts of a file of ``torch.save`` are packed or overlap."""
+    """Rejects a file of ``torch.save`` whose parts are compressed or overlap."""
     listed = file.infolist()
     if any(part.compress_type != zipfile.ZIP_STORED for part in listed):
-        raise ValueError("its parts are packed, which torch.save does not do")
+        raise ValueError("its parts are compressed, which torch.save does not do")
     if sum(part.file_size for part in listed) > nbytes:
         raise ValueError("its parts overlap")
 
 
 def load_plain(file: io.IOBase, nbytes: int) -> Any:
-    """Plain values and tensors of ``torch.save``, on the CPU; damaged files fail in many ways."""
+    """Loads a plain value or tensor of ``torch.save`` to the CPU; damaged files raise any error."""
     buffered: Any = io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
-    asked: list[str] = []
+    needed: list[str] = []  # classes, functions and storages
 
     def find(module: str, name: str) -> Maker:
-        asked.append(name)
+        needed.append(name)
         return _find_any(module, name)
 
     def find_storage(pid: Any) -> _Opaque:
-        asked.append("a storage")
+        needed.append("a storage")
         return _Opaque()
 
-    found: list[Any] = []
+    values: list[Any] = []
     with zipfile.ZipFile(buffered) as parts:
         check_stored(parts, nbytes)
         for name in parts.namelist():
             if name.endswith("/data.pkl"):
-                found.append(read_pickle(parts.read(name), find, find_storage))
-    if len(found) == 1 and not asked:
-        return found[0]  # there is nothing for torch to make
+                values.append(read_pickle(parts.read(name), find, find_storage))
+    if len(values) == 1 and not needed:
+        return values[0]  # there is nothing for torch to make
     buffered.seek(0)
     return torch.load(buffered, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""A checkpoint's contents for a model and its optimizer, by names; checked before loading."""
+"""Builds and checks the state of a model and its optimizers that a checkpoint holds, by names."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of
 from zerocore.tensor.shard import as_shard
 
 State = dict[str, Any]
-_OTHERS = "zerocore_other_states"  # among a first group's options: states of no parameter
+_OTHERS = "zerocore_other_states"  # the first group's option with states of no parameter
 Optimizers = Sequence[Optimizer]
 
 
 def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimizers:
-    """One, several or none as several; TypeError for others, ValueError if two share a
-    parameter."""
-    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    optimizers = [each for each in given if each is not None]
+    """Returns one, several or no optimizers as a list. Raises TypeError for other objects,
+    ValueError if two share a parameter."""
+    entries = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = [entry for entry in entries if entry is not None]
     seen: set[int] = set()
-    for each in optimizers:
-        if not hasattr(each, "param_groups") or not hasattr(each, "state_dict"):
+    for entry in optimizers:
+        if not hasattr(entry, "param_groups") or not hasattr(entry, "state_dict"):
             raise TypeError(
-                f"optimizer: expected an optimizer or a list of optimizers, got {type(each)}"
+                f"optimizer: expected an optimizer or a list of optimizers, got {type(entry)}"
             )
-        if _averages(each):  # parameters that another one updates
+        if _averages(entry):  # it holds parameters that another optimizer updates
             continue
-        own = {id(param) for param in params_of(each)}
-        if shared := [param for param in params_of(each) if id(param) in seen]:
+        params = params_of(entry)
+        if shared := [param for param in params if id(param) in seen]:
             raise ValueError(
                 f"optimizer: two of the list hold '{getattr(shared[0], 'fqn', shared[0])}'; give "
                 "each parameter to one of them"
             )
-        seen |= own
+        seen |= {id(param) for param in params}
     return optimizers
 
 
 def _averages(optimizer: Optimizer) -> bool:
-    """Whether it keeps averages of parameters, as :class:`zerocore.weights.EMA`."""
+    """Whether it averages parameters, as :class:`zerocore.weights.EMA` does."""
     return getattr(optimizer, "averages_params", False)
 
 
 def check_stateful(objects: Mapping[str, Any]) -> None:
-    """Raises TypeError for an object that cannot be saved and loaded."""
+    """Rejects an object that cannot be saved and loaded (TypeError)."""
     for name, value in objects.items():
         if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
             raise TypeError(
@@ -72,9 +72,9 @@ def check_stateful(objects: Mapping[str, Any]) -> None:
 
 
 def training_state(model: nn.Module, optimizers: Optimizers) -> State:
-    """``{"model": ..., "optim": ...}`` on the memory of all, as torch's functions name it.
+    """Returns ``{"model": ..., "optim": ...}`` on the memory of both, with torch's names.
 
-    Several optimizers are as one with the groups of all.
+    Several optimizers appear as one that has the groups of all.
     """
     values, owners = model.state_dict(), model.state_dict(keep_vars=True)
     state: State = {"model": {key: as_range(v, owners[key]) for key, v in values.items()}}
@@ -84,14 +84,14 @@ def training_state(model: nn.Module, optimizers: Optimizers) -> State:
 
 
 def load_model(model: nn.Module, state: State) -> None:
-    """Gives the model what was loaded into the tensors of :func:`training_state`."""
+    """Loads the model from the tensors of :func:`training_state`, which hold the new values."""
     owners = model.state_dict(keep_vars=True)
     resize_buffers(model, state)
     model.load_state_dict({key: as_rows(value, owners[key]) for key, value in state.items()})
 
 
 def resize_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Gives buffers that have grown or shrunk the sizes of the values to be loaded."""
+    """Resizes buffers whose values to load have another shape."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             value: Any = values.get(f"{prefix}.{name}" if prefix else name)
@@ -101,7 +101,7 @@ def resize_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 def resized(state: State, metadata: Metadata) -> State:
-    """A model's state with memory of the saved sizes for buffers of others."""
+    """Returns a model's state with new memory for buffers whose saved shape differs."""
     facts = metadata.state_dict_metadata
     sizes: State = {key: getattr(facts.get(f"model.{key}"), "size", None) for key in state}
     return {
@@ -118,18 +118,18 @@ def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
     merged: State = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         params, packed = _names(model, optimizer), optimizer.state_dict()
-        names, others = list(params), {}
+        names, unowned = list(params), {}
         for index, state in packed["state"].items():
             if not isinstance(index, int) or not isinstance(state, Mapping):
-                others[index] = state  # of no parameter
+                unowned[index] = state  # not a parameter's
                 continue
             param = params[names[index]]
-            apart = taken_apart(state, f"the optimizer's state of '{names[index]}'")
+            flat = taken_apart(state, f"the optimizer's state of '{names[index]}'")
             known = merged["state"].setdefault(names[index], {})
-            known.update({k: as_range(v, param) for k, v in apart.items()})
+            known.update({k: as_range(v, param) for k, v in flat.items()})
         groups = [{**group} for group in packed["param_groups"]]
-        if others:
-            groups[0][_OTHERS] = others
+        if unowned:
+            groups[0][_OTHERS] = unowned
         merged["param_groups"].extend(_named_group(group, names) for group in groups)
     return merged
 
@@ -140,7 +140,7 @@ def _named_group(group: State, names: list[str]) -> State:
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's parameters by name, in their order."""
+    """Returns the optimizer's parameters by name, in order."""
     known = {id(param): name for name, param in model.named_parameters()}
     params = params_of(optimizer)
     for param in params:
@@ -153,8 +153,8 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def names_by_hooks(model: nn.Module, metadata: Metadata) -> dict[str, str]:
-    """By a saved name, the one in ``model.state_dict()`` that the model's hooks of loading give it;
-    only where these differ. Hooks that change values do not count."""
+    """Returns the saved names that the model's loading hooks change, with the new names in
+    ``model.state_dict()``. Hooks that change values do not count."""
     if not has_own_loading(model):
         return {}
     empty = {
@@ -164,26 +164,27 @@ def names_by_hooks(model: nn.Module, metadata: Metadata) -> dict[str, str]:
     }
     try:
         loaded = as_loaded(model, empty)
-    except ValueError:  # shapes differ, which is said in full later
+    except ValueError:  # shapes differ; later checks report that in full
         return {}
     saved = {id(value): key for key, value in empty.items()}
     return {old: key for key, value in loaded.items() if (old := saved.get(id(value), key)) != key}
 
 
 def check_tensors(state: State, prefix: str, metadata: Metadata, trouble: str) -> None:
-    """Raises ValueError if a checkpoint's tensors of this prefix do not fit; names the key."""
+    """Rejects a checkpoint whose tensors of this prefix do not fit; a ValueError names the key."""
     saved = {key for key in metadata.state_dict_metadata if key.startswith(prefix)}
-    own = {f"{prefix}{key}": value for key, value in flatten_state_dict(state)[0].items()}
-    missing, unexpected = sorted(set(own) - saved), sorted(saved - set(own))
+    values = {f"{prefix}{key}": value for key, value in flatten_state_dict(state)[0].items()}
+    missing, unexpected = sorted(set(values) - saved), sorted(saved - set(values))
     if missing or unexpected:
         raise ValueError(f"{trouble}: missing {shown(missing)}, unexpected {shown(unexpected)}")
-    for key, value in own.items():
+    for key, value in values.items():
         _check_tensor(key, value, metadata.state_dict_metadata[key], trouble)
 
 
 def _check_tensor(key: str, value: Any, facts: Any, trouble: str) -> None:
     if isinstance(facts, TensorStorageMetadata) != isinstance(value, Tensor):
-        raise ValueError(f"{trouble}: '{key}' is no tensor, or should not be one")
+        one, other = ("", "not ") if isinstance(value, Tensor) else ("not ", "")
+        raise ValueError(f"{trouble}: '{key}' is {other}a tensor, expected {one}a tensor")
     if not isinstance(facts, TensorStorageMetadata):
         return
     expected = value.place.whole_shape if isinstance(value, Placed) else value.shape
@@ -204,11 +205,11 @@ def fit_optimizers(
     metadata: Metadata,
     folder: object,
 ) -> State:
-    """The optimizers' states that the checkpoint has, on their own memory, and its ``groups``, of
-    whose options a missing one keeps its value. ValueError that names folder and key for others.
+    """Returns memory for the states that the checkpoint has, and its ``groups``; an option that
+    these lack keeps its value. A ValueError names folder and key.
 
-    States are made where there are none yet (``new``), of memory that holds anything, and stay if
-    this raises. A parameter may lack its state as a whole.
+    Makes missing states (``new``) with uninitialised memory, and leaves them if it raises. The
+    checkpoint may lack all states of a parameter.
     """
     if not groups:
         raise ValueError(f"{folder} holds no optimizer's state")
@@ -221,7 +222,7 @@ def fit_optimizers(
     if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
         raise ValueError(
             f"{folder} has parameter groups of {_outline(groups)}, the optimizer of "
-            f"{_outline(own_groups)}; build it as it was"
+            f"{_outline(own_groups)}; build the optimizer as before the save"
         )
     trouble = f"{folder} was saved with another kind of optimizer"
     wanted: State = {}
@@ -234,39 +235,39 @@ def fit_optimizers(
 
 
 def _check_keys(optimizer: Optimizer, params: State, saved: State, trouble: str) -> None:
-    """Raises ValueError if a parameter lacks a state that its first step makes; matrices may have
-    others in place of those of vectors, by which first steps are known."""
+    """Rejects a checkpoint that lacks a state which a parameter's first step makes. The step of a
+    vector shows which; a matrix may have other states instead."""
     needed = first_keys(optimizer)
-    found = {key for name in params for key in saved[name]}
+    saved_keys = {key for name in params for key in saved[name]}
     for name, param in params.items():
-        own = needed(param)
-        allowed = found if saved[name].keys() - own else saved[name].keys()
-        if missing := sorted(own - allowed):
+        keys_of_param = needed(param)
+        allowed = saved_keys if saved[name].keys() - keys_of_param else saved[name].keys()
+        if missing := sorted(keys_of_param - allowed):
             keys = [f"optim.state.{name}.{key}" for key in missing]
             raise ValueError(f"{trouble}: missing {shown(keys)}")
 
 
 def _targets(optimizer: Optimizer, params: State, own: State, saved: State) -> State:
-    """The memory for the saved states of an optimizer's parameters, by name and key."""
-    others = _other_keys(params, saved)
-    found: State = {}
+    """Returns the memory for the saved states of an optimizer's parameters, by name and key."""
+    unsharded = _unsharded_keys(params, saved)
+    targets: State = {}
     for name, param in params.items():
         facts, known = saved[name], own.get(name, {})
         states: State = {}
-        found[name] = states
+        targets[name] = states
         for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
             if (key == "average") != _averages(optimizer):  # of another optimizer
                 continue
-            is_other = key in others and isinstance(known.get(key), Placed)
-            used = None if is_other else known.get(key)
-            make = None if makes_all(optimizer) or key in others else param
+            differs = key in unsharded and isinstance(known.get(key), Placed)
+            used = None if differs else known.get(key)
+            make = None if makes_all(optimizer) or key in unsharded else param
             states[key] = _target(f"optim.state.{name}.{key}", used, facts[key], make)
-    return found
+    return targets
 
 
-def _other_keys(params: State, saved: State) -> set[str]:
-    """Keys of states that are not a parameter's elements: of some parameter they have another
-    shape."""
+def _unsharded_keys(params: State, saved: State) -> set[str]:
+    """Returns the keys of states that do not have a parameter's elements: for some parameter, their
+    shape differs."""
     return {
         key
         for name, param in params.items()
@@ -277,8 +278,8 @@ def _other_keys(params: State, saved: State) -> set[str]:
 
 
 def saved_states(metadata: Metadata) -> dict[str, State]:
-    """The states that a checkpoint has: parameter, key, and what is known of each."""
-    found: dict[str, State] = {}
+    """Returns the metadata of a checkpoint's optimizer states, by parameter and key."""
+    states: dict[str, State] = {}
     paths: Any = metadata.planner_data or {}
     for full, facts in metadata.state_dict_metadata.items():
         if full.startswith("optim.state."):
@@ -286,19 +287,19 @@ def saved_states(metadata: Metadata) -> dict[str, State]:
             path = paths.get(full, ())
             if full == ".".join(map(str, path)) and isinstance(path[2], str):
                 name, key = path[2], full.removeprefix(f"optim.state.{path[2]}.")
-            found.setdefault(name, {})[key] = facts
-    return found
+            states.setdefault(name, {})[key] = facts
+    return states
 
 
 def _target(key: str, known: Any, facts: Any, param: Any) -> Any:
-    """Memory to load a saved state into: ``known``, or a new tensor. The new one is sharded like
-    ``param`` if it has that shape. Raises ValueError if the dtypes differ."""
+    """Returns the memory to load a saved state into: ``known``, or a new tensor. The new one is
+    sharded like ``param`` if it has that shape. Raises ValueError if the dtypes differ."""
     if not isinstance(facts, TensorStorageMetadata):
         return None
     dtype, shape = facts.properties.dtype, facts.size
     if isinstance(known, Tensor):
-        own = known.place.whole_shape if isinstance(known, Placed) else known.shape
-        if own == shape:
+        full_shape = known.place.whole_shape if isinstance(known, Placed) else known.shape
+        if full_shape == shape:
             _check_tensor(key, known, facts, "the optimizer's state does not fit")
             return known
     place = None if param is None else place_of(param)
@@ -332,7 +333,7 @@ def _outline(groups: list[State]) -> str:
 
 
 def _options(saved: State, own: State) -> State:
-    """A saved group's options, tensors where the optimizer has them."""
+    """Returns a saved group's options; moves tensors to the device of the optimizer's own."""
     options = {key: leaf_value(value) for key, value in saved.items()}
     for key, value in options.items():
         if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
@@ -341,15 +342,17 @@ def _options(saved: State, own: State) -> State:
 
 
 def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> None:
-    """Gives optimizers states and options of ``fit_optimizers``, whose tensors are loaded."""
+    """Loads the states and options of :func:`fit_optimizers`, after their tensors were read."""
     saved = iter(state["param_groups"])
     for optimizer in optimizers:
         params = _names(model, optimizer)
         numbers = {name: number for number, name in enumerate(params)}
         num_groups = len(optimizer.param_groups)
         groups = [
-            {**_options(group, own), "params": [numbers[name] for name in group["params"]]}
-            for own, group in zip(optimizer.param_groups, islice(saved, num_groups), strict=True)
+            {**_options(group, current), "params": [numbers[name] for name in group["params"]]}
+            for current, group in zip(
+                optimizer.param_groups, islice(saved, num_groups), strict=True
+            )
         ]
         states = {
             numbers[name]: put_together(
@@ -367,7 +370,7 @@ def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> N
 
 
 def random_state() -> State:
-    """This process's streams: torch's on the CPU and the current device, Python's and numpy's."""
+    """Returns this process's random streams: torch's (CPU, current device), Python's, numpy's."""
     state: State = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
@@ -378,7 +381,7 @@ def random_state() -> State:
 
 
 def check_random_state(state: State) -> None:
-    """Raises Exception if streams cannot be continued from there; none is changed."""
+    """Raises an exception if the random streams cannot continue from a state; changes none."""
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):

@@ -1,1 +1,1 @@
-"""Helpers that every other package may use: quantities, links, events, clocks, tables."""
+"""Helpers for every other package: agreement of ranks, process groups, quantities, tables."""

@@ -1,4 +1,4 @@
-"""Compares what the ranks are about to do, so that a mistake on one is an error on all."""
+"""Compares the ranks' intentions, so that a mistake on one rank is an error on all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOCK = 2**20  # elements that are summed at a time
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
-    """Whether the group has no real peers that could answer."""
+    """Whether the group's other ranks are not real."""
     check_exists(group)
     return dist.get_backend(group) in ("fake", "emulated")
 
@@ -34,15 +34,14 @@ def agree(
     """Raises on every rank if any rank failed or if the ranks' facts differ.
 
     Args:
-        groups: groups that together reach all ranks, one after the other; none without real peers
-            is asked.
-        error: what went wrong on this rank so far.
-        facts: small picklable values, in an order that is the same on all ranks.
+        groups: groups that reach all ranks, one after the other; simulated ones are skipped.
+        error: this rank's error so far.
+        facts: small picklable values, in the same order on all ranks.
         device: of the model, if known. NCCL sends objects from the current device, which is the
-            first one on every rank of a script that never set it.
+            first one on every rank if the script never sets it.
 
     Returns:
-        A name: the same on all ranks, and no other call's.
+        A name that is the same on all ranks, and unique to this call.
 
     Raises:
         Exception: ``error`` itself on the rank it came from.
@@ -55,8 +54,8 @@ def agree(
             raise error
 
     digest = int.from_bytes(sha256(repr(facts).encode()).digest()[:7], "big")
-    own = [int(error is not None), digest, -digest, secrets.randbits(62)]
-    failed, most, least, name = highest(groups, own, device)
+    numbers = [int(error is not None), digest, -digest, secrets.randbits(62)]
+    failed, most, least, name = highest(groups, numbers, device)
     if failed:
         on_all_ranks(groups, outcome, device)
     if most != -least:
@@ -65,7 +64,7 @@ def agree(
 
 
 def highest(groups: Groups, numbers: list[int], device: torch.device | None) -> list[int]:
-    """The highest of each of the ranks' numbers; arguments as for :func:`agree`. Collective."""
+    """Returns the maximum of each number over the ranks; arguments as :func:`agree`. Collective."""
     with _on(device):
         for group in groups:
             if not is_simulated(group):
@@ -79,29 +78,29 @@ def highest(groups: Groups, numbers: list[int], device: torch.device | None) -> 
 
 
 def _compare(groups: Groups, facts: list[Any], digest: int, device: torch.device | None) -> None:
-    """Raises ValueError if facts differ. Rank 0's travel, and those of one rank for each digest."""
+    """Raises ValueError if facts differ. Rank 0 sends its facts, and one rank per other digest."""
     digests = gather_objects(groups, [digest], device)
     expected = from_rank(groups, facts, device)
-    for rank in sorted({digests.index(each) for each in digests} - {0}):
-        other = from_rank(groups, facts, device, rank)
-        if other != expected:
-            raise ValueError(_difference(rank, expected, other))
+    for rank in sorted({digests.index(value) for value in digests} - {0}):
+        theirs = from_rank(groups, facts, device, rank)
+        if theirs != expected:
+            raise ValueError(_difference(rank, expected, theirs))
 
 
 class SharedError(ValueError):
-    """An error of one rank that all ranks raise, unless some rank has an error of another type."""
+    """An error of one rank that all ranks raise with its type, unless one has another error."""
 
 
 def on_all_ranks(
     groups: Groups, action: Callable[[], T], device: torch.device | None = None
 ) -> list[T]:
-    """The small picklable values that ``action`` returns on the ranks; its error fails on all.
+    """Runs ``action`` on every rank, and returns the small picklable values of all ranks.
 
-    Collective; arguments as for :func:`agree`.
+    Collective; arguments as :func:`agree`.
 
     Raises:
-        Exception: the error of ``action``, on the rank where it failed; RuntimeError on the others.
-            The type of a :class:`SharedError` on all, if no rank has another error.
+        Exception: the error of ``action`` on the rank where it failed; RuntimeError on the others.
+            If all errors are :class:`SharedError`, all ranks raise its type.
     """
     error: Exception | None = None
     values: list[T] = []
@@ -113,19 +112,19 @@ def on_all_ranks(
     shared = type(error) if isinstance(error, SharedError) else None
     answers = gather_objects(groups, [(message, shared, values)], device)
     failed = [(rank, *answer[:2]) for rank, answer in enumerate(answers) if answer[0] is not None]
-    own = [fact for fact in failed if fact[2] is None]  # errors of one rank alone
-    if error is not None and (shared is None or not own):
+    unshared = [failure for failure in failed if failure[2] is None]
+    if error is not None and (shared is None or not unshared):
         raise error
-    for rank, message, kind in own or failed:
+    for rank, message, kind in unshared or failed:
         raise (kind or RuntimeError)(f"rank {rank} failed: {message}")
     return [value for *_, values in answers for value in values]
 
 
 @contextmanager
 def together(groups: Groups, device: torch.device | None = None) -> Iterator[list[Any]]:
-    """Makes what a rank raises in the block an error on all ranks; see :func:`agree`.
+    """Makes a rank's error in the block an error on all ranks; see :func:`agree`.
 
-    Facts that are appended to the list which it yields are compared, too.
+    Yields a list; facts that the block appends to it are compared, too.
     """
     facts: list[Any] = []
     error: Exception | None = None
@@ -137,21 +136,21 @@ def together(groups: Groups, device: torch.device | None = None) -> Iterator[lis
 
 
 def gather_objects(groups: Groups, objects: list[Any], device: torch.device | None) -> list[Any]:
-    """The picklable objects of all ranks, one after the other; arguments as for :func:`agree`."""
+    """Returns the picklable objects of all ranks, in order; arguments as :func:`agree`."""
     with _on(device):
         for group in groups:
             if not is_simulated(group):
                 gathered: list[Any] = [None] * group.size()
                 with waiting(group, _COMPARISON):
                     dist.all_gather_object(gathered, objects, group=group)
-                objects = [each for part in gathered for each in part]
+                objects = [value for part in gathered for value in part]
     return objects
 
 
 def from_rank(groups: Groups, value: T, device: torch.device | None = None, rank: int = 0) -> T:
-    """The picklable value of a rank; arguments as for :func:`agree`. Collective.
+    """Broadcasts the picklable value of a rank; arguments as :func:`agree`. Collective.
 
-    ``rank`` counts as :func:`gather_objects` does.
+    ``rank`` is an index in the order of :func:`gather_objects`.
     """
     values = [value]
     steps = []
@@ -167,12 +166,12 @@ def from_rank(groups: Groups, value: T, device: torch.device | None = None, rank
 
 
 def _on(device: torch.device | None) -> AbstractContextManager[None]:
-    """Makes the device the current one, from which NCCL sends objects; none if it is not CUDA's."""
+    """Makes a CUDA device the current one, from which NCCL sends objects; else does nothing."""
     return torch.cuda.device(device.index if device is not None and device.type == "cuda" else -1)
 
 
 def bits_of(value: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor as integers, 1-D."""
+    """Returns the bits of a tensor's elements as integers, 1-D."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     value = value.detach()
     plain = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
@@ -180,14 +179,14 @@ def bits_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(value: torch.Tensor) -> torch.Tensor:
-    """One int64 of the tensor's bits in their order: CRC-32 on the CPU, :func:`ordered_sum` on a
-    device."""
+    """Returns an int64 that depends on the tensor's bits and their order: CRC-32 on the CPU,
+    :func:`ordered_sum` on a device."""
     bits = bits_of(value)
     return torch.tensor(crc32(bits), device="cpu") if bits.is_cpu else ordered_sum(bits)
 
 
 def ordered_sum(bits: torch.Tensor) -> torch.Tensor:
-    """The sum of 1-D integers, each times a weight of its position: other orders, other sums."""
+    """Returns the sum of 1-D integers, each with a weight by position: it depends on the order."""
     words = bits.view(torch.int32) if bits.element_size() == 8 else bits
     positions = torch.arange(max(1, min(len(words), _BLOCK)), device=bits.device)
     weights = _scattered(positions) | 1
@@ -196,34 +195,34 @@ def ordered_sum(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _scattered(numbers: torch.Tensor) -> torch.Tensor:
-    """Pseudo-random numbers, one for each int64."""
-    for factor in (-0x61C8864680B583EB, -0x40A7B892E31B1A47):  # of SplitMix64
+    """Returns a pseudo-random number for each int64."""
+    for factor in (-0x61C8864680B583EB, -0x40A7B892E31B1A47):  # SplitMix64's
         numbers = (numbers ^ (numbers >> 30)) * factor
     return numbers ^ (numbers >> 31)
 
 
 def differing(groups: Groups, numbers: torch.Tensor) -> list[int]:
-    """At which places of a 1-D tensor of int64 the ranks have other numbers; collective."""
+    """Returns the indices at which the ranks' 1-D int64 tensors differ; collective."""
     bounds = torch.stack([numbers, -numbers])
     for group in groups:
         if not is_simulated(group):
             with waiting(group, _COMPARISON):
                 dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     highest, lowest = bounds.tolist()
-    return [place for place, high in enumerate(highest) if high != -lowest[place]]
+    return [index for index, high in enumerate(highest) if high != -lowest[index]]
 
 
 def ranks_by_value(values: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """The ranks of ``(rank, value)`` that have the same value, those of the first pair first."""
-    found: dict[int, list[int]] = {}
+    """Groups ranks by value, from pairs ``(rank, value)``, in order of first occurrence."""
+    ranks: dict[int, list[int]] = {}
     for rank, value in values:
-        found.setdefault(value, []).append(rank)
-    return list(found.values())
+        ranks.setdefault(value, []).append(rank)
+    return list(ranks.values())
 
 
-def _difference(rank: int, expected: list[Any], came: list[Any]) -> str:
+def _difference(rank: int, expected: list[Any], theirs: list[Any]) -> str:
     missing = object()
-    pairs = zip_longest(expected, came, fillvalue=missing)
+    pairs = zip_longest(expected, theirs, fillvalue=missing)
     first, second = next((one, other) for one, other in pairs if one != other)
     text = f"rank 0 has {first}, rank {rank} has {second}"
     if second is missing:

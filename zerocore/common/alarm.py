@@ -1,4 +1,4 @@
-"""How long ranks may wait for each other, in what, and what one tells when its program ends."""
+"""The alarm's Python side: how long ranks may wait, in which operation, and a note at exit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STALL_SECONDS = "ZEROCORE_STALL_SECONDS"
 
 
 def stall_seconds() -> float | None:
-    """Seconds after which a collective that does not end is an error: 0 for never, None for the
-    timeout of the process group. ValueError if the environment variable is no such number."""
+    """Returns the seconds after which a collective that has not ended is an error: 0 for never,
+    None for the process group's timeout. ValueError if the environment variable is not a number."""
     text = os.environ.get(STALL_SECONDS, "")
     if not text:
         return None
@@ -40,9 +40,9 @@ _operation: ContextVar[str] = ContextVar("operation", default="")
 
 @contextmanager
 def operation(name: str) -> Iterator[None]:
-    """The name of this thread's work in the alarm's sentences; also a decorator.
+    """Names this thread's work in the alarm's messages; also a decorator.
 
-    An operation inside of another one is a part of that.
+    An operation inside another one keeps the outer name.
     """
     before = _operation.set(_operation.get() or name)
     try:
@@ -52,20 +52,20 @@ def operation(name: str) -> Iterator[None]:
 
 
 def waiting(group: dist.ProcessGroup, what: str) -> Waiting:
-    """Goes around a collective of the group: the alarm looks after it as after the engine's.
+    """Returns a context for a collective: the alarm watches it like the engine's collectives.
 
-    ``what`` names it where no :func:`operation` does. An error of the collective raises the alarm.
+    ``what`` names it without an :func:`operation`. An error of the collective raises the alarm.
     """
     check_exists(group)
     return Waiting(_operation.get() or what, group.group_name)
 
 
 def watch(control: dist.ProcessGroup | None) -> None:
-    """The alarm of a model has been made: what it also looks after.
+    """Extends a model's alarm to the default group, and to the end of this program.
 
-    The others are told if this program ends while they wait for it. A rank that waits in a
-    collective of the program's own, in the default group, is woken up by the alarm; one in
-    ``dist.barrier`` also raises it.
+    Other ranks are told if this program ends while they wait for it. The alarm wakes a rank that
+    waits in the program's own collective in the default group; in ``dist.barrier`` the rank also
+    raises the alarm's error.
     """
     _watch_end()
     if control is not None and dist.group.WORLD is not None:
@@ -76,7 +76,7 @@ def watch(control: dist.ProcessGroup | None) -> None:
 def watched_barrier(
     barrier: Any, group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
-    """``torch.distributed.barrier`` of the default group, in which the alarm is raised, too."""
+    """Wraps ``torch.distributed.barrier``: in the default group, it raises the alarm's error."""
     world = dist.group.WORLD
     has_own_timeout = len(args) > 1 or kwargs.get("timeout") is not None
     if async_op or has_own_timeout or world is None or group not in (None, world):

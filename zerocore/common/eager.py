@@ -1,6 +1,6 @@
-"""Functions that run eagerly, whoever calls them: torch.compile records and compiles nothing of it.
+"""Makes functions run eagerly: torch.compile neither records nor compiles them.
 
-Torch's own decorator does more, for exports and stances, and takes some 20 us a call.
+Torch's own decorator also handles exports and stances, and takes some 20 us a call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_unmarked: list[Callable[..., Any]] = []  # that torch.compile does not know yet
+_unmarked: list[Callable[..., Any]] = []  # functions that torch.compile does not know yet
 
 
 def eager(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, which runs outside of graphs together with all that it calls."""
+    """Makes ``function`` and all its calls run outside graphs."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,20 +36,20 @@ def eager(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def mark_eager() -> None:
-    """Tells torch.compile of the functions, before a sharded model can be compiled."""
+    """Tells torch.compile about the functions, before a sharded model can be compiled."""
     while _unmarked:
         leave_out_of_graphs(_unmarked.pop())
 
 
 def leave_out_of_graphs(function: Any) -> None:
-    """Tells torch.compile to compile what ``function`` calls, but not itself.
+    """Tells torch.compile to compile the functions that ``function`` calls, but not itself.
 
-    It could not trace into the engine, and would try again for every module and kind of input.
+    It cannot trace into the engine, and would try again for every module and kind of input.
     """
     from torch._dynamo.decorators import skip  # late: takes a second
 
     skip(function)
     function._torchdynamo_disable_msg = (
         "zerocore gathers a unit here. For fullgraph=True compile the units, block.compile(), "
-        "not what holds them"
+        "not the modules around them"
     )

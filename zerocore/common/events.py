@@ -1,8 +1,8 @@
 """Names of collectives in the runtime's trace and in plans."""
 
 GATHERS = ("all_gather", "gather_near")
-"""From all ranks that share the state, and from those that are near."""
+"""Gathers from all ranks that share the state, and from the near ranks."""
 COLLECTIVES = (*GATHERS, "reduce_scatter", "all_reduce", "gather_sums")
-"""Those of units; the planner predicts them."""
+"""The collectives of units; the planner predicts them."""
 EXCHANGE = "all_to_all"
-"""An optimizer of whole matrices issues it; its events belong to no unit."""
+"""Matrix optimizers issue it; its events belong to no unit."""

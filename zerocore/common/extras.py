@@ -1,10 +1,10 @@
-"""Errors where a library of an extra is not installed."""
+"""The error for a library of an extra that is not installed."""
 
 from __future__ import annotations
 
 
 def missing(library: str, extra: str, purpose: str) -> ModuleNotFoundError:
-    """The error where ``purpose``, such as ``"pictures of timelines"``, lacks ``library``."""
+    """Returns the error: ``purpose``, such as ``"pictures of timelines"``, needs ``library``."""
     return ModuleNotFoundError(
         f"{purpose}: {library} is not installed; pip install 'zerocore[{extra}]'", name=library
     )

@@ -23,11 +23,11 @@ _LOCAL_SIZES = (
 
 
 def local_ranks() -> int:
-    """Ranks of this machine by the variables of torchrun, MPI or srun; 1 without any."""
+    """Returns this machine's ranks from the variables of torchrun, MPI or srun; 1 without any."""
     for name in _LOCAL_SIZES:
         if name in os.environ:
             return int(os.environ[name])
-    tasks = [  # of each node: "4(x2),3" is 4, 4, 3
+    tasks = [  # per node: "4(x2),3" means 4, 4, 3
         int(count)
         for count, times in re.findall(
             r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
@@ -38,7 +38,7 @@ def local_ranks() -> int:
 
 
 def num_cores(processors: Iterable[int], folder: Path = _PROCESSORS) -> int:
-    """Physical cores behind logical processors; each is one where the system does not tell."""
+    """Returns the physical cores of logical processors; counts each as one if unknown."""
     siblings = set()
     for processor in processors:
         path = folder / f"cpu{processor}" / "topology" / "thread_siblings_list"
@@ -47,10 +47,10 @@ def num_cores(processors: Iterable[int], folder: Path = _PROCESSORS) -> int:
 
 
 def host_threads(local_ranks: int) -> int:
-    """Threads for one rank's work on the host: at least 1, at most one for each physical core.
+    """Returns the threads for a rank's work on the host: from 1 to one per physical core.
 
-    A rank that was bound to cores (by ``numactl``, ``taskset``, a scheduler) has those to itself.
-    One that may run wherever its launcher may shares the cores with the other ``local_ranks``.
+    A rank that is bound to cores (by ``numactl``, ``taskset``, a scheduler) has them to itself. A
+    rank that may run on its launcher's cores shares them with the other ``local_ranks``.
     """
     if not hasattr(os, "sched_getaffinity"):
         return max(1, (os.cpu_count() or 1) // local_ranks)
@@ -60,10 +60,10 @@ def host_threads(local_ranks: int) -> int:
 
 
 def update_threads(device: torch.device) -> int:
-    """Threads that share an update on the host while ``device`` computes.
+    """Returns the threads that share an update on the host while ``device`` computes.
 
-    One core is left to the thread that feeds a device. Where the CPU computes as well, the update
-    has as many threads as torch computes with, which is what a user has set for that.
+    Leaves one core to the thread that feeds a device. If the CPU computes as well, the update has
+    no more threads than torch, a number that the user may have set.
     """
     cores = host_threads(local_ranks())
     if device.type == "cpu":
@@ -76,14 +76,14 @@ _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_byt
 
 
 def obtainable_nbytes(local_ranks: int, system: Path = _SYSTEM) -> int | None:
-    """Most bytes that each of so many ranks of this machine can have; None where nobody says.
+    """Returns the most bytes that each of so many ranks can have here; None if unknown.
 
-    Memory that this process holds now counts, as a model's parameters give place to their shards. A
-    container's limit counts as a whole.
+    Counts the memory of this process, because shards will replace a model's parameters. Counts a
+    container's limit in full.
     """
     try:
         lines = (system / "proc/meminfo").read_text().splitlines()
-        figures = {name: int(rest.split()[0]) for name, rest in (each.split(":") for each in lines)}
+        figures = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
         free = (figures["MemAvailable"] + figures["SwapFree"]) * 1024
         pages = int((system / "proc/self/statm").read_text().split()[1])
     except (OSError, KeyError, ValueError, IndexError):
@@ -94,27 +94,27 @@ def obtainable_nbytes(local_ranks: int, system: Path = _SYSTEM) -> int | None:
 
 
 def _container_limits(system: Path) -> list[int]:
-    found = []
+    limits = []
     for name in _LIMITS:
-        with suppress(OSError, ValueError):  # none, or "max"
-            found.append(int((system / name).read_text()))
-    return found
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int((system / name).read_text()))
+    return limits
 
 
 def check_obtainable(nbytes: int, local_ranks: int) -> None:
-    """Raises MemoryError if a rank cannot have so many bytes, whatever becomes free."""
+    """Raises MemoryError if a rank can never have so many bytes on this machine."""
     most = obtainable_nbytes(local_ranks)
     if most is not None and nbytes > most:
         raise MemoryError(shortage(nbytes, local_ranks))
 
 
 def shortage(nbytes: int, local_ranks: int) -> str:
-    """The sentence of an error about memory that cannot be had."""
+    """Returns the message of an error about memory that the host does not have."""
     most = obtainable_nbytes(local_ranks)
     available = "unknown" if most is None else f"{most:,} bytes"
     shared = "" if local_ranks == 1 else f", shared by {local_ranks} ranks"
     return (
         f"offload=: this rank wants {nbytes:,} bytes of the host's memory; available: {available} "
-        f"on this machine{shared}. Let less leave the device, put it on a disk (states='disk', "
-        "path=), or use more ranks or machines"
+        f"on this machine{shared}. Offload less, offload to a disk (states='disk', path=), or use "
+        "more ranks or machines"
     )

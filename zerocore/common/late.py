@@ -1,11 +1,11 @@
-"""Functions that the core calls and packages over it have: each is imported at its first call."""
+"""Calls functions of packages above the core, and imports each at its first call."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-modules: dict[str, str] = {}  # by the name of a function that one has
+modules: dict[str, str] = {}  # by function name: the module that has it
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:

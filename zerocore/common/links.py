@@ -1,4 +1,4 @@
-"""Links between ranks: how long a collective takes on them, and presets with their sources."""
+"""Links between ranks: a model of the time of a collective, and presets with their sources."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zerocore.common.quantities import format_nbytes, parse_bandwidth, parse_seconds
 
-# Of the full buffer; an operation that is not here is an error.
+# Multiples of the full buffer that a collective moves.
 _SHARES = {
     "all_gather": 1.0,
     "gather_near": 1.0,
@@ -22,13 +22,13 @@ class Link:
     """A modelled link.
 
     Attributes:
-        name: what tables call it.
+        name: its name in tables.
         bandwidth_bytes_per_s: bus bandwidth of a rank, as nccl-tests reports it.
-        latency_s: time of a call that moves nearly nothing.
-        source: where the figures are from.
+        latency_s: time of a call that moves almost nothing.
+        source: the source of the figures.
 
     Raises:
-        ValueError: a bandwidth that is not positive, or a negative latency.
+        ValueError: the bandwidth is not positive, or the latency negative.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Link:
             raise ValueError(f"link '{self.name}': latency must be 0 or more, got {self.latency_s}")
 
     def seconds(self, op: str, nbytes: int, world_size: int) -> float:
-        """Time of a collective whose full buffer has ``nbytes``.
+        """Returns the time of a collective whose full buffer has ``nbytes``.
 
         The model of nccl-tests (its PERFORMANCE.md): latency + traffic / bandwidth.
         """
@@ -53,12 +53,12 @@ class Link:
 
 
 LinkLike = Link | str | float
-"""A link, or a text or number that :func:`find_link` takes for one."""
+"""A link, or a text or number that :func:`find_link` converts to one."""
 
 
 def traffic_nbytes(op: str, nbytes: int, world_size: int) -> float:
-    """Bytes that one rank sends for a collective whose full buffer has ``nbytes``: (N - 1) / N of
-    it, and for an all-reduce twice that."""
+    """Returns the bytes that one rank sends for a collective whose full buffer has ``nbytes``:
+    (N - 1) / N of it, and twice that for an all-reduce."""
     return _SHARES[op] * nbytes * (world_size - 1) / world_size
 
 
@@ -79,21 +79,21 @@ PRESETS: dict[str, Link] = {
         Link("eth100", 12e9, 35e-6, _ETH100),
     )
 }
-"""Links by name; those of a network count one port for each GPU."""
+"""Links by name; network links count one port per GPU."""
 
 
 DEFAULT_LATENCY = "12us"
-"""Of a link that is given as a bandwidth alone."""
+"""The latency of a link that a caller gives only as a bandwidth."""
 
 
 def find_link(link: LinkLike) -> Link:
-    """A link from a preset's name, a bandwidth, or a bandwidth and a latency.
+    """Returns a link from a preset's name, a bandwidth, or a bandwidth and a latency.
 
-    The latter two as text, such as ``"450GB/s"``, ``"450GB/s,12us"`` or ``"inf"``; a number is
-    bytes per second. Without a latency it is :data:`DEFAULT_LATENCY`.
+    The latter two are texts, such as ``"450GB/s"``, ``"450GB/s,12us"`` or ``"inf"``; a number is
+    bytes per second. The default latency is :data:`DEFAULT_LATENCY`.
 
     Raises:
-        ValueError: what is none of these; the presets are named.
+        ValueError: another text or a negative number; the message names the presets.
         TypeError: neither text, a number nor a link.
     """
     if isinstance(link, Link):

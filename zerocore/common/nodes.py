@@ -1,4 +1,4 @@
-"""Machines by name: GPUs, the links in a node and its network ports, with their sources."""
+"""Machines by name: GPUs, the links in a node and its network ports, with sources."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from zerocore.common.links import PRESETS, Link
 
 MATMUL_SHARE = 0.8
-"""Share of the best measured matrix product that the products of a training step are assumed to
-reach: other shapes, lower clocks under load, collectives beside them."""
+"""Assumed speed of a training step's matrix products, as a share of the best measured product:
+shapes differ, clocks are lower under load, and collectives run at the same time."""
 
 MEMORY_SHARE = 0.85
-"""Share of the memory's bandwidth that elementwise kernels are assumed to reach."""
+"""Assumed share of the memory's bandwidth that elementwise kernels reach."""
 
 COMPILED_TRAFFIC = 0.4
-"""Share of the elementwise kernels' traffic that is assumed to be left under torch.compile."""
+"""Assumed share of the elementwise kernels' traffic that remains under torch.compile."""
 
 BASE_LATENCY_S, HOP_S, NETWORK_HOP_S = 8.4e-6, 3.4e-6, 9.6e-6
 """A ring of N ranks makes N - 1 hops: NCCL's own model, src/graph/tuning.cc (Ring, Simple)."""
@@ -30,11 +30,11 @@ class Gpu:
         memory_nbytes: bytes of its memory.
         peak_flops: dense bf16 operations per second, NVIDIA's data sheet.
         fp32_flops: fp32 operations per second without TF32, NVIDIA's data sheet.
-        matmul_flops: bf16 operations per second of the best matrix product that was measured.
-        attention_flops: operations per second of fused attention, without those that a causal
-            mask skips.
+        matmul_flops: bf16 operations per second of the best measured matrix product.
+        attention_flops: operations per second of fused attention, without the operations that a
+            causal mask skips.
         memory_bytes_per_s: bandwidth of its memory, NVIDIA's data sheet.
-        source: where ``matmul_flops`` and ``attention_flops`` are from.
+        source: the source of ``matmul_flops`` and ``attention_flops``.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Gpu:
     source: str = ""
 
     def seconds(self, work: Work, compiled: bool = False) -> float:
-        """Time of kernels that run one after the other."""
+        """Returns the time of kernels that run one after the other."""
         traffic = work.moved_nbytes * (COMPILED_TRAFFIC if compiled else 1.0)
         return (
             work.products / (MATMUL_SHARE * self.matmul_flops)
@@ -63,8 +63,8 @@ class Work:
 
     Attributes:
         products: operations of matrix products and convolutions in 16 bits.
-        products_fp32: the same in fp32.
-        attention: operations of fused attention; half of the square where it is causal.
+        products_fp32: operations of matrix products and convolutions in fp32.
+        attention: operations of fused attention; half of the square if it is causal.
         moved_nbytes: bytes that all other kernels read and write.
     """
 
@@ -76,15 +76,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of several GPUs with network ports, many of which make a cluster.
+    """A machine of several GPUs with network ports, one node of a cluster.
 
     Attributes:
         name: such as ``8xH100-ib400``.
-        gpu: its GPUs.
-        num_ranks: how many of them.
-        inside: the link between them.
+        gpu: the kind of its GPUs.
+        num_ranks: the number of its GPUs.
+        inside: the link between its GPUs.
         port: a network port.
-        num_ports: how many of them, shared by the GPUs.
+        num_ports: the number of its network ports, which the GPUs share.
     """
 
     name: str
@@ -95,10 +95,10 @@ class Node:
     num_ports: int
 
     def link(self, num_ranks: int, stride: int = 1) -> Link:
-        """The link of a group: ranks that are ``stride`` apart, numbered node by node.
+        """Returns the link of a group whose ranks are ``stride`` apart, numbered node by node.
 
-        NCCL makes a ring for each port, so a group that fills its nodes has all ports of a node;
-        groups that run side by side share them.
+        NCCL makes a ring per port, so a group that fills its nodes has all ports of a node. Groups
+        that run at the same time share them.
         """
         if 1 + (num_ranks - 1) * stride <= self.num_ranks:
             return self.inside
@@ -115,7 +115,7 @@ class Node:
         return Link(f"{ports}{self.port.name}", bandwidth, latency, self.port.source)
 
     def assumptions(self) -> str:
-        """The figures that predictions on this machine rest on, in one sentence."""
+        """Returns a sentence with the figures that predictions on this machine assume."""
         gpu = self.gpu
         return (
             f"{self.name}: {gpu.peak_flops / 1e12:,.4g} TFLOP/s dense bf16 at most, of which "
@@ -158,18 +158,18 @@ _PORT = (
     "a port of {} Gb/s of which 92 % are assumed: 46 to 48 of 50 GB/s, NVIDIA/nccl-tests issue 290"
 )
 MACHINES = ("8xH100-ib400", "8xH200-ib400", "8xB200-ib400", "8xA100-ib200", "8xL40S-1xeth100")
-"""Names that :func:`find_node` takes, for example."""
+"""Examples of names for :func:`find_node`."""
 
 
 def find_node(name: str | Node) -> Node:
-    """A machine by name: GPUs in a node, their model, and the network.
+    """Returns a machine from its name: GPUs in a node, their model, and the network.
 
-    ``8xH100-ib400`` has 8 H100 and, for each of them, a port of 400 Gb/s; ``8xA100-4xeth100`` has 4
-    ports of 100 Gb/s in a node. ``H100`` alone has 8 GPUs and the usual network, as has
+    ``8xH100-ib400`` has 8 H100 and a port of 400 Gb/s for each; ``8xA100-4xeth100`` has 4 ports of
+    100 Gb/s in a node. ``H100`` alone means 8 GPUs and the usual network, and so does
     ``l40s-pcie``.
 
     Raises:
-        ValueError: no such machine.
+        ValueError: an unknown machine.
         TypeError: neither text nor a node.
     """
     if isinstance(name, Node):
@@ -198,4 +198,4 @@ def find_node(name: str | Node) -> Node:
 
 
 DEFAULT_NODE = find_node("8xH100-ib400")
-"""The machine of a plan that names none."""
+"""The machine of a plan without one."""

@@ -1,4 +1,4 @@
-"""Functions in the place of torch's, written as functions of the original and its arguments."""
+"""Writes replacements of torch's functions as functions of the original and its arguments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def around(body: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Makes of ``body(original, *args, **kwargs)`` the wrapper of an original function.
+    """Makes a wrapper of an original function from ``body(original, *args, **kwargs)``.
 
-    A call of the original costs one more call of Python, so functions of each step do without.
+    It adds one Python call, so functions that run often in a step do not use it.
     """
 
     @wraps(body)

@@ -20,7 +20,7 @@ _PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 
 
 def parse_nbytes(value: str | int | float, name: str = "memory") -> int:
-    """Bytes from a number or from text such as ``"24GiB"`` (2**30) or ``"24GB"`` (10**9)."""
+    """Returns bytes from a number or a text such as ``"24GiB"`` (2**30) or ``"24GB"`` (10**9)."""
     nbytes = _parse(value, name, _NBYTES, "24GiB")
     if math.isinf(nbytes):
         raise ValueError(f"{name} must be a number of bytes, got {value!r}")
@@ -28,17 +28,17 @@ def parse_nbytes(value: str | int | float, name: str = "memory") -> int:
 
 
 def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
-    """Bytes per second from a number or from text such as ``"450GB/s"`` or ``"400Gbit/s"``."""
+    """Returns bytes per second from a number or a text such as ``"450GB/s"``, ``"400Gbit/s"``."""
     return _parse(value, name, _BANDWIDTHS, "450GB/s")
 
 
 def parse_seconds(value: str | float) -> float:
-    """Seconds from a number or from text such as ``"12us"``."""
+    """Returns seconds from a number or a text such as ``"12us"``."""
     return _parse(value, "latency", _TIMES, "12us")
 
 
 def parse_flops(value: str | float) -> float:
-    """Floating-point operations per second from a number or from text such as ``"400TFLOP/s"``."""
+    """Returns floating-point operations per second from a number or such as ``"400TFLOP/s"``."""
     rate = _parse(value, "flops", _RATES, "400TFLOP/s")
     if rate == 0:
         raise ValueError(f"flops must be positive, got {value!r}")
@@ -64,12 +64,12 @@ def _parse_text(text: str, units: dict[str, float], expected: str) -> float:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """``"38.50 GB"``: decimal units, as in the arithmetic of bytes times parameters."""
+    """Formats bytes in decimal units, such as ``"38.50 GB"``."""
     return _format(nbytes, "B", "PTGMk")
 
 
 def format_flops(flops: float) -> str:
-    """``"58.08 TFLOP"``: a number of operations."""
+    """Formats a number of operations, such as ``"58.08 TFLOP"``."""
     return _format(flops, "FLOP", "PTGM")
 
 
@@ -82,10 +82,10 @@ def _format(value: float, unit: str, prefixes: str) -> str:
 
 
 def format_number(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
-    """Shows a number times ``scale`` with so many digits behind the point; ``-`` for None."""
+    """Returns a formatter of numbers times ``scale`` with so many decimals; ``-`` for None."""
     return lambda value: "-" if value is None else f"{value * scale:,.{digits}f}"
 
 
 def format_seconds(seconds: float) -> str:
-    """``"1.25 s"`` or ``"12.5 ms"``."""
+    """Formats seconds, such as ``"1.25 s"`` or ``"12.5 ms"``."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"

@@ -1,4 +1,4 @@
-"""Tables as text: drawn by rich where it is installed, otherwise with spaces."""
+"""Renders tables as text, with rich if it is installed, otherwise with spaces."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ WIDTH = 120
 
 
 def print_table(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
-    """Prints it as wide as the terminal; :data:`WIDTH` columns where there is none."""
+    """Prints a table as wide as the terminal; :data:`WIDTH` columns without one."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     print(render_table(on_terminal(title), rows, notes, width))
 
 
 def on_terminal(text: str) -> str:
-    """The text without what a terminal would take for a command."""
+    """Escapes the characters that a terminal could take for commands."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def render_table(
     title: str, rows: Sequence[Sequence[str]], notes: Sequence[str] = (), width: int = WIDTH
 ) -> str:
-    """The table as text; the first row names the columns, the first column is left-aligned."""
+    """Returns the table; the first row names the columns, the first column is left-aligned."""
     lines = [f"  {on_terminal(note)}" for note in notes]
     rows = [[on_terminal(cell) for cell in row] for row in rows]
     return "\n".join([title, _drawn(rows, width) or _plain(rows), *lines])
@@ -41,9 +41,9 @@ def _drawn(rows: Sequence[Sequence[str]], width: int) -> str:
     for index, column in enumerate(rows[0]):
         table.add_column(column, justify="right" if index else "left")
     for row in rows[1:]:
-        table.add_row(*map(Text, row))  # a name is no markup
+        table.add_row(*map(Text, row))  # a name is not markup
     text = io.StringIO()
-    # In a notebook rich would also show the table itself, and nothing of it in a forked rank.
+    # In a notebook, rich would also show the table itself, but not in a forked rank.
     Console(file=text, width=width, color_system=None, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 

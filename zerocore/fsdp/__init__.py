@@ -1,4 +1,4 @@
-"""FSDP2's interface on this engine: what ``torch.distributed.fsdp`` exports of it, by its names."""
+"""FSDP2's interface on this engine, with the names that ``torch.distributed.fsdp`` exports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NAMES: tuple[Any, ...] = (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-# Where torch exports them.
+# The modules of torch that export them.
 _PLACES = (
     "torch.distributed.fsdp",
     "torch.distributed.fsdp._fully_shard",
@@ -51,17 +51,16 @@ _replaced: list[tuple[ModuleType, str, Any]] = []
 
 
 def install() -> None:
-    """From now on ``from torch.distributed.fsdp import fully_shard`` imports this one.
+    """Makes ``from torch.distributed.fsdp import fully_shard`` import this one from now on.
 
-    Call it before a library that imports the names at its top is imported. Calling it twice is
-    calling it once.
+    Call it before you import a library that imports these names. A second call does nothing.
     """
     if _replaced:
         return
     for place in _PLACES:
         try:
             module = importlib.import_module(place)
-        except ImportError:  # gone from a later torch
+        except ImportError:  # a later torch lacks it
             continue
         for value in _NAMES:
             name = value.__name__
@@ -71,7 +70,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes :func:`install`; models that were sharded in between stay as they are."""
+    """Undoes :func:`install`; models that are sharded already do not change."""
     while _replaced:
         module, name, value = _replaced.pop()
         setattr(module, name, value)
@@ -79,7 +78,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """:func:`install`, until the block ends."""
+    """Applies :func:`install` within a block."""
     install()
     try:
         yield

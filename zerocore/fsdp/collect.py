@@ -1,4 +1,4 @@
-"""The units of a tree of fully sharded modules, checked, for the builder."""
+"""Collects and checks the units of a tree of fully sharded modules, for the builder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from zerocore.sharding.builder import Kind, Sharding
 
 
 def collect_rows(root: Root, kind: Kind, all_ranks: Ranks, device: torch.device) -> Sharding:
-    """All groups with parameters as units; raises ValueError, RuntimeError or NotImplementedError
-    if the model cannot be trained like this. ``all_ranks``: of the root's mesh."""
+    """Returns all groups with parameters as units. Raises ValueError, RuntimeError or
+    NotImplementedError if the model cannot be trained so. ``all_ranks``: the root mesh's."""
     meshes = list(dict.fromkeys([root.group.mesh, *(group.mesh for _, group in root.groups)]))
     for path, group in root.groups:
         group.path = path
@@ -27,7 +27,7 @@ def collect_rows(root: Root, kind: Kind, all_ranks: Ranks, device: torch.device)
         group.unit = number
     ranks = [all_ranks, *(ranks_of(mesh, "mesh") for mesh in meshes[1:])]
     _check(root, set(ranks[0].members))
-    ranks = [_with_near(root, mesh, each) for mesh, each in zip(meshes, ranks, strict=True)]
+    ranks = [_with_near(root, mesh, sharing) for mesh, sharing in zip(meshes, ranks, strict=True)]
     units = [
         UnitPlanned(
             _name_of(root, group),
@@ -78,7 +78,7 @@ def _with_near(root: Root, mesh: DeviceMesh, ranks: Ranks) -> Ranks:
     if len(numbers) > 1:
         raise NotImplementedError(
             f"reshard_after_forward={numbers[0]} and {numbers[1]}: zerocore.fsdp takes one "
-            "number of ranks for a mesh"
+            "number of ranks per mesh"
         )
     return with_near(ranks, numbers[0] if numbers else None)
 
@@ -88,7 +88,7 @@ def _check(root: Root, members: set[int]) -> None:
     if len({group.offloads for group in root.with_params()}) > 1:
         raise NotImplementedError(
             "offload_policy: some modules of this model have a CPUOffloadPolicy and others do "
-            "not; zerocore.fsdp takes one policy for a model"
+            "not; zerocore.fsdp takes one policy per model"
         )
     if len({wire_dtype_of(group.policy) is None for group in root.with_params()}) > 1:
         raise NotImplementedError(
@@ -99,7 +99,7 @@ def _check(root: Root, members: set[int]) -> None:
         if not set(group.mesh.mesh.flatten().tolist()) <= members:
             raise ValueError(
                 f"module '{name}' is sharded over {group.mesh}, the root over "
-                f"{root.group.mesh}; zerocore.fsdp takes a mesh of the root's ranks"
+                f"{root.group.mesh}; use a mesh of the root's ranks for the module"
             )
         for param in group.params:
             param.take_registered()
@@ -116,17 +116,17 @@ def _check_ties(root: Root) -> None:
         owner, key = param.owners[0]
         fqn = f"{paths[owner]}.{key}" if paths.get(owner) else param.fqn
         params.append((fqn, param.extent))
-        keys: list[object] = [param.origin]
+        ties: list[object] = [param.origin]
         if param.extent is not None:
-            keys.append((param.extent.key, param.shard.requires_grad))
-        for each in keys:
-            if each in names:
+            ties.append((param.extent.key, param.shard.requires_grad))
+        for tie in ties:
+            if tie in names:
                 raise ValueError(
                     f"Parameter '{fqn}' is shared with a parameter already managed by another "
-                    f"FSDP group ('{names[each]}'). For shared/tied parameters, use "
+                    f"FSDP group ('{names[tie]}'). For shared/tied parameters, use "
                     "fully_shard([module_a, module_b]) to place them in the same FSDP group."
                 )
-        names.update(dict.fromkeys(keys, fqn))
+        names.update(dict.fromkeys(ties, fqn))
     check_apart(params, [root.module])
 
 

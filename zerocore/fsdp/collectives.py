@@ -1,4 +1,4 @@
-"""Collectives and hooks of a program's own, in FSDP2's interface."""
+"""Passes a program's own collectives and hooks, in FSDP2's interface, to the engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zerocore.fsdp.group import Group
 
 
 def set_collectives(settings: UnitSettings, group: Group) -> None:
-    """Tells the engine what is set for the group."""
+    """Passes the group's collectives and its hook to the engine."""
     settings.gather = None if group.all_gather is None else _gather_by(group)
     settings.reduce = None if group.reduce_scatter is None else _reduce_by(group)
     settings.after_reduce = group.after_reduce
 
 
 def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
-    """``hook`` on that stream of a device, between what runs before it and behind it."""
+    """Runs ``hook`` on ``stream``, ordered after earlier work and before later work."""
 
     def hooked(reduced: Tensor) -> None:
         module = torch.get_device_module(reduced.device)
@@ -36,7 +36,7 @@ def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor],
 
 def _gather_by(group: Group) -> Callable[[Tensor, Tensor], Any]:
     dtypes = {group.policy.param_dtype or param.shard.dtype for param in group.params}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8  # several travel as bytes, as torch's
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8  # as in torch: bytes for several
     comm, options = group.all_gather, _options(group)
 
     def gather(to: Tensor, own: Tensor) -> Any:
@@ -55,6 +55,6 @@ def _reduce_by(group: Group) -> Callable[[Tensor, Tensor], Any]:
 
 
 def _options(group: Group) -> dict[str, Any]:
-    """The ranks, and whether the host waits: on a device the engine's stream keeps the order."""
+    """Returns the group, and ``async_op``: a device's stream keeps the order without a handle."""
     mesh = group.mesh
     return {"group": mesh.get_group(mesh.ndim - 1), "async_op": mesh.device_type == "cpu"}

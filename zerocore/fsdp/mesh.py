@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True)
 class DataMesh:
-    """The ranks of data parallelism, and the mesh of all parallelisms that they were cut from."""
+    """The data-parallel ranks, and the mesh of all parallelisms that has them as dimensions."""
 
     mesh: DeviceMesh  # 1-D, or 2-D of replicas by shards
-    spmd: DeviceMesh | None = None  # of all parallelisms; None if the caller gave ``mesh`` alone
-    names: tuple[str, ...] = ()  # the dimensions of ``spmd`` that are those of data parallelism
+    spmd: DeviceMesh | None = None  # of all parallelisms; None if the caller passed only ``mesh``
+    names: tuple[str, ...] = ()  # the data-parallel dimensions of ``spmd``
 
     @property
     def num_shards(self) -> int:
@@ -29,27 +29,28 @@ class DataMesh:
 
     @property
     def others(self) -> DeviceMesh | None:
-        """The dimensions of ``spmd`` that are not those of data parallelism."""
+        """The dimensions of ``spmd`` other than the data-parallel ones."""
         others = tuple(name for name in self.spmd_names if name not in self.names)
         return self.spmd[others] if self.spmd is not None and others else None
 
     @property
     def num_before(self) -> int:
-        """How many of the others come before those of data parallelism."""
+        """The number of other dimensions before the first data-parallel one."""
         return next((i for i, name in enumerate(self.spmd_names) if name in self.names), 0)
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the dimensions follow each other in ``spmd``, replicas first."""
+        """Whether the data-parallel dimensions are consecutive in ``spmd``, replicas first."""
         begin = self.num_before
         return self.spmd_names[begin : begin + len(self.names)] == self.names
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
-    """``mesh``, or that of all ranks; with ``dims``, a DataParallelMeshDims, what they name in it.
+    """Returns the data mesh of ``mesh``, by default all ranks. With ``dims``, a
+    DataParallelMeshDims, it has only these dimensions.
 
-    Raises ValueError unless the mesh is 1-D or a named 2-D one of replicas by shards, or for
-    ``dims`` that name no dimension of it, NotImplementedError for ``dims`` without a shard one.
+    Raises ValueError unless the mesh is 1-D or a named 2-D one of replicas by shards, or if
+    ``dims`` name no dimension of it, NotImplementedError for ``dims`` without a shard dimension.
     """
     if mesh is None:
         mesh = _default_mesh()
@@ -63,11 +64,11 @@ def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
 
 
 def data_mesh_of(info: Any) -> DataMesh:
-    """The same of an FSDPMeshInfo or HSDPMeshInfo; raises NotImplementedError for another one,
-    which has no dimension to shard over."""
+    """Returns the data mesh of an FSDPMeshInfo or HSDPMeshInfo; raises NotImplementedError for
+    another class, which has no dimension to shard over."""
     if getattr(info, "shard_mesh_dim", None) is None:
         raise NotImplementedError(
-            f"{type(info).__name__}: zerocore.fsdp takes meshes with a dimension to shard over; "
+            f"{type(info).__name__}: zerocore.fsdp needs a mesh dimension to shard over; "
             "for replicas alone use DistributedDataParallel, or shard over a dimension of size 1"
         )
     dims = info.dp_mesh_dims
@@ -83,7 +84,7 @@ def _checked(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError(
             "Please init the 2D mesh for HSDP with mesh_dim_names specified: the first dimension "
-            "are replicas, over the second parameters are sharded"
+            "has the replicas, the second the shards"
         )
     return mesh
 
@@ -96,7 +97,7 @@ def _default_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where parameters of the mesh lie on this rank."""
+    """Returns this rank's device of a mesh's parameters."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(

@@ -1,4 +1,4 @@
-"""The class that fully sharded modules get: their calls, and what may be set for each."""
+"""The class that ``fully_shard`` gives to modules: their calls and their settings."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from zerocore.model.unit_call import UnitCall
 
 
 class GradientReduction:
-    """Of gradients that are reduced, see :meth:`FSDPModule.finalize_backward`."""
+    """The handle that :meth:`FSDPModule.finalize_backward` returns."""
 
     def wait(self) -> None:
-        """Returns when gradients may be read: at once."""
+        """Returns at once: the gradients are reduced already."""
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """Of a module whose parameters are being gathered, see :meth:`FSDPModule.unshard`."""
+    """The handle of a gather, see :meth:`FSDPModule.unshard`."""
 
     def __init__(self, groups: list[Group]) -> None:
         self._groups = groups
 
     def wait(self) -> None:
-        """Returns when the module's full parameters may be used and are registered."""
+        """Waits until the module's full parameters are registered and may be used."""
         groups, self._groups = self._groups, []
         for group in groups:
             if (engine := group.engine) is not None:
@@ -42,15 +42,15 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class FSDPModule(TorchFSDPModule):
-    """A module that gathers its parameters around its calls.
+    """A module that unshards its parameters around its calls.
 
-    Instances come from :func:`fully_shard`. The methods mean what they mean in
-    ``torch.distributed.fsdp``; what is a hint there (prefetch lists, streams, buffers) is accepted
-    and changes nothing, as the order of gathers is learned from the calls.
+    Instances come from :func:`fully_shard`. The methods mean the same as in
+    ``torch.distributed.fsdp``. Hints (prefetch lists, streams, buffers) are accepted and change
+    nothing, because the engine learns the order of gathers from the calls.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an instance of the class that was sharded: a slice of a container is not."""
+        """Makes an instance of the original class: a slice of a sharded container is plain."""
         original: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 2]
         return original(*args, **kwargs)
 
@@ -86,15 +86,15 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         root = self._group().root
         if root is not None:
-            root.release()  # moves replace tensors, which the engine holds
+            root.release()  # a move replaces tensors that the engine holds
         original: Any = super(TorchFSDPModule, self)
         return original._apply(*args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's own parameters, until its forward or :meth:`reshard`; collective.
+        """Unshards this module's own parameters until its forward or :meth:`reshard`; collective.
 
         Args:
-            async_op: return a handle to wait for, instead of waiting.
+            async_op: return a handle at once, instead of waiting for the gather.
         """
         groups = [group for group in self._groups(False) if group.params]
         handle = UnshardHandle(groups)
@@ -109,13 +109,13 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Gives this module's own full parameters back, unless a call of it is under way."""
+        """Reshards this module's own parameters, unless one of its calls is running."""
         for group in self._groups(False):
             if group.params and (engine := group.engine) is not None:
                 engine.reshard(group.unit)
 
     def reset_iter_state(self) -> None:
-        """Drops what a failed forward or backward left; the next forward does so by itself.
+        """Drops the state of a failed forward or backward, as the next forward does by itself.
 
         Raises:
             RuntimeError: the module is not the root.
@@ -129,15 +129,15 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards reduce gradients; without, they add up on this rank."""
+        """Sets whether backwards reduce gradients; if not, they accumulate on this rank."""
         self._set(recurse, reduces=requires_gradient_sync, reduces_across=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backwards reduce over replicas; without, gradients add up on this rank."""
+        """Sets whether backwards reduce over replicas; if not, this rank accumulates gradients."""
         self._set(recurse, reduces_across=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether full parameters are given back after the forward.
+        """Sets whether parameters are resharded after the forward.
 
         Raises:
             ValueError: not a bool.
@@ -150,20 +150,20 @@ class FSDPModule(TorchFSDPModule):
             root = group.root
             retains = bool(group.reshard_after_forward) != reshard_after_forward
             if root is not None and (group.num_near > 1 or (root.group is group and retains)):
-                root.release()  # it was made for near ranks, or for a root that stays
+                root.release()  # its engine has near ranks, or a root that stays unsharded or not
         self._set(recurse, reshard_after_forward=reshard_after_forward, num_near=1)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether full parameters are given back after the backward."""
+        """Sets whether parameters are resharded after the backward."""
         self._set(recurse, reshard_after_backward=reshard_after_backward)
 
     def set_manual_backward_finalization(self, enable: bool) -> None:
-        """Until :meth:`finalize_backward` no gradient is reduced and no module resharded.
+        """Sets whether backwards leave reductions and reshards to :meth:`finalize_backward`.
 
-        Backwards, also those of a pipeline that are for inputs or weights only, add their gradients
-        in full to those of this root. Switching it off drops what was not finalized.
+        Backwards then accumulate full gradients in this root, also a pipeline's backwards for
+        inputs or weights only. ``enable=False`` drops gradients that were not finalized.
         """
         root = root_of(self._group())
         engine = ready(root).engine
@@ -174,10 +174,10 @@ class FSDPModule(TorchFSDPModule):
         root.is_manual = enable
 
     def finalize_backward(self, async_op: bool = False) -> GradientReduction | None:
-        """Reduces the gradients of all backwards since the last one, and reshards.
+        """Reduces the gradients of all backwards since the last call, and reshards.
 
         Args:
-            async_op: a hint: return a handle to wait for. All is reduced when this returns.
+            async_op: return a handle. The gradients are reduced when this returns, all the same.
 
         Raises:
             RuntimeError: :meth:`set_manual_backward_finalization` was not called before.
@@ -196,43 +196,43 @@ class FSDPModule(TorchFSDPModule):
         return GradientReduction() if async_op else None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides the sum of the ranks' gradients by ``factor`` instead of their number."""
+        """Divides the sum of the ranks' gradients by ``factor`` instead of the number of ranks."""
         self._set(False, divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """As :meth:`set_gradient_divide_factor`."""
+        """Does the same as :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """A hint: every backward waits for its reductions at its end."""
+        """Changes nothing: every backward waits for its reductions at its end."""
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """A hint: the order of gathers is learned."""
+        """Changes nothing: the engine learns the order of gathers."""
         _check_modules(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """A hint: the order of gathers is learned."""
+        """Changes nothing: the engine learns the order of gathers."""
         _check_modules(modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """A hint: gathers wait for the stream that the optimizer runs on."""
+        """Changes nothing: gathers wait for the stream that the optimizer runs on."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """A hint: reductions are sums of gradients that were divided before."""
+        """Changes nothing: reductions sum gradients that are divided beforehand."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """A hint: a module that a backward goes through is gathered for it."""
+        """Changes nothing: a backward unshards the modules that it goes through."""
 
     def set_reduce_scatter_unused_params(self, *args: Any, **kwargs: Any) -> None:
-        """A hint: parameters without a gradient count as zero where another rank has one."""
+        """Changes nothing: a missing gradient counts as zero if another rank has one."""
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """A hint: one buffer is in flight.
+        """Changes only what readers of FSDP2's state see: one buffer is in flight.
 
         Raises:
-            TypeError, ValueError: not a number of 1 or more.
+            TypeError, ValueError: not an integer of 1 or more.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
@@ -243,15 +243,15 @@ class FSDPModule(TorchFSDPModule):
         self._set(recurse, max_input_buffers=max_input_buffers)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """A hint."""
+        """Changes nothing."""
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers this module's parameters by ``comm``.
 
         Args:
-            comm: an ``AllGather`` of torch. It is called with the output, of all ranks, the input,
-                this rank's part, the group and ``async_op``. Memory is the engine's: ``allocate``
-                is not called.
+            comm: an ``AllGather`` of torch, called with the output (all ranks' parts), the input
+                (this rank's part), the group and ``async_op``. The memory is the engine's:
+                ``allocate`` is not called.
 
         Raises:
             ValueError: the module's parameters are sharded over several meshes.
@@ -262,7 +262,7 @@ class FSDPModule(TorchFSDPModule):
         """Reduces this module's gradients by ``comm``, a ``ReduceScatter`` of torch.
 
         Raises:
-            ValueError: as of :meth:`set_custom_all_gather`.
+            ValueError: as :meth:`set_custom_all_gather`.
         """
         self._set_collective("set_custom_reduce_scatter", reduce_scatter=comm)
 
@@ -272,21 +272,21 @@ class FSDPModule(TorchFSDPModule):
         """Calls ``hook`` at the end of each backward with the gradients that it has reduced.
 
         Args:
-            hook: takes this rank's part of the unit's gradients, 1-D, in the dtype of ``.grad``;
-                summed over all ranks of the mesh, replicas included. Changes it in place.
-            stream: the one to run it on, of a device.
+            hook: changes in place this rank's part of the unit's gradients, 1-D, in the dtype of
+                ``.grad``, summed over all ranks of the mesh, replicas included.
+            stream: the device's stream to run it on.
 
         Raises:
-            ValueError: as of :meth:`set_custom_all_gather`, or a stream where there are replicas.
-            NotImplementedError: gradients lie on the host.
+            ValueError: as :meth:`set_custom_all_gather`, or a stream together with replicas.
+            NotImplementedError: the gradients are on the host.
         """
         group = self._group()
         if stream is not None and group.mesh.ndim > 1:
             raise ValueError("stream cannot be set when using native HSDP")
         if group.offloads:
             raise NotImplementedError(
-                "set_all_reduce_hook: gradients of this module go to the host when they are "
-                "reduced; leave offload_policy= out"
+                "set_all_reduce_hook: this module's gradients are copied to the host after their "
+                "reduction; leave offload_policy= out"
             )
         self._set_collective(
             "set_all_reduce_hook", after_reduce=hook if stream is None else on_stream(hook, stream)
@@ -301,10 +301,10 @@ class FSDPModule(TorchFSDPModule):
         self._set(False, **values)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """A hint: memory comes from the engine's pool.
+        """Changes nothing: memory comes from the engine's pool.
 
         Raises:
-            AssertionError: a collective of the program's own was set.
+            AssertionError: the program has set a collective of its own.
         """
         group = self._group()
         if group.all_gather is not None or group.reduce_scatter is not None:
@@ -314,7 +314,7 @@ class FSDPModule(TorchFSDPModule):
             )
 
     def set_keep_unsharded_storage(self, enable: bool) -> None:
-        """Refused where it is switched on: a block of the pool is another unit's next."""
+        """Rejects ``enable=True``: the pool gives the block of a resharded unit to other units."""
         if enable:
             raise NotImplementedError(
                 "zerocore.fsdp does not support FSDPModule.set_keep_unsharded_storage; call "
@@ -322,7 +322,7 @@ class FSDPModule(TorchFSDPModule):
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Refused: memory comes from the engine's pool."""
+        """Rejects the call: memory comes from the engine's pool."""
         raise NotImplementedError(
             "zerocore.fsdp does not support FSDPModule.set_symm_mem_for_comm; leave the call out, "
             "or shard this model with torch.distributed.fsdp"
@@ -331,10 +331,10 @@ class FSDPModule(TorchFSDPModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Whether reductions have a communicator of their own, as they have by default on NCCL.
+        """Sets whether reductions have a communicator of their own, the default on NCCL.
 
-        All modules below a root share one, so what is off for any of them is off for all. The
-        engine is made anew in the next forward.
+        All modules below a root share it, so ``enable=False`` for one of them turns it off for all.
+        The next forward makes a new engine.
         """
         for group in self._groups(recurse):
             if group.overlaps_reductions != enable:
@@ -351,19 +351,19 @@ def _check_modules(modules: Iterable[Any]) -> None:
 
 @cache
 def fsdp_class(cls: Any) -> Any:
-    """The class of fully sharded modules that were of ``cls``: ``FSDP`` before its name."""
+    """Returns the fully sharded class of ``cls``, with ``FSDP`` before its name."""
     for function in (FSDPModule.__call__, call, UnitCall.call, is_traced, call_traced):
         leave_out_of_graphs(function)
     return type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
 def show_shards(module: nn.Module, *args: Any) -> None:
-    """Before a state dict is read or loaded: modules show DTensors, between passes."""
+    """Reshards a module before its state dict is read or loaded, so that it shows DTensors."""
     cast(FSDPModule, module).reshard()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes ``module.<method_name>(...)`` gather parameters, as calling the module does.
+    """Makes ``module.<method_name>(...)`` unshard parameters, as a call of the module does.
 
     Does nothing for a module that is not fully sharded.
 
@@ -378,7 +378,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """A hint, accepted for the roots of pipeline stages: streams are shared already.
+    """Changes nothing: the roots of pipeline stages share streams already.
 
     Raises:
         ValueError: a module is not fully sharded.

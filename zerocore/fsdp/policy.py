@@ -1,4 +1,4 @@
-"""FSDP2's mixed precision, with dtypes for the wire alone."""
+"""FSDP2's mixed precision, with dtypes for gathers and for gradients on the wire."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from zerocore.options.precision import MixedPrecision, ParamTypes, check_wire, g
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(PolicyOfTorch):
-    """Torch's policy, which ``fully_shard`` takes, too, and dtypes of the wire.
+    """Torch's policy with two more dtypes; ``fully_shard`` takes both classes.
 
     Attributes:
-        wire_dtype: as of :class:`zerocore.MixedPrecision`; the policies of a model have one, or
-            none of them.
-        gather_dtype: as there; embeddings and parameters of fewer than two dimensions are gathered
-            as they are.
+        wire_dtype: as in :class:`zerocore.MixedPrecision`; all policies of a model have one, or
+            none has.
+        gather_dtype: as in :class:`zerocore.MixedPrecision`; embeddings and parameters of fewer
+            than two dimensions are gathered in their own dtype.
 
     Raises:
-        TypeError, ValueError: as of :class:`zerocore.MixedPrecision`.
+        TypeError, ValueError: as :class:`zerocore.MixedPrecision`.
     """
 
     wire_dtype: torch.dtype | None = None
@@ -36,27 +36,27 @@ class MixedPrecisionPolicy(PolicyOfTorch):
 
 
 def types_of(param: RowParam) -> ParamTypes:
-    """The dtypes of a parameter under its group's policy. Raises ValueError if gathers cannot move
-    it so, NotImplementedError for a ``gather_dtype`` of parameters on the host."""
-    own, policy = param.shard.dtype, param.group.policy
-    if not own.is_floating_point:
-        return ParamTypes(own, own, own, own)
-    model = policy.param_dtype or own
-    main = own if param.extension is None else model  # it is its own main weight
-    grad = param.shard.grad_dtype or own
-    reduce = wire_dtype_of(policy) or policy.reduce_dtype or (model if grad == own else grad)
+    """Returns a parameter's dtypes under its group's policy. Raises ValueError if ``gather_dtype``
+    cannot hold it, NotImplementedError for a ``gather_dtype`` of parameters on the host."""
+    dtype, policy = param.shard.dtype, param.group.policy
+    if not dtype.is_floating_point:
+        return ParamTypes(dtype, dtype, dtype, dtype)
+    model = policy.param_dtype or dtype
+    main = dtype if param.extension is None else model  # the shard is the main weight
+    grad = param.shard.grad_dtype or dtype
+    reduce = wire_dtype_of(policy) or policy.reduce_dtype or (model if grad == dtype else grad)
     types, gather = ParamTypes(model, main, reduce, grad), getattr(policy, "gather_dtype", None)
     if gather is None or param.extension is not None:
         return types
     if param.group.offloads:
         raise NotImplementedError(
-            f"parameter '{param.fqn}': gather_dtype={gather} is not built for parameters on the "
-            "host; leave it or offload_policy= out"
+            f"parameter '{param.fqn}': gather_dtype={gather} does not support parameters on the "
+            "host; leave out gather_dtype= or offload_policy="
         )
     mixed = MixedPrecision(gather_dtype=gather)
     return gathered_types(types, mixed, param.fqn, len(param.rows.shape), param.owners)
 
 
 def wire_dtype_of(policy: PolicyOfTorch) -> torch.dtype | None:
-    """The dtype that gradients travel in; None for a policy of torch."""
+    """Returns the dtype that gradients travel in; None for a policy of torch."""
     return policy.wire_dtype if isinstance(policy, MixedPrecisionPolicy) else None

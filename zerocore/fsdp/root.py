@@ -1,6 +1,4 @@
-"""Calls of fully sharded modules: the first one of a root makes the engine of its tree. Its shards
-are rows of each parameter.
-"""
+"""Runs calls of fully sharded modules. A root's first call makes its engine; shards are rows."""
 
 from __future__ import annotations
 
@@ -47,12 +45,12 @@ from zerocore.tensor.shown import ShownView, full_rows
 
 @eager  # torch.compile(root) would trace it
 def ready(root: Root) -> ShardState:
-    """The state; made anew if parameters were replaced or moved since. Collective then: raises
-    RuntimeError or ValueError on every rank if the model cannot be trained like this."""
+    """Returns the state. Makes it, which is collective, in the first call and after parameters were
+    replaced or moved; raises RuntimeError or ValueError on every rank if that is impossible."""
     if root.state is not None and not all(param.is_in_place() for param in root.params()):
         root.release()
     if root.state is None:
-        # The messages of ranks are none of the program's, nor part of a torch.func transform.
+        # The program's dispatch modes and torch.func transforms must not see the ranks' messages.
         with _disable_current_modes(), temporarily_clear_interpreter_stack():
             root.state = _make(root)
             give_rows_to_all()
@@ -64,7 +62,7 @@ def _make(root: Root) -> ShardState:
     device = device_of(root.group.mesh)
     collect = partial(collect_rows, root, Rows(), ranks, device)
     root.state = build(agreed(ranks, collect, device))
-    root.extensions = [each for _, group in root.groups for each in extensions_of(group)]
+    root.extensions = [ext for _, group in root.groups for ext in extensions_of(group)]
     for group in root.with_params():
         apply_settings(group)
     if root.is_manual:
@@ -73,9 +71,9 @@ def _make(root: Root) -> ShardState:
 
 
 def root_of(group: Group, is_provisional: bool = False) -> Root:
-    """The root that the group belongs to; itself, if no other was called before. If it
-    ``is_provisional`` another one may be called later. Raises RuntimeError if a module below has
-    been called as a root before, or it is one of several that are gathered together."""
+    """Returns the root of a group: the group itself if no module around it has been called. If it
+    ``is_provisional``, another root may be called later. Raises RuntimeError if a module below was
+    called as a root before, or if the root's group has several modules."""
     if group.root is None:
         _make_root(group)
     root = group.root
@@ -91,7 +89,7 @@ def _make_root(group: Group) -> None:
 
 
 def ready_state(group: Group) -> ShardState:
-    """The state of the group's root, made if need be; another root may be called later."""
+    """Returns the state of the group's root, made if need be; another root may be called later."""
     return ready(root_of(group, is_provisional=True))
 
 
@@ -113,12 +111,12 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         )
     output = unit_call.call(function, *args, **kwargs)
     if unit_call.is_root and unit_call.state.config.offload is not None:
-        unit_call.engine.synchronize()  # loads from the host end before anyone changes parameters
+        unit_call.engine.synchronize()  # copies from the host end before the program writes there
     return output
 
 
 def apply_settings(group: Group) -> None:
-    """Tells the engine, if there is one, what is set for the group."""
+    """Passes the group's settings to the engine, if there is one."""
     state = None if group.root is None else group.root.state
     if state is None or group.unit < 0:
         return
@@ -133,7 +131,7 @@ def apply_settings(group: Group) -> None:
 
 
 def gather_in(module: nn.Module, name: str) -> None:
-    """Makes ``module.name(...)`` gather the parameters of the module's group, if it has one."""
+    """Makes ``module.name(...)`` unshard the module's group, if it has one."""
     group, method = group_of(module), getattr(module, name)
     if group is None:
         return
@@ -165,7 +163,7 @@ def _unit_param(config: ShardConfig, unit: UnitPlanned, param: RowParam) -> Unit
 
 
 def _make_shard(state: ShardState, unit: Unit, position: int, param: RowParam) -> Param:
-    """Moves rows into the engine's memory."""
+    """Moves a parameter's rows into the engine's memory, and binds its objects."""
     engine, index, shard, rows = state.engine, unit.index, param.shard, param.rows
     full = full_rows(engine.make_full(index, position), shard, param.kind)
     local = engine.make_shard(index, position)
@@ -203,18 +201,18 @@ def _root_above(module: nn.Module) -> Root:
 
 
 class Rows(Kind):
-    """A shard is some rows of a parameter, a DTensor."""
+    """The kind of model whose shards are rows of each parameter, as DTensors."""
 
     face: ClassVar[str] = "zerocore.fsdp"
     by_rows: ClassVar[bool] = True
-    has_all: ClassVar[bool] = False  # programs may ignore some
+    has_all: ClassVar[bool] = False  # a program may ignore parameters
     sets_values: ClassVar[bool] = False
     unit_param = staticmethod(_unit_param)
     make_shard = staticmethod(_make_shard)
     wrap_method = staticmethod(gather_in)
 
     def facts(self, sharding: Sharding, mesh: int) -> list[object]:
-        """Of other meshes, whose ranks may have other shapes, only theirs."""
+        """Returns facts that the ranks of ``mesh`` must agree on; on other meshes shapes differ."""
         return [
             _fact(param, unit.name, None if unit.mesh == mesh else "any shape")
             for unit in sharding.units
@@ -225,12 +223,12 @@ class Rows(Kind):
         root = _root_above(sharding.model)
         for _, group in root.groups:
             if group_of(group.modules[0]) is not group:
-                continue  # a sibling, which has the call of another
+                continue  # a sibling: the group of its call enters its unit
             policy = group.policy
             group.unit_call = unit_call(
                 state,
                 group.modules,
-                tuple(each.unit for each in (group, *group.siblings) if each.params),
+                tuple(part.unit for part in (group, *group.siblings) if part.params),
                 is_root=group is root.group,
                 cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
                 cast_outputs=policy.output_dtype,

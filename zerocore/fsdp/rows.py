@@ -1,8 +1,8 @@
-"""Which part of a parameter a rank owns, and how the parameter looks in the engine.
+"""Defines which part of a parameter a rank owns, and the tensor that the engine shards for it.
 
-The engine knows plain tensors and cuts their first dimension. A parameter that is sharded in
-another dimension is given to it with that dimension first, one that tensor parallelism has cut
-already is given by this rank's part; what modules see is a view of what the engine gathers.
+The engine takes plain tensors and cuts their first dimension. If a parameter is sharded in another
+dimension, the engine's tensor has that dimension first. Of a parameter that tensor parallelism has
+cut, the engine gets this rank's part. Modules see a view of the engine's full tensor.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LOCAL_TYPE = "_local_type"  # set by spmd_types.assert_type
 def _annotation_of(
     param: nn.Parameter, name: str, data: DataMesh
 ) -> tuple[DTensorSpec | None, tuple[dist.ProcessGroup, ...]] | None:
-    """The annotation of spmd_types: the spec as a DTensor on the dimensions that are not data
-    parallelism's, None if there are none, and the groups of those whose ranks hold the same values
-    and have parts of the gradient. None for a parameter without one.
+    """Returns the annotation of spmd_types: the spec as a DTensor on the other dimensions than data
+    parallelism's, None without any, and the groups whose ranks hold the same values and parts of
+    the gradient. None for a parameter without an annotation.
 
     Raises:
         ValueError: a mesh without dp_mesh_dims, a dimension of the mesh without a type, a
-            dimension of data parallelism that is not R, or one that the mesh does not have.
+            data-parallel dimension whose type is not R, or a dimension that the mesh lacks.
     """
     if isinstance(param, DTensor) or not getattr(param, LOCAL_TYPE, None):
         return None
@@ -68,19 +68,19 @@ def _check_axes(types: dict[Any, Any], axes: list[Any], name: str, data: DataMes
     import spmd_types as spmd
 
     ranks = data.mesh.mesh.flatten().tolist()
-    own = {rank - min(ranks) for rank in ranks}
+    from_zero = {rank - min(ranks) for rank in ranks}
     for axis, kind in types.items():
         if axis in axes:
             continue
-        if not set(axis.layout.all_ranks_from_zero()) <= own:
+        if not set(axis.layout.all_ranks_from_zero()) <= from_zero:
             raise ValueError(
-                f"parameter '{name}' has a type of spmd_types on {axis}, which is no dimension of "
-                f"{data.spmd} and not within {data.mesh}"
+                f"parameter '{name}' has a type of spmd_types on {axis}, which is neither a "
+                f"dimension of {data.spmd} nor within {data.mesh}"
             )
         if kind is not spmd.R:
             raise ValueError(
-                f"parameter '{name}' has the type {kind} on {axis}, which is data parallelism's; "
-                "expected spmd.R there, as fully_shard reduces its gradient"
+                f"parameter '{name}' has the type {kind} on {axis}, a data-parallel dimension; "
+                "expected spmd.R, because fully_shard reduces its gradient there"
             )
     missing = [axis for axis in axes if axis not in types]
     if missing:
@@ -92,14 +92,14 @@ def _check_axes(types: dict[Any, Any], axes: list[Any], name: str, data: DataMes
 
 @dataclass(frozen=True)
 class RowPlacement:
-    """Of one parameter."""
+    """How one parameter is cut over the ranks."""
 
-    dim: int  # the dimension that is cut; rows, if it is the first
-    whole: DTensorSpec | None  # of the unsharded value if that is a DTensor itself
-    shape: torch.Size  # of the unsharded value on this rank
+    dim: int  # the dimension that is cut; 0 means rows
+    whole: DTensorSpec | None  # of the unsharded parameter, if it is a DTensor
+    shape: torch.Size  # of the unsharded parameter on this rank
     spec: DTensorSpec  # of the shard
     reduced: tuple[int, ...] = ()  # dimensions of ``whole`` that the engine reduces gradients over
-    sums: tuple[dist.ProcessGroup, ...] = ()  # groups that sum gradients of a plain value, too
+    sums: tuple[dist.ProcessGroup, ...] = ()  # groups that also sum a plain parameter's gradient
 
     @property
     def is_plain(self) -> bool:
@@ -107,15 +107,15 @@ class RowPlacement:
         return self.dim == 0 and self.whole is None and not self.sums
 
     def inward(self, tensor: Tensor) -> Tensor:
-        """A view of a local tensor as the engine has it."""
+        """Returns the engine's view of a local tensor."""
         return tensor.movedim(self.dim, 0) if self.dim else tensor
 
     def outward(self, tensor: Tensor) -> Tensor:
-        """A view of the engine's tensor as it is locally."""
+        """Returns the local view of the engine's tensor."""
         return tensor.movedim(0, self.dim) if self.dim else tensor
 
     def show(self, full: Tensor) -> Tensor:
-        """The tensor of the modules: a view of the engine's leaf, made anew for each call."""
+        """Returns the tensor that modules see in a call: a new view of the engine's leaf."""
         local = self.outward(full)
         if self.sums:
             return cast(Tensor, _Summed.apply(local, self.sums))
@@ -125,7 +125,7 @@ class RowPlacement:
 
 
 class _Counted(torch.autograd.Function):
-    """A view of the engine's leaf; what is written to it, or through its ``data``, counts."""
+    """A view of the engine's leaf that shares its version counter and its data counter."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, full: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class _Counted(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """A view of a local tensor whose gradient is summed over groups of ranks."""
+    """A view of a local tensor; its gradient is summed over groups of ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
@@ -154,19 +154,19 @@ class _Summed(torch.autograd.Function):
 def shard_rows(
     param: nn.Parameter, name: str, data: DataMesh, placement: Shard | None, device: torch.device
 ) -> tuple[nn.Parameter, RowPlacement]:
-    """A parameter of the same values and the full shape, of which each rank holds its part.
+    """Returns a DTensor parameter of the same values and full shape, with this rank's part.
 
-    Nothing is communicated: every rank takes its part of its own values, along the dimension of
+    Communicates nothing: every rank cuts its part from its own values, along the dimension of
     ``placement``, by default the first. The part goes to ``device``, unless it is on meta.
 
     Raises:
         AssertionError: there is no such dimension.
-        NotImplementedError: a dimension that is not the first and does not divide evenly.
-        ValueError: a DTensor on a mesh of another device, or a parameter that does not fit to the
+        NotImplementedError: a dimension other than the first that does not divide evenly.
+        ValueError: a DTensor on a mesh of another device, or a parameter that does not fit the
             mesh of all parallelisms.
     """
     rows = _rows(param, name, data, _dim_of(param, placement))
-    kept = param.device if param.is_meta else device
+    to = param.device if param.is_meta else device
     count, rank = data.num_shards, data.mesh.get_local_rank(data.mesh.ndim - 1)
     with torch.no_grad():
         full = _local(param)
@@ -176,17 +176,17 @@ def shard_rows(
                 f"(world size: {count})"
             )
         if hasattr(full, "__tensor_flatten__"):
-            local = own_chunk(full, count, rank, rows.dim).to(kept)
+            local = own_chunk(full, count, rank, rows.dim).to(to)
         else:
             chunks = full.chunk(count, rows.dim)
             part = chunks[rank] if rank < len(chunks) else full.narrow(rows.dim, 0, 0)
-            local = torch.empty_like(part, device=kept, memory_format=torch.contiguous_format)
+            local = torch.empty_like(part, device=to, memory_format=torch.contiguous_format)
             local.copy_(part)
-        sharded = DTensor(local, rows.spec, requires_grad=False)
-    made = nn.Parameter(sharded, requires_grad=param.requires_grad)
+        dtensor = DTensor(local, rows.spec, requires_grad=False)
+    sharded = nn.Parameter(dtensor, requires_grad=param.requires_grad)
     if param.is_leaf and param.grad_dtype != param.dtype:
-        made.grad_dtype = param.grad_dtype
-    return made, rows
+        sharded.grad_dtype = param.grad_dtype
+    return sharded, rows
 
 
 def _rows(param: nn.Parameter, name: str, data: DataMesh, dim: int) -> RowPlacement:
@@ -222,12 +222,12 @@ def _dim_of(param: nn.Parameter, placement: Shard | None) -> int:
 
 
 def _check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ...]:
-    """The dimensions of a DTensor's mesh that are data parallelism's."""
-    theirs = whole.mesh.device_type
-    if theirs != data.mesh.device_type:
+    """Checks a DTensor's mesh; returns its data-parallel dimensions."""
+    device_type = whole.mesh.device_type
+    if device_type != data.mesh.device_type:
         raise ValueError(
             "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
-            f"{theirs} for DTensor and {data.mesh.device_type} for FSDP"
+            f"{device_type} for DTensor and {data.mesh.device_type} for FSDP"
         )
     if data.spmd is None:
         return ()
@@ -236,7 +236,7 @@ def _check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ..
             "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
             f"{whole.mesh} for '{name}' and {data.spmd}"
         )
-    reduced = tuple(index for index, each in enumerate(data.spmd_names) if each in data.names)
+    reduced = tuple(index for index, dim in enumerate(data.spmd_names) if dim in data.names)
     for index in reduced:
         if not whole.placements[index].is_replicate():
             raise ValueError(
@@ -247,27 +247,28 @@ def _check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ..
 
 
 def _inner(whole: DTensorSpec, data: DataMesh, reduced: tuple[int, ...]) -> DTensorSpec | None:
-    """``whole`` on the dimensions that are not data parallelism's."""
+    """Returns ``whole`` on the dimensions other than data parallelism's."""
     others = data.others
     if others is None:
         return None
-    kept = [each for dim, each in enumerate(whole.placements) if dim not in reduced]
-    return DTensorSpec(others, tuple(kept), tensor_meta=whole.tensor_meta)
+    kept = tuple(entry for dim, entry in enumerate(whole.placements) if dim not in reduced)
+    return DTensorSpec(others, kept, tensor_meta=whole.tensor_meta)
 
 
 def _spec(meta: TensorMeta, data: DataMesh, inner: DTensorSpec | None, dim: int) -> DTensorSpec:
-    """Of the shard: data parallelism's dimensions, and those that have cut the parameter before."""
+    """Returns a shard's spec: data parallelism's dimensions, and those that had cut it before."""
     placements: list[Placement] = [Replicate()] * (data.mesh.ndim - 1)
     if inner is None:
         return DTensorSpec(data.mesh, (*placements, Shard(dim)), tensor_meta=meta)
     meta = cast(TensorMeta, inner.tensor_meta)
     before = data.num_before
-    factor = inner.num_shards_map[dim]  # of all others; those before cut first, as Shard says
+    # Shards along ``dim`` by the dimensions after data parallelism's; Shard covers those before.
+    factor = inner.num_shards_map[dim]
     for index in range(before):
         if inner.placements[index].is_shard(dim):
             factor //= inner.mesh.size(index)
-    own = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
-    placed = (*inner.placements[:before], *placements, own, *inner.placements[before:])
+    data_shard = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
+    placed = (*inner.placements[:before], *placements, data_shard, *inner.placements[before:])
     return DTensorSpec(_whole_mesh(data, inner.mesh), placed, tensor_meta=meta)
 
 
@@ -282,7 +283,7 @@ def _whole_mesh(data: DataMesh, others: DeviceMesh) -> DeviceMesh:
 
 
 def _joined(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """All as one, as they were cut from it."""
+    """Joins dimensions of one mesh into one again."""
     join: Any = getattr(DeviceMesh, "_concatenate", None)
     if join is not None:
         return cast(DeviceMesh, join(meshes))

@@ -41,37 +41,37 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> _Modules:
-    """Shards the parameters of ``module`` that no call for a part of it has, by rows.
+    """Shards by rows the parameters of ``module``, except those that an earlier call has sharded.
 
-    Called bottom-up: for the blocks, then for what holds them. Parameters become DTensors, each
+    Call it bottom-up: for the blocks, then for the module around them. Parameters become DTensors
     with the rows that ``torch.chunk`` gives the rank; ``module`` gets the class ``FSDP<its name>``.
-    Nothing is communicated before the first forward.
+    Ranks communicate nothing before the first forward.
 
     Args:
         module: a module, or a list of modules whose parameters are gathered together.
         mesh: 1-D, or 2-D of replicas by shards; all ranks by default.
-        reshard_after_forward: whether full parameters are given back after the forward; by default
-            unless the module is the root. A number k of ranks: each of k ranks that follow each
-            other keeps a k-th, from which all gathers come until the parameters change; 1 counts
-            as False.
-        shard_placement_fn: says ``Shard(dim)`` for a parameter, None for the first dimension, or
-            a ``ShardPlacementResult`` with a mesh of its own; other dimensions than the first must
-            divide evenly.
+        reshard_after_forward: whether to reshard parameters after the forward; by default True,
+            except for the root. With a number k, each of k consecutive ranks keeps a k-th of the
+            parameters; all gathers come from these ranks until the parameters change. 1 means
+            False.
+        shard_placement_fn: returns ``Shard(dim)`` for a parameter, None for the first dimension,
+            or a ``ShardPlacementResult`` with a mesh of its own. A dimension other than the first
+            must divide evenly.
         mp_policy: dtypes of parameters in layers, of gradients on the wire, of inputs and outputs.
         offload_policy: ``CPUOffloadPolicy()`` keeps parameters and gradients on the host, where
             any optimizer updates them; the same for all modules of a model. On the CPU it changes
             nothing.
-        ignored_params: stay as they are.
-        dp_mesh_dims: a ``DataParallelMeshDims`` that names the dimensions of data parallelism
-            where ``mesh`` is that of all parallelisms. Parameters are DTensors on it, or plain
-            tensors that spmd_types has annotated.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: a ``DataParallelMeshDims`` that names the data-parallel dimensions of a
+            ``mesh`` of all parallelisms. Parameters are DTensors on it, or plain tensors that
+            spmd_types has annotated.
 
     Returns:
         ``module`` itself.
 
     Raises:
-        ValueError, TypeError, AssertionError, NotImplementedError: an argument or parameter, named;
-            the types are torch's.
+        ValueError, TypeError, AssertionError, NotImplementedError: an invalid argument or
+            parameter, by name; the types are torch's.
     """
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
     data = data_mesh(mesh, dp_mesh_dims)
@@ -85,22 +85,22 @@ def fully_shard(
     group.move_buffers()
     for part in (group, *group.siblings):
         note_late(part, ready_state)
-    for each in modules:
-        set_group(each, group)
-        insert_state(each, read_state(group))  # where functions of torch's FSDP2 look
-        # Where torch's own fully_shard.state looks.
-        each.__dict__.setdefault(STATE_KEY, {})[_OF_TORCH] = read_state(group)
-        set_maker(each, partial(ready_state, group))
-        each._is_fsdp_managed_module = True  # what torch.compile asks for
-        each._fsdp_use_orig_params = True
-        cls: Any = type(each)
-        each.__class__ = fsdp_class(cls)
-        each.register_state_dict_pre_hook(show_shards)
-        each.register_load_state_dict_pre_hook(show_shards)
+    for target in modules:
+        set_group(target, group)
+        insert_state(target, read_state(group))  # functions of torch's FSDP2 read it
+        # torch's own fully_shard.state reads it.
+        target.__dict__.setdefault(STATE_KEY, {})[_OF_TORCH] = read_state(group)
+        set_maker(target, partial(ready_state, group))
+        target._is_fsdp_managed_module = True  # torch.compile reads both
+        target._fsdp_use_orig_params = True
+        cls: Any = type(target)
+        target.__class__ = fsdp_class(cls)
+        target.register_state_dict_pre_hook(show_shards)
+        target.register_load_state_dict_pre_hook(show_shards)
     return module
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's has it
+fully_shard.state = state_of  # type: ignore[attr-defined]  # as in torch
 
 
 def _check_modules(modules: list[Any]) -> None:
@@ -121,7 +121,7 @@ def _check_modules(modules: list[Any]) -> None:
             )
         if any(isinstance(param, ShardedParameter) for param in module.parameters()):
             raise TypeError(
-                f"fully_shard of a {type(module).__name__} that zerocore.shard has sharded; "
+                f"fully_shard on a {type(module).__name__} that zerocore.shard has sharded; "
                 "use one of the two"
             )
 
@@ -129,7 +129,7 @@ def _check_modules(modules: list[Any]) -> None:
 def _placement_of(
     placement_fn: Callable[[nn.Parameter], Any] | None, data: DataMesh
 ) -> PlacementOf:
-    meshes: dict[int, DataMesh] = {}  # by the info that was given
+    meshes: dict[int, DataMesh] = {}  # by id of the mesh info
 
     def placement_of(param: nn.Parameter) -> tuple[Shard | None, DataMesh]:
         placement = None if placement_fn is None else placement_fn(param)

@@ -1,4 +1,4 @@
-"""A state of a module for readers of FSDP2's own: names and places, to read only."""
+"""A read-only state of a module for libraries that read FSDP2's state, by the same names."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _TorchState: Any = TorchFSDPState
 
 
 class FSDPState(_TorchState):
-    """Of the modules of one call of ``fully_shard``, by the names of torch's own."""
+    """The state of one ``fully_shard`` call's modules, with the names of torch's class."""
 
-    def __init__(self, group: Group) -> None:  # not torch's: properties are in its place
+    def __init__(self, group: Group) -> None:  # without torch's: properties replace its attributes
         self._group = group
-        self._modules_to_run_forward: set[nn.Module] = set()  # what is waited for: calls wait
+        self._modules_to_run_forward: set[nn.Module] = set()  # always empty: unit calls replace it
 
     def _lazy_init(self) -> None:
         root_of(self._group)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Ends the backwards of a pipeline stage, which have held gradients back."""
+        """Ends the backwards of a pipeline stage, which have deferred their reductions."""
         root = root_of(self._group)
         engine = ready(root).engine
         engine.finalize_backward()
@@ -66,13 +66,13 @@ class FSDPState(_TorchState):
 
 
 class FSDPParams:
-    """The parameters of a state."""
+    """The parameters of one group, with the names of torch's FSDPParamGroup."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def post_backward(self) -> None:
-        """The root reduces the gradients of all."""
+        """Does nothing: the root's callback reduces the gradients of all groups."""
 
     @property
     def _module_fqn(self) -> str | None:
@@ -81,7 +81,7 @@ class FSDPParams:
 
     @property
     def fsdp_params(self) -> list[Any]:
-        """With name and sharded parameter of each."""
+        """The parameters, each with its name and its shard."""
         prefix = f"{self._module_fqn}." if self._module_fqn else ""
         return [
             SimpleNamespace(_param_fqn=f"{prefix}{param.fqn}", sharded_param=param.shard)
@@ -90,29 +90,29 @@ class FSDPParams:
 
     @property
     def _reshard_after_forward(self) -> bool:
-        """False where parameters are asked what is gathered: once for forward and backward, so
-        that TransformerEngine's give both what rows and what columns need."""
-        asked = any(param.extension is not None for param in self._group.params)
-        return not asked and not self._group.stays
+        """False if a parameter gathers itself: it is encoded once for forward and backward, so
+        TransformerEngine's must return both row-wise and column-wise data."""
+        has_extensions = any(param.extension is not None for param in self._group.params)
+        return not has_extensions and not self._group.stays
 
     @property
     def _training_state(self) -> TrainingState:
-        """That of the moment when parameters are asked."""
+        """The state at the time when parameters are encoded: before a forward."""
         return TrainingState.FORWARD
 
     @property
     def reduce_scatter_max_input_buffers(self) -> int:
-        """A hint that was given."""
+        """The number that ``set_reduce_scatter_max_input_buffers`` has set."""
         return self._group.max_input_buffers
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether modules have the full parameters."""
+        """Whether modules have full parameters."""
         return self._group.is_unsharded
 
     @property
     def mesh_info(self) -> Any:
-        """With the mesh and the group of ranks that parameters are sharded over."""
+        """The mesh, and the group of ranks that parameters are sharded over."""
         mesh = self._group.mesh
         return SimpleNamespace(
             mesh=mesh,
@@ -122,13 +122,13 @@ class FSDPParams:
 
 
 def read_state(group: Group) -> FSDPState:
-    """The one of the group, always the same."""
+    """Returns the group's state, always the same object."""
     if group.state is None:
         group.state = FSDPState(group)
     return group.state
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """That of a module ``fully_shard`` was called with, else None."""
+    """Returns the state of a module that was passed to ``fully_shard``, else None."""
     group = group_of(module)
     return None if group is None else read_state(group)

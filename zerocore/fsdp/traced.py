@@ -1,4 +1,4 @@
-"""Calls of fully sharded modules that train nothing, also before there is an engine."""
+"""Runs traced calls of fully sharded modules, also before there is an engine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zerocore.model.traced import TracedParam, call_traced
 
 
 def call_group_traced(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls ``function``, a method of one of the group's modules, and sends nothing."""
+    """Calls ``function``, a method of one of the group's modules, without communication."""
     params = [
         TracedParam(param.fqn, param.owners, param.param, param.is_full, _maker_of(param))
-        for _, each in groups_below(*group.modules)
-        for param in each.params
+        for _, inner in groups_below(*group.modules)
+        for param in inner.params
     ]
     policy = group.policy
     inputs = policy.param_dtype if policy.cast_forward_inputs else None

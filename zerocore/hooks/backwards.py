@@ -1,9 +1,9 @@
-"""Wraps torch's calls of autograd: a backward's begin and end, and functions of parameters.
+"""Wraps torch's entries to autograd: backward, grad, and functions that take parameters.
 
-Pipelines without bubbles compute gradients of inputs and of weights apart. Their backwards for
-weights set gradients of what they are given, and no backward is complete. So a sharded stage gives
-its full parameters, whose gradients wait there until the schedule reduces them, once for all
-micro-batches; until then gathered units stay.
+Zero-bubble pipelines compute the gradients of inputs and of weights in separate backwards. A
+backward for weights sets the gradients of the tensors passed to it, and no backward is complete.
+So a sharded stage passes its full parameters. Their gradients stay there until the schedule
+reduces them, once for all micro-batches; until then the units stay unsharded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from zerocore.tensor.rows import shard_of
 
 
 def notes_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of a backward of which the engines know, also when it fails.
+    """Wraps ``backward`` or ``grad``: tells the engines when it begins, ends or fails.
 
-    ``inputs`` that are sharded parameters stand for the full ones, which take part in the graph:
-    ``backward`` reduces their gradients alone, and ``torch.autograd.grad`` returns this rank's own
-    full gradients, as it does under DistributedDataParallel.
+    Replaces sharded parameters in ``inputs`` by the full ones, which are in the graph. ``backward``
+    then reduces only their gradients, and ``torch.autograd.grad`` returns this rank's full
+    gradients without a reduction, as under DistributedDataParallel.
     """
 
     @wraps(function)
@@ -74,15 +74,15 @@ _CONTAINERS = frozenset({list, tuple, dict})
 
 
 def reads_in_full(apply: Any) -> Any:
-    """The ``apply`` of a base class, in which ``Function.apply`` ends.
+    """Returns the ``apply`` that unshards parameters first.
 
-    An ``apply`` that was taken from its class before comes there, too.
+    It replaces the base class's, so that references to ``Function.apply`` taken earlier reach it.
     """
     return classmethod(_apply_with_full)
 
 
 def _apply_with_full(cls: type, *args: Any, **kwargs: Any) -> Any:
-    kinds = set(map(type, args))  # those of other types hold no parameter
+    kinds = set(map(type, args))
     if KINDS.isdisjoint(kinds) and _CONTAINERS.isdisjoint(kinds):
         return _apply(cls, *args, **kwargs)
     params = [value for value in leaves(args) if isinstance(value, PlacedParameter)]
@@ -93,7 +93,7 @@ def _apply_with_full(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 @around
 def for_full_weights(backward: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backward of a stage, among whose arguments its weights are the one iterator."""
+    """Passes full parameters to a stage's backward; its weights are the only iterator argument."""
     full = [_full_weights(arg) if isinstance(arg, Iterator) else arg for arg in args]
     return backward(*full, **kwargs)
 
@@ -115,19 +115,19 @@ def _check_deferred(weight: ShardedParameter) -> None:
     state = weight.state_ref()
     if state is None or not state.engine.defers_reductions:
         raise RuntimeError(
-            f"parameter '{weight.fqn}' is sharded, and gradients of its weights alone would be "
-            "lost outside of the step of a pipeline schedule (zero bubble). Call the schedule's "
+            f"parameter '{weight.fqn}' is sharded: a backward for weights alone would lose its "
+            "gradient outside the step of a (zero-bubble) pipeline schedule. Call the schedule's "
             "step"
         )
 
 
 @around
 def reduces_at_the_end(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The step of a schedule, in which sharded stages reduce no earlier than it says."""
+    """Defers the reductions of sharded stages in a schedule that splits backwards."""
     engines = []
-    actions = chain.from_iterable(self.pipeline_order.values())  # of all ranks, None for a pause
-    if any(each is not None and each.computation_type.name == "BACKWARD_INPUT" for each in actions):
-        states = [find_state(part.submod) for part in self._stages]  # fsdp's are told by torch
+    actions = filter(None, chain.from_iterable(self.pipeline_order.values()))  # None: a bubble
+    if any(action.computation_type.name == "BACKWARD_INPUT" for action in actions):
+        states = [find_state(stage.submod) for stage in self._stages]  # torch tells fsdp's itself
         engines = [state.engine for state in states if state is not None]
     for engine in engines:
         engine.begin_deferred()
@@ -145,7 +145,7 @@ def reduces_at_the_end(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @around
 def reduces_deferred(reduce: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The end of a stage's backwards, before its gradients are scaled."""
+    """Reduces a stage's deferred gradients before the schedule scales them."""
     state = find_state(self.submod)
     if state is not None and state.engine.defers_reductions:
         state.engine.end_deferred(drops=False)

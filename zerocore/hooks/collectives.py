@@ -1,4 +1,4 @@
-"""Collectives of torch: those of shards are refused, ``CommDebugMode`` counts those of engines."""
+"""Rejects torch's collectives on shards, and shows the engines' own to ``CommDebugMode``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerocore.common.patching import around
 from zerocore.model.state import live_states
 from zerocore.tensor.placed import Placed, leaves
 
-# Before 2.13 torch does not ask the tensors of these, as it does those of the other collectives.
+# Before 2.13 these collectives do not dispatch to ``__torch_function__`` of their tensors.
 UNASKED = (
     *("all_gather_coalesced", "all_reduce_coalesced", "all_to_all", "broadcast", "gather"),
     *("irecv", "isend", "recv", "reduce", "reduce_scatter", "scatter", "send"),
@@ -25,17 +25,17 @@ UNASKED = (
 def sends_no_shards(
     send: Any, group: Any, tensors: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The broadcast of a list of tensors, which refuses shards before anything is sent.
+    """Rejects a broadcast of a list that contains shards, before anything is sent.
 
-    Other collectives of shards are refused by their rules. This one, with which wrappers and
-    trainers give all ranks the module of rank 0, goes past them.
+    The shards' rules reject other collectives. Wrappers and trainers call this one to copy the
+    module of rank 0 to all ranks; it bypasses the rules.
     """
     for tensor in tensors:
         if isinstance(tensor, Placed) and tensor.place.groups:
             raise TypeError(
                 f"broadcast of the shard of '{tensor.place.fqn}': each rank holds other "
                 "elements and would lose them. zerocore.shard has given all ranks the values "
-                "of rank 0; leave the broadcast out, or where a trainer does it use "
+                "of rank 0; leave the broadcast out. If a trainer calls it, use "
                 "zerocore.integrations (transformers, accelerate, lightning)"
             )
     return send(group, tensors, *args, **kwargs)
@@ -43,7 +43,7 @@ def sends_no_shards(
 
 @around
 def asks_shards(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A collective that lets shards among its tensors decide, by their rules."""
+    """Dispatches a collective to the rules of the shards among its tensors."""
     tensors = tuple(value for value in leaves((args, kwargs)) if isinstance(value, Tensor))
     if has_torch_function(tensors):
         return handle_torch_function(function, tensors, *args, **kwargs)
@@ -71,7 +71,7 @@ def _collectives() -> Counter[Any]:
 
 @around
 def begins_to_count(enter: Any, mode: Any) -> Any:
-    """``CommDebugMode.__enter__``, which notes what was issued before."""
+    """Wraps ``CommDebugMode.__enter__``: notes how many collectives engines have issued so far."""
     result = enter(mode)
     vars(mode)[_BEFORE] = _collectives()
     return result
@@ -79,7 +79,7 @@ def begins_to_count(enter: Any, mode: Any) -> Any:
 
 @around
 def counts_issued(leave: Any, mode: Any, *args: Any) -> Any:
-    """``CommDebugMode.__exit__``, which adds the collectives that engines have issued since."""
+    """Wraps ``CommDebugMode.__exit__``: adds the collectives that engines have issued since."""
     for op, count in (_collectives() - vars(mode).pop(_BEFORE, Counter())).items():
         mode.comm_counts[op] += count
     return leave(mode, *args)

@@ -1,4 +1,4 @@
-"""A state dict as the model's own hooks and overrides of loading make it: nothing is loaded."""
+"""Finds which values a model's own loading hooks and overrides would copy, and loads nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def has_extra_state(model: nn.Module) -> bool:
 
 
 def has_own_loading(model: nn.Module) -> bool:
-    """Whether some module changes what it is given to load."""
+    """Whether some module changes a state dict while it loads it."""
     return any(
         type(module)._load_from_state_dict not in _PLAIN
         or any(not is_our_hook(hook) for hook in module._load_state_dict_pre_hooks.values())
@@ -34,49 +34,50 @@ def has_own_loading(model: nn.Module) -> bool:
 
 
 class _Recorder(Tensor):
-    """Stands for a tensor of a module and notes what is copied to it."""
+    """A stand-in for a tensor of a module: it notes the value copied to it."""
 
-    given: Any
+    value: Any
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if name_of(func) in ("copy_", "data="):
-            args[0].given = args[1]
+            args[0].value = args[1]
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
 def as_loaded(model: nn.Module, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``values`` by the names in ``model.state_dict()``, as ``model.load_state_dict`` would copy
-    them; ``values`` where no module has hooks. ValueError for what does not fit."""
+    """Returns the values that ``model.load_state_dict`` would copy, by their ``state_dict`` names.
+
+    Without loading hooks, returns ``values``. Raises ValueError if they do not fit the model."""
     if not has_own_loading(model):
         return values
     rest = {key: value for key, value in values.items() if not key.endswith(EXTRA_STATE)}
-    given: Any = OrderedDict(rest)
+    state_dict: Any = OrderedDict(rest)
     if hasattr(values, "_metadata"):
-        given._metadata = values._metadata
+        state_dict._metadata = values._metadata
     with _recording(model):
         try:
-            found = model.load_state_dict(given, strict=False)
+            mismatch = model.load_state_dict(state_dict, strict=False)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
         both = (_tensors_by_name(model), model.state_dict(keep_vars=True))
     loaded = {
-        key: tensor.given
+        key: tensor.value
         for names in both
         for key, tensor in names.items()
-        if isinstance(tensor, _Recorder) and hasattr(tensor, "given")
+        if isinstance(tensor, _Recorder) and hasattr(tensor, "value")
     }
-    unexpected = {key: given[key] for key in found.unexpected_keys if key in given}
+    unexpected = {k: state_dict[k] for k in mismatch.unexpected_keys if k in state_dict}
     extra = {key: value for key, value in values.items() if key not in rest}
     return {**loaded, **unexpected, **extra}
 
 
 def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """Those that ``state_dict`` gives; a hook may put others into their places there."""
+    """Returns the tensors whose names are in ``state_dict``, before its hooks replace any."""
     saved = model.state_dict().keys()
     return {
         key: tensor
@@ -87,7 +88,7 @@ def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def changed_by_hooks(model: nn.Module) -> list[str]:
-    """Names in ``model.state_dict()`` whose tensor a state-dict hook has replaced."""
+    """Returns the names in ``model.state_dict()`` whose tensor a state-dict hook has replaced."""
     saved = model.state_dict(keep_vars=True)
     return [key for key, tensor in _tensors_by_name(model).items() if saved[key] is not tensor]
 
@@ -97,15 +98,15 @@ def _recording(model: nn.Module) -> Iterator[None]:
     """Shows recorders in place of all parameters and buffers."""
     token = recording.set(True)
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    made: dict[int, Any] = {}
+    recorders: dict[int, Any] = {}
     try:
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 kept.append((tensors, dict(tensors)))
                 for name, tensor in tensors.items():
                     if isinstance(tensor, Tensor):
-                        new = made.setdefault(id(tensor), _recorder(tensor))
-                        dict.__setitem__(tensors, name, new)
+                        recorder = recorders.setdefault(id(tensor), _recorder(tensor))
+                        dict.__setitem__(tensors, name, recorder)
         yield
     finally:
         recording.reset(token)
@@ -118,5 +119,5 @@ def _recorder(tensor: Tensor) -> Any:
     shape, dtype = tensor.shape, tensor.dtype
     if isinstance(tensor, ShardedParameter):
         shape, dtype = tensor.place.whole_shape, tensor.full.dtype
-    # No bytes of its own, and not on the meta device, which torch would skip.
+    # One element, expanded: takes no memory. Not on the meta device: torch would not copy to it.
     return torch.empty((), dtype=dtype, device="cpu").expand(shape).as_subclass(_Recorder)

@@ -1,4 +1,4 @@
-"""Which optimizers may update shards, and how: fast, by the rules of shards, or not at all."""
+"""Decides which optimizers may update shards, and whether their steps need the shards' rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.placed import shard_in
 
 _EAGER = "_zerocore_eager"
-# Each element's update depends on that element alone, so their steps need none of the rules.
+# These update each element from that element alone, so their steps do not need the rules.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.SGD,
     optim.AdamW,  # before Adam, whose step it inherits
@@ -36,24 +36,24 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
 )
-_OTHERS = "an optimizer of single elements, such as torch.optim.AdamW, SGD or zerocore.optim.AdamW"
-# Why each of these cannot update shards, and what to use.
+_OTHERS = "an element-wise optimizer, such as torch.optim.AdamW, SGD or zerocore.optim.AdamW"
+# Optimizers that cannot update shards: the reason, and a replacement.
 _REFUSED: dict[type[Optimizer], tuple[str, str]] = {
     optim.LBFGS: (
-        "its dot products are taken over all parameters at once, of which a rank has a part",
+        "it takes dot products over all parameters, and a rank holds only a part of them",
         _OTHERS,
     ),
     optim.Adafactor: (
-        "it keeps means over rows and columns of matrices, and shards have none",
+        "it keeps means over rows and columns of matrices, and a shard has no rows or columns",
         "zerocore.matrices.owned(torch.optim.Adafactor, params, ...), which gives each parameter "
         "to one rank in full",
     ),
     optim.Muon: (
-        "it orthogonalises whole matrices, of which a rank has a part",
-        "zerocore.matrices.Muon, which is the same on shards",
+        "it orthogonalises whole matrices, and a rank holds only a part of each",
+        "zerocore.matrices.Muon, which computes the same on shards",
     ),
     optim.SparseAdam: (
-        "it takes sparse gradients, and those of a sharded model are dense",
+        "it takes sparse gradients, and a sharded model has dense ones",
         _OTHERS,
     ),
 }
@@ -61,7 +61,7 @@ _REFUSED: dict[type[Optimizer], tuple[str, str]] = {
 
 @around
 def checks_shards(add: Any, self: Optimizer, param_group: dict[str, Any]) -> None:
-    """``Optimizer.add_param_group`` that refuses shards which the optimizer cannot update."""
+    """Wraps ``Optimizer.add_param_group``: rejects shards that the optimizer cannot update."""
     add(self, param_group)
     try:
         prepare(self)
@@ -71,8 +71,8 @@ def checks_shards(add: Any, self: Optimizer, param_group: dict[str, Any]) -> Non
 
 
 def prepare(optimizer: Optimizer) -> None:
-    """Makes state dicts and steps of an optimizer those of shards, if it holds some; ValueError if
-    it cannot update them."""
+    """Hooks the state dicts and steps of an optimizer that holds shards. Raises ValueError if it
+    cannot update them."""
     sharded: Any = [shard for p in params_of(optimizer) if (shard := shard_in(p)) is not None]
     if not sharded:
         return
@@ -81,28 +81,28 @@ def prepare(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_post_hook(wrap_states)
         optimizer.register_load_state_dict_pre_hook(_fit_states)
     cls: Any = type(optimizer)
-    if not hasattr(cls.step, _EAGER):  # graphs of torch.compile cannot take shards
+    if not hasattr(cls.step, _EAGER):  # torch.compile cannot trace shards
         cls.step = eager(cls.step)
         setattr(cls.step, _EAGER, True)
 
 
 def earlier_optimizers(params: Iterable[Tensor]) -> list[tuple[Optimizer, dict[str, Any]]]:
-    """Optimizers of parameters that are about to be sharded, in an order that ranks share, and
-    their state dicts, if they have stepped."""
+    """Returns the optimizers of parameters that are about to be sharded, with their state dicts,
+    in the same order on all ranks."""
     numbers = {id(param): number for number, param in enumerate(params)}
-    found = []
-    for each in live_optimizers():
-        own = [numbers.get(id(param), -1) for param in params_of(each)]
-        if max(own, default=-1) >= 0:
-            found.append(((type(each).__qualname__, own), each))
-    return [(each, each.state_dict()) for _, each in sorted(found, key=itemgetter(0))]
+    keyed = []
+    for optimizer in live_optimizers():
+        positions = [numbers.get(id(param), -1) for param in params_of(optimizer)]
+        if max(positions, default=-1) >= 0:
+            keyed.append(((type(optimizer).__qualname__, positions), optimizer))
+    return [(opt, opt.state_dict()) for _, opt in sorted(keyed, key=itemgetter(0))]
 
 
 def take_over(earlier: Sequence[tuple[Optimizer, dict[str, Any]]], ranks: Ranks) -> None:
-    """Cuts the states of optimizers whose parameters have been sharded since; collective. An
-    optimizer that cannot update shards says so in its next step."""
+    """Shards the states of ``earlier_optimizers`` after their parameters; collective. An
+    optimizer that cannot update shards raises in its next step."""
     with together(ranks.groups) as facts:
-        facts += [f"a {type(each).__name__} with states" for each, own in earlier if own["state"]]
+        facts += [f"a {type(opt).__name__} with states" for opt, saved in earlier if saved["state"]]
     for optimizer, state_dict in earlier:
         try:
             prepare(optimizer)
@@ -117,7 +117,7 @@ def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
         if not isinstance(optimizer, cls):
             continue
         if cls is optim.LBFGS and not any(param.place.groups for param in sharded):
-            return  # every rank holds all elements, and all of it is the same on all ranks
+            return  # every rank holds all elements, so the dot products are complete
         raise ValueError(
             f"{type(optimizer).__name__} cannot update '{sharded[0].fqn}', which is sharded: "
             f"{reason}. Use {other}, or give it parameters that are not sharded"
@@ -125,12 +125,12 @@ def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
 
 
 def without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step of an optimizer of elements, in which torch functions go by no rules of shards.
+    """Wraps an element-wise optimizer's step: it calls torch functions without the shards' rules.
 
-    Python looks these up, about a microsecond each.
+    The look-up of a rule in Python takes about a microsecond per function.
     """
     if hasattr(step, "hooked"):
-        # Torch wraps the step when an optimizer of the class is made; its hooks need the rules.
+        # Torch has wrapped this class's step to run its hooks, and the hooks need the rules.
         hooked: Any = Optimizer.profile_hook_step(without_rules(vars(step)["__wrapped__"]))
         hooked.hooked = True
         return hooked
@@ -138,7 +138,7 @@ def without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(step)
     def run(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if type(self) not in ELEMENTWISE and type(self) is not optim.LBFGS:
-            return step(self, closure)  # what a subclass adds may be no matter of single elements
+            return step(self, closure)  # a subclass may not work element by element
         enabled = None if closure is None else _with_rules(closure)
         with torch._C.DisableTorchFunctionSubclass():
             result = step(self, enabled)
@@ -150,7 +150,7 @@ def without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_rules(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The closure runs the model, and may read parameters."""
+    """Enables the rules within a closure, which runs the model and may read parameters."""
     enable: Any = torch._C._EnableTorchFunction
 
     @wraps(closure)

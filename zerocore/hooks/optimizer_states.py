@@ -1,4 +1,4 @@
-"""States of optimizers as parts of full tensors: in their state dicts, and made without a step."""
+"""Converts optimizer states to and from shards, and makes them without a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _is_filled = ContextVar("is_filled", default=False)
 
 @contextmanager
 def filled_later() -> Iterator[None]:
-    """Inside, :func:`state_memory` leaves memory as it is; who asks for it fills or drops it."""
+    """Makes :func:`state_memory` return uninitialised memory, which its caller fills or drops."""
     token = _is_filled.set(True)
     try:
         yield
@@ -36,12 +36,12 @@ def filled_later() -> Iterator[None]:
 
 
 def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1-D memory of states that are zeros at first."""
+    """Allocates 1-D memory for a state that begins as zeros."""
     make = torch.empty if _is_filled.get() else torch.zeros
     return make(numel, dtype=dtype, device=device)
 
 
-# Numbers, not elements: in the state of a parameter without dimensions they look alike.
+# States that are one number: for a 0-dim parameter their shape does not tell them from elements.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 _ADDED = "_zerocore_added_options"
@@ -53,33 +53,33 @@ def is_of_shards(optimizer: Optimizer) -> bool:
 
 
 def params_of(optimizer: Optimizer) -> list[Any]:
-    """The parameters in the order in which state dicts count them."""
+    """Returns the parameters in the order in which state dicts number them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters and their names."""
+    """Returns a group without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def as_state(local: Tensor, param: Any) -> Tensor:
-    """``local``, this rank's part of a parameter's state, as a shard or DTensor like that."""
+    """Wraps this rank's part of a parameter's state as a shard or DTensor, like the parameter."""
     if isinstance(param, Placed):
         return as_shard(local, param.place)
     return as_part(local, param)
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """``value`` with ``change`` of each tensor, in containers and in objects of other classes."""
+    """Applies ``change`` to each tensor in ``value``, also in containers and in attributes."""
 
-    def each(leaf: Any) -> Any:
+    def mapped_leaf(leaf: Any) -> Any:
         return change(leaf) if isinstance(leaf, Tensor) else _mapped_object(leaf, change)
 
-    return tree_map(each, value)
+    return tree_map(mapped_leaf, value)
 
 
 def _mapped_object(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A copy of an object with other tensors among its attributes, or itself."""
+    """Returns a copy of an object with changed attributes, or the object if none changes."""
     attributes = getattr(value, "__dict__", None)
     if not attributes or isinstance(value, type | nn.Module | Optimizer) or callable(value):
         return value
@@ -92,7 +92,7 @@ def _mapped_object(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Gives elements of shards in a state dict their place, on the same memory."""
+    """Wraps the states of shards in a state dict as shards, on the same memory."""
     params = params_of(optimizer)
     for group, added in zip(
         state_dict["param_groups"], getattr(optimizer, _ADDED, ()), strict=False
@@ -117,8 +117,8 @@ def _wrapped(param: Any, state: Any) -> Any:
 
 
 def is_part(value: Tensor, param: ShardedParameter) -> bool:
-    """Whether a plain tensor is this rank's elements of a state: 1-D, and neither a number nor a
-    row, a column or all of the full state."""
+    """Whether a plain tensor holds this rank's elements of a state. One number does not, nor does
+    a tensor as long as a dimension of the full state: it may be a row or a column."""
     local = local_of(param).shape
     return (
         not isinstance(value, Placed)
@@ -128,7 +128,7 @@ def is_part(value: Tensor, param: ShardedParameter) -> bool:
 
 
 def place_states(optimizer: Optimizer) -> None:
-    """Gives states that a step has made their place; torch functions are off, there and here."""
+    """Wraps states that a step has made as shards; the caller has disabled torch functions."""
     for param, state in optimizer.state.items():
         if isinstance(param, ShardedParameter):
             for key, value in state.items():
@@ -137,18 +137,18 @@ def place_states(optimizer: Optimizer) -> None:
 
 
 def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a state dict: its shards, or its parts of full tensors. An option that
-    the saved groups lack keeps its value. ValueError with the parameter's name."""
+    """Returns this rank's part of a state dict of shards or full tensors. An option that the saved
+    groups lack keeps its value. Raises ValueError with the name of a parameter that cannot fit."""
     if len(state_dict["param_groups"]) != len(optimizer.param_groups):
-        return state_dict  # torch says so
+        return state_dict  # torch raises
     groups = [
-        {**options_of(own), **new}
-        for own, new in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+        {**options_of(current), **saved}
+        for current, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
     ]
-    saved = list(chain.from_iterable(group["params"] for group in groups))
-    owners = dict(zip(saved, params_of(optimizer), strict=False))
+    indices = chain.from_iterable(group["params"] for group in groups)
+    owners = dict(zip(indices, params_of(optimizer), strict=False))
     is_number = _numbers(optimizer)
-    others = {
+    unsharded = {
         key
         for index, values in state_dict["state"].items()
         if isinstance(owners.get(index), ShardedParameter) and isinstance(values, dict)
@@ -158,7 +158,7 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     state = {
         index: {
             key: value
-            if key in others or is_number(owners[index], key, value)
+            if key in unsharded or is_number(owners[index], key, value)
             else mapped(value, partial(fitted, owners[index], key))
             for key, value in values.items()
         }
@@ -178,21 +178,21 @@ def is_other(value: Tensor, param: ShardedParameter) -> bool:
     if value.dim() == 1 and len(place.global_shape) == 1 and value.shape != place.whole_shape:
         raise ValueError(
             f"the loaded state of parameter '{param.fqn}' has shape {tuple(value.shape)}, expected "
-            f"the full {tuple(place.global_shape)}, or this rank's elements of it. Save with "
-            "torch.distributed.checkpoint or zerocore.Checkpoints to load with another stage or "
-            "number of ranks"
+            f"the full {tuple(place.global_shape)}, or this rank's elements of it. To load with "
+            "another stage or number of ranks, save with torch.distributed.checkpoint or "
+            "zerocore.Checkpoints"
         )
     return value.shape not in (place.global_shape, place.whole_shape)
 
 
 def _numbers(optimizer: Optimizer) -> Callable[[ShardedParameter, str, Any], bool]:
-    """Tells numbers from the states of parameters of one element, which have no other shape."""
+    """Returns a test that tells numbers from the states of one-element parameters."""
 
     @cache
     def probed(number: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         try:
             return _probed(optimizer, optimizer.param_groups[number], dtype, device)
-        except Exception:  # what it needs a probe may lack
+        except Exception:  # the optimizer may need attributes that a probe lacks
             return {}
 
     def is_number(param: ShardedParameter, key: str, value: Any) -> bool:
@@ -200,19 +200,19 @@ def _numbers(optimizer: Optimizer) -> Callable[[ShardedParameter, str, Any], boo
             return False
         if param.place.whole_shape.numel() != 1 or (value.dim() == 0 and key in NUMBERS):
             return True
-        own = optimizer.state.get(param, {}).get(key)
-        if own is None and not makes_all(optimizer):
+        current = optimizer.state.get(param, {}).get(key)
+        if current is None and not makes_all(optimizer):
             groups = enumerate(optimizer.param_groups)
             number = next(n for n, group in groups if any(p is param for p in group["params"]))
-            own = probed(number, local_of(param).dtype, param.device).get(key)
-            return isinstance(own, Tensor) and own.shape != (2,)
-        return isinstance(own, Tensor) and not isinstance(own, Placed)
+            example = probed(number, local_of(param).dtype, param.device).get(key)
+            return isinstance(example, Tensor) and example.shape != (2,)
+        return isinstance(current, Tensor) and not isinstance(current, Placed)
 
     return is_number
 
 
 def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
-    """A state's value as a shard; what holds no elements stays as it is."""
+    """Returns a state's value as a shard; returns a number or another object unchanged."""
     place = param.place
     if isinstance(value, Placed):
         _check_place(param, key, value.place)
@@ -228,14 +228,14 @@ def fitted(param: ShardedParameter, key: str, value: Any) -> Any:
 
 
 def _check_place(param: ShardedParameter, key: str, saved: Place) -> None:
-    own = param.place
-    if (saved.fqn, saved.elements) != (own.fqn, own.elements):
+    place = param.place
+    if (saved.fqn, saved.elements) != (place.fqn, place.elements):
         raise ValueError(
-            f"the optimizer's state {key}{saved.origin} is that of '{saved.fqn}', elements "
-            f"{saved.text}, but "
-            f"this rank's parameter in its place is '{own.fqn}', elements {own.text}. Shards load "
-            "on the rank, stage and number of ranks that saved them, in the same order of "
-            "parameters; for others save with torch.distributed.checkpoint or zerocore.Checkpoints"
+            f"the optimizer's state {key}{saved.origin} belongs to '{saved.fqn}', elements "
+            f"{saved.text}, but this rank's parameter at its index is '{place.fqn}', elements "
+            f"{place.text}. Shards load on the rank, stage and number of ranks that saved them, in "
+            "the same order of parameters; to load elsewhere, save with "
+            "torch.distributed.checkpoint or zerocore.Checkpoints"
         )
 
 
@@ -245,10 +245,10 @@ def makes_all(optimizer: Optimizer) -> bool:
 
 
 def make_states(optimizer: Optimizer) -> None:
-    """Makes the states that are not there yet, as a first step would find them; takes no step."""
-    own: Any = optimizer
+    """Makes the missing states with the values that a first step begins from; takes no step."""
+    maker: Any = optimizer
     if makes_all(optimizer):
-        own.make_states()
+        maker.make_states()
         return
     for group in optimizer.param_groups:
         probed: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = {}
@@ -263,7 +263,7 @@ def make_states(optimizer: Optimizer) -> None:
 
 
 def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
-    """Keys of the states that each parameter's first step makes, of those that it has."""
+    """Returns a function of a parameter: the keys of its states that its first step makes."""
     known: dict[int, set[str]] = {}
     for group in () if makes_all(optimizer) else optimizer.param_groups:
         some = group["params"][:1]
@@ -271,8 +271,8 @@ def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
         known.update({id(param): set(keys[0]) for param in group["params"]})
 
     def needed(param: Any) -> set[str]:
-        own = set(optimizer.state.get(param, {}))
-        return own & known.get(id(param), own)
+        present = set(optimizer.state.get(param, {}))
+        return present & known.get(id(param), present)
 
     return needed
 
@@ -280,7 +280,7 @@ def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
 def _probed(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """The state of a vector of two elements, other than a number's, after a step."""
+    """Returns the state of a two-element parameter after a step: a number has another shape."""
     return stepped_state(optimizer, group, _probe(dtype, device))
 
 
@@ -291,7 +291,7 @@ def _probe(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
 
 
 def note_added_options(optimizer: Optimizer) -> None:
-    """State dicts have the options that steps add to groups, also before the first step: zeros."""
+    """Notes the options that steps add to groups: state dicts have them, as zeros, before one."""
     added: list[dict[str, Any]] = []
     for group in () if makes_all(optimizer) else optimizer.param_groups:
         local = own_elements(group["params"][0]) if group["params"] else torch.empty(0)
@@ -308,12 +308,12 @@ def _zero(value: Any) -> Any:
 
 
 def without_state(params: Iterable[_P], states: Mapping[Any, Any]) -> list[_P]:
-    """The trained ones of the parameters whose states have not been made yet."""
+    """Returns the parameters that require gradients and have no state yet."""
     return [param for param in params if param.requires_grad and not states.get(param)]
 
 
 def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and first values of the states, from those of a parameter of two elements."""
+    """Yields names and first values of a parameter's states, from a probe of two elements."""
     local = own_elements(param)
     for key, value in probed.items():
         if not isinstance(value, Tensor):
@@ -331,14 +331,14 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
 def stepped_state(
     optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter
 ) -> dict[str, Any]:
-    """The state of a parameter that is none of the optimizer's, after a step with its ``grad``."""
+    """Returns the state of ``probe`` after a step with its ``grad``; leaves the optimizer as is."""
     return _stepped(optimizer, group, probe).state[probe]
 
 
 def _stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> Any:
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler's, which counts the optimizer's steps
+    twin.__dict__.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps
     twin.param_groups = [{**deepcopy(options_of(group)), "params": [probe]}]
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()

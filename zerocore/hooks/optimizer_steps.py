@@ -1,7 +1,8 @@
-"""Watches optimizer steps: marks updated units.
+"""Watches optimizer steps: tells the engine which units an optimizer updates.
 
-A step of torch's over shards on the host, whose gradients a device keeps, wants both in one memory.
-It is shown the gradients that were sent to the host, and the device's are back when it is over.
+A torch optimizer needs a parameter and its gradient on the same device. For shards on the host
+whose gradients are on a device, the step sees the host's copy of each gradient; afterwards the
+device's gradient is back in ``grad``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from zerocore.tensor.rows import shard_of
 _log = logging.getLogger("zerocore")
 
 
-# The tensors that each optimizer sees in a step: the parameter, the device's gradient, the host's.
+# Gradients replaced during a step: the parameter, the device's gradient, the host's.
 _Shown = list[tuple[ShardedParameter, Tensor, Tensor]]
 _shown: WeakKeyDictionary[Optimizer, _Shown] = WeakKeyDictionary()
 
@@ -39,15 +40,15 @@ _shown: WeakKeyDictionary[Optimizer, _Shown] = WeakKeyDictionary()
 def with_host_gradients(
     optimizer: Optimizer, args: Args, kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Shows the host's gradients to a step, and again where its closure goes backward."""
+    """Shows the host's gradients to a step, and again after its closure has run a backward."""
     _show_host_gradients(optimizer)
     return _with_closure(args, kwargs, lambda closure: _wrapped(closure, optimizer))
 
 
 def _with_closure(args: Args, kwargs: Kwargs, wrap: Callable[[Any], Any]) -> tuple[Args, Kwargs]:
-    own, *rest = args
+    optimizer, *rest = args
     if rest and rest[0] is not None:
-        return (own, wrap(rest[0]), *rest[1:]), kwargs
+        return (optimizer, wrap(rest[0]), *rest[1:]), kwargs
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": wrap(kwargs["closure"])}
     return args, kwargs
@@ -57,7 +58,7 @@ def _hiding_after(closure: Callable[[], Any], engines: list[Engine]) -> Callable
     @wraps(closure)
     def run() -> Any:
         result = closure()
-        for engine in engines:  # calls in it have shown full parameters
+        for engine in engines:  # forwards in the closure have shown full parameters
             engine.set_hiding(True)
         return result
 
@@ -65,7 +66,7 @@ def _hiding_after(closure: Callable[[], Any], engines: list[Engine]) -> Callable
 
 
 def show_device_gradients(optimizer: Optimizer) -> None:
-    """Puts the device's gradients back where nobody has set others."""
+    """Puts the device's gradients back, unless the program has set another ``grad``."""
     with torch._C.DisableTorchFunctionSubclass():
         for param, grad, host in _shown.pop(optimizer, []):
             if param.grad is host:
@@ -100,15 +101,15 @@ def _wrapped(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], A
 
 
 class ShardOptimizer(Optimizer):
-    """The base of zerocore's optimizers, which says what their steps do; others do none of it."""
+    """The base of zerocore's optimizers: its flags say what their steps do beyond an update."""
 
-    casts_model_weights = False  # writes the weights that layers compute with, beside main weights
-    updates_on_host = False  # updates what is there, from gradients that come by themselves
+    casts_model_weights = False  # also writes the weights that layers compute with
+    updates_on_host = False  # updates states on the host, from gradients that the engine sends
     moves_matrices = False  # sends whole matrices to the ranks that own them
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what ``closure`` returns."""
+        """Updates every parameter that has a gradient; returns the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,31 +134,32 @@ class _Updated:
     parts: list[UpdatedUnit]
 
 
-# Found once per number of parameters that the optimizer holds, and of states that were made.
+# By optimizer: a key of its number of parameters and the number of sharded models, and the result
+# of ``_find_updates``, which is found again when the key changes.
 _updates: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[_Updated]]]
 _updates = WeakKeyDictionary()
 
 
 def optimizers_of(state: ShardState) -> list[Optimizer]:
-    """Optimizers that began an update of parameters of ``state``."""
+    """Returns the optimizers that have begun an update of parameters of ``state``."""
     return [
         optimizer
-        for optimizer, (_, found) in _updates.items()
-        if any(updated.state_ref() is state for updated in found)
+        for optimizer, (_, updates) in _updates.items()
+        if any(updated.state_ref() is state for updated in updates)
     ]
 
 
 def _find_updates(optimizer: Optimizer) -> list[_Updated]:
     params = params_of(optimizer)
-    found: dict[Callable[[], ShardState | None], dict[int, list[int]]] = {}
+    positions: dict[Callable[[], ShardState | None], dict[int, list[int]]] = {}
     for param in params:
         if (shard := shard_of(param)) is not None:
-            units = found.setdefault(shard.state_ref, {})
+            units = positions.setdefault(shard.state_ref, {})
             units.setdefault(shard.unit, []).append(shard.position)
-    _warn_of_unsharded(params, list(found))
+    _warn_of_unsharded(params, list(positions))
     return [
         _Updated(state_ref, list(units), _parts(state_ref(), units))
-        for state_ref, units in found.items()
+        for state_ref, units in positions.items()
     ]
 
 
@@ -172,7 +174,7 @@ def _parts(state: ShardState | None, units: dict[int, list[int]]) -> list[Update
 
 
 def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState | None]]) -> None:
-    """A head or an adapter outside of the sharded model would train apart on every rank."""
+    """Warns of a head or adapter outside the sharded model: each rank would train its own."""
     live = [state for state in (ref() for ref in states) if state is not None]
     shared = any(state.world_size > 1 and state.kind.has_all for state in live)
     outside = [p for p in params if p.requires_grad and shard_of(p) is None]
@@ -186,19 +188,20 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
         )
 
 
-@eager  # a compiled step of DTensors goes on behind its graphs
+@eager  # a compiled step of DTensors calls it between its graphs
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Torch's hook before each step; returns the arguments for it."""
+    """Runs before each step (a torch hook); returns the arguments for the step."""
     known = _updates.get(optimizer)
     key = (sum(len(group["params"]) for group in optimizer.param_groups), ShardState.num_made)
     if known is None or known[0] != key:
         give_rows(optimizer)
         prepare(optimizer)
         _updates[optimizer] = (key, _find_updates(optimizer))
-    pairs = [(each, state) for each in _updates[optimizer][1] if (state := each.state_ref())]
+    updates = _updates[optimizer][1]
+    pairs = [(updated, state) for updated in updates if (state := updated.state_ref())]
     casts = _known(optimizer).casts_model_weights
     reads_on_host = False
-    has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # whose backward may reduce
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))  # its backward may reduce
     engines = [state.engine for _, state in pairs]
     for updated, state in pairs:
         _check_offload(optimizer, state)
@@ -210,20 +213,20 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if reads_on_host:
         args, kwargs = with_host_gradients(optimizer, args, kwargs)
     if engines:
-        args, kwargs = _with_closure(args, kwargs, lambda each: _hiding_after(each, engines))
+        args, kwargs = _with_closure(args, kwargs, lambda closure: _hiding_after(closure, engines))
     return args, kwargs
 
 
 def _reads_on_host(optimizer: Optimizer, state: ShardState) -> bool:
-    """Whether the step itself reads gradients on the host that come off a device."""
+    """Whether the step itself must read the host's copies of the gradients."""
     if state.config.offload is None:
         return False
-    come_off = state.device.type != "cpu" or state.engine.lands_gradients
-    return come_off and not (_known(optimizer).updates_on_host and state.config.leaves("states"))
+    has_copies = state.device.type != "cpu" or state.engine.lands_gradients
+    return has_copies and not (_known(optimizer).updates_on_host and state.config.leaves("states"))
 
 
 def _check_reduced(optimizer: Optimizer, state: ShardState) -> None:
-    """Raises RuntimeError if gradients are each rank's own and a rank updates its shard alone."""
+    """Rejects a step that would update a shard from one rank's unreduced gradient."""
     if not state.engine.shows_sums:
         return
     shares_work = _known(optimizer).moves_matrices and state.world_size > 1
@@ -232,9 +235,9 @@ def _check_reduced(optimizer: Optimizer, state: ShardState) -> None:
         is_own = isinstance(grad, UnreducedGrad) or (shares_work and grad is not None)
         if is_own and shard is not None and shard.state_ref() is state:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step: the gradient of '{shard.fqn}' was not averaged, "
-                "as the last backward that came to it ran under no_sync. Run the last backward "
-                "before a step outside of no_sync, or drop the gradients: optimizer.zero_grad(). "
+                f"{type(optimizer).__name__}.step: the gradient of '{shard.fqn}' was not averaged: "
+                "its last backward ran under no_sync. Run the last backward before a step outside "
+                "of no_sync, or drop the gradients: optimizer.zero_grad(). "
                 "zerocore.shard(model, stage=0) steps with each rank's own gradient, as "
                 "DistributedDataParallel"
             )
@@ -246,17 +249,17 @@ def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
         return
     if _known(optimizer).moves_matrices:
         raise ValueError(
-            f"{name} moves whole matrices between ranks, which is not built for a model with "
+            f"{name} moves whole matrices between ranks and does not support a model with "
             "offload=; use zerocore.optim.AdamW, or leave offload= out"
         )
     if state.config.place_of("states") == "disk":
         raise ValueError(
-            f"{name} keeps states in memory of its own; for a model with "
+            f"{name} keeps its states in memory; for a model with "
             "offload=zerocore.Offload(states='disk') use zerocore.optim.AdamW"
         )
     if state.device.type != "cpu" and not state.config.leaves("states"):
         raise ValueError(
-            f"{name} updates parameters on {state.device}, and offload=zerocore.Offload(states="
+            f"{name} updates parameters on {state.device}, but offload=zerocore.Offload(states="
             "'device', gradients='cpu') keeps their gradients on the host; use states='cpu', or "
             "zerocore.optim.AdamW"
         )

@@ -1,4 +1,4 @@
-"""Everything that the first ``shard`` or ``fully_shard`` changes in torch and in this process."""
+"""All patches and hooks that the first ``shard`` or ``fully_shard`` installs in the process."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from zerocore.tensor.shard import LocalShard
 
 
 class Patch(NamedTuple):
-    """An attribute of torch and what takes its place."""
+    """An attribute of torch to replace."""
 
-    owner: str  # dotted path of the module, or of the class in it
-    name: str  # of the attribute; a torch that lacks it is left as it is
+    owner: str  # dotted path of its module or class
+    name: str  # the attribute; skipped if this torch lacks it
     wrap: Callable[[Any], Any]  # makes the new value from the old one
-    before: str | None = None  # the first release of torch that does without the patch
+    before: str | None = None  # the first release of torch that does not need the patch
 
 
 _INITIALISERS = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
@@ -98,12 +98,12 @@ PATCHES = (
 
 @cache
 def install(others: tuple[Patch, ...]) -> None:
-    """Applies the patches, with ``others`` of packages that see this one, and registers the hooks
-    that torch has; once in a process."""
-    # Torch keeps the functions to which `torch.device(...)` as a context and the default device
-    # apply. Those that are replaced call the old ones, so these must be among them.
+    """Applies the patches and ``others`` (zerocore.fsdp's, say), and registers torch's hooks, once
+    per process."""
+    # Torch caches the functions that `with torch.device(...)` and the default device apply to.
+    # Fill the cache with the original functions, because the replacements call these.
     _device_constructors()
-    functions: list[tuple[Any, Any]] = []  # the old one and the new
+    functions: list[tuple[Any, Any]] = []  # old and new
     for patch in (*PATCHES, *others):
         owner = resolve_name(patch.owner)
         old = getattr(owner, patch.name, None)
@@ -114,7 +114,7 @@ def install(others: tuple[Patch, ...]) -> None:
         if isinstance(owner, ModuleType):
             functions.append((old, new))
     ask_before_typed(torch._tensor_classes, conversions.typed_in_full)
-    replace_in_modules(functions)  # where it was imported from there
+    replace_in_modules(functions)  # in modules that imported the old ones
     torch_modules.register_module_parameter_registration_hook(registration.check_param)
     torch_modules.register_module_module_registration_hook(registration.check_module)
     torch_optimizers.register_optimizer_step_pre_hook(optimizer_steps.before_step)

@@ -1,6 +1,6 @@
-"""Refuses parameters that are registered in a sharded model: nothing would average them.
+"""Rejects parameters that are added to a sharded model: their gradients would not be averaged.
 
-Loads of state dicts take the model's own shards, or full values.
+Also checks what a state dict loads into shards: this rank's shards, or full values.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from zerocore.model.state import ShardState, find_state
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.placed import Placed
 
-# Modules of sharded models: the state they belong to, and their name.
+# By module of a sharded model: the model's state, and the module's name.
 _Home = tuple[Callable[[], ShardState | None], str]
 _homes: WeakKeyDictionary[nn.Module, _Home] = WeakKeyDictionary()
 
 
 def watch_registrations(model: nn.Module, state: ShardState) -> None:
-    """From now on ``model`` refuses parameters that it did not have, and wrappers such as DDP."""
+    """Makes ``model`` reject new parameters, and wrappers such as DDP, from now on."""
     _adopt(model, state, "")
     for module in model.modules():
         refuse_fully_shard(module)
@@ -39,7 +39,7 @@ def _adopt(module: nn.Module, state: ShardState, prefix: str) -> None:
 
 
 def _home_of(module: nn.Module) -> tuple[ShardState, str] | None:
-    if not _homes:  # in a process that shards nothing, nothing is asked of any module
+    if not _homes:  # saves the look-up in a process without sharded models
         return None
     state_ref, name = _homes.get(module, (None, ""))
     state = None if state_ref is None else state_ref()
@@ -47,7 +47,7 @@ def _home_of(module: nn.Module) -> tuple[ShardState, str] | None:
 
 
 def check_param(module: nn.Module, name: str, param: Any) -> None:
-    """Torch's hook on each registration of a parameter, anywhere."""
+    """Checks each registration of a parameter in the process (a torch hook)."""
     home = _home_of(module)
     if home is None and isinstance(param, ShardedParameter):
         raise elsewhere(param, name, type(module).__name__)
@@ -60,17 +60,17 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
             if param is not known.object:
                 raise ValueError(
                     f"parameter '{fqn}' is sharded and cannot be replaced by another "
-                    f"{type(param).__name__}. Change its values in place inside of `with "
+                    f"{type(param).__name__}. Change its values in place inside `with "
                     "zerocore.unsharded(model, write_back=True):`, or replace it before "
                     "zerocore.shard"
                 )
             return
-    # weight_norm, spectral_norm and pruning leave these in the place of the parameter.
+    # weight_norm, spectral_norm and pruning replace a parameter by ones with these names.
     parts = tuple(f"{fqn}_{part}" for part in ("g", "v", "orig"))
     parts += (fqn.removesuffix(name) + f"parametrizations.{name}.",)
     if any(known.fqn.startswith(parts) for known in state.params()):
         raise ValueError(
-            f"the parametrization of '{fqn}' is removed from a model that is sharded already. "
+            f"the parametrization of '{fqn}' cannot be removed: the model is sharded. "
             "Remove it before zerocore.shard; to export, load zerocore.full_state_dict(model) into "
             "a plain copy of the model and remove it there"
         )
@@ -78,7 +78,7 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
 
 
 def check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Torch's hook on each registration of a module, anywhere."""
+    """Checks each registration of a module in the process (a torch hook)."""
     home = _home_of(module)
     if child is None or not _homes:
         return
@@ -97,16 +97,16 @@ def check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
 
 def _refusal(fqn: str) -> ValueError:
     return ValueError(
-        f"parameter '{fqn}' is added to a model that is sharded already: it would be neither "
-        "sharded nor averaged over the ranks. Complete the model first (adapters too: "
+        f"parameter '{fqn}' is added to a model that is sharded already: it would not be sharded, "
+        "nor its gradient averaged over the ranks. Complete the model first (adapters too: "
         "peft.get_peft_model; weight_norm, spectral_norm, prune), then call zerocore.shard on the "
         "outermost module"
     )
 
 
 def watch_state_dicts(model: nn.Module, state: ShardState) -> None:
-    """From now on what is loaded into sharded parameters is checked, and what is saved are shards,
-    also within calls. All ranks must load, and refuse what does not fit on one of them together."""
+    """Checks values that are loaded into sharded parameters, and saves shards, even within a call,
+    from now on. All ranks must load: if a value does not fit on one rank, all ranks raise."""
 
     @operation("load_state_dict")
     def check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -129,7 +129,7 @@ def _watch_saves(model: nn.Module, state: ShardState) -> None:
 
     def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         nonlocal saved
-        if state.engine.in_call:  # not while shards are shown
+        if state.engine.in_call:  # modules show full parameters
             saved = module
             state.engine.set_hiding(True)
 
@@ -140,7 +140,7 @@ def _watch_saves(model: nn.Module, state: ShardState) -> None:
             state.engine.set_hiding(False)
 
     for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+        if not isinstance(module, torch.jit.ScriptModule):  # has no state-dict hooks
             module.register_state_dict_pre_hook(begin)
             module.register_state_dict_post_hook(end)
 
@@ -149,15 +149,15 @@ recording = ContextVar("recording", default=False)  # a load that only notes wha
 
 
 def is_our_hook(hook: Any) -> bool:
-    """Whether a hook of loading is one of :func:`watch_state_dicts`."""
+    """Whether :func:`watch_state_dicts` has registered a loading hook."""
     return getattr(hook, "hook", hook).__module__ == __name__
 
 
 def _check(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """Refuses shards of another place, even of the same size; full values are copied in part, also
-    where they are to be assigned."""
+    """Rejects shards of other elements, even if as many. Makes ``assign=True`` copy instead: a full
+    value is then copied in part."""
     assigns = metadata.pop("assign_to_params_buffers", False)
     for name, param in module._parameters.items():
         if isinstance(param, ShardedParameter):
@@ -165,20 +165,20 @@ def _check(
             _check_place(prefix + name, value, param)
             if assigns and isinstance(value, Tensor) and value.dtype != param.dtype:
                 raise ValueError(
-                    f"parameter '{prefix + name}': assign=True would make it {value.dtype}, and "
-                    f"the memory of a sharded model is {param.dtype}; leave assign out, or cast "
-                    "the values"
+                    f"parameter '{prefix + name}': assign=True would make it {value.dtype}, but "
+                    f"the sharded model keeps it as {param.dtype}; leave assign out, or cast the "
+                    "values"
                 )
 
 
 def _check_place(key: str, value: Any, param: ShardedParameter) -> None:
     if not isinstance(value, Placed):
         return
-    saved, own = value.place, param.place
-    if not own.can_take(saved):
+    saved, place = value.place, param.place
+    if not place.can_take(saved):
         raise ValueError(
             f"parameter '{key}': the state dict holds elements {saved.text}{saved.origin}, this "
-            f"rank {own.text}. Shards load on the rank, stage and number of ranks that saved them; "
-            "for others use torch.distributed.checkpoint or zerocore.Checkpoints, or "
+            f"rank {place.text}. Shards load on the rank, stage and number of ranks that saved "
+            "them; to load elsewhere, use torch.distributed.checkpoint or zerocore.Checkpoints, or "
             "zerocore.full_state_dict"
         )

@@ -1,1 +1,1 @@
-"""Which elements of a tensor are whose: places, boxes of a range, and which rank saves which."""
+"""The elements that each rank holds and saves: places of shards, cuts, and boxes of ranges."""

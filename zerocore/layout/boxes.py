@@ -1,7 +1,7 @@
-"""Boxes of a range: which rectangles of a tensor a run of its flattened elements fills.
+"""Boxes of a range: the rectangles of a tensor that a run of its flattened elements fills.
 
-A run of elements of an n-dimensional tensor is at most 2n - 1 boxes: for each dimension but the
-first a piece at its begin and one at its end, and whole rows between them. These are the chunks of
+A run of elements of an n-dimensional tensor is at most 2n - 1 boxes: whole rows, and for each
+dimension but the first one box before them and one after them. These are the chunks of
 ``torch.distributed.checkpoint``.
 """
 
@@ -18,9 +18,9 @@ from zerocore.layout.place import Place
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a tensor: where it begins, its sizes, and its first element in the flat order.
+    """A rectangle of a tensor: its offsets, its sizes, and the flat index of its first element.
 
-    Its elements lie one after the other there.
+    Its elements are contiguous in the flat order.
     """
 
     offsets: tuple[int, ...]
@@ -28,8 +28,8 @@ class Box:
     begin: int
 
     def moved(self, by: Sequence[int]) -> Box:
-        """The box in a larger tensor, which the tensor is a part of."""
-        offsets = tuple(own + more for own, more in zip(self.offsets, by, strict=True))
+        """Returns the box in a larger tensor that has the tensor at offset ``by``."""
+        offsets = tuple(at + more for at, more in zip(self.offsets, by, strict=True))
         return Box(offsets, self.sizes, self.begin)
 
     @property
@@ -40,8 +40,8 @@ class Box:
 def boxes_of(
     shape: Sequence[int], begin: int, end: int, strides: Sequence[int] | None = None
 ) -> list[Box]:
-    """Disjoint boxes that hold the elements ``begin:end``, in their order, which is that of memory
-    where there are ``strides`` of a dense tensor."""
+    """Returns disjoint boxes of the elements ``begin:end``, in order. With ``strides`` of a dense
+    tensor, elements count in memory order."""
     order = memory_order(shape, strides)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return [
@@ -55,16 +55,16 @@ def boxes_of(
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
-    """The dimensions of a dense tensor from the outermost to the innermost in memory."""
+    """Returns a dense tensor's dimensions from the outermost to the innermost in memory."""
     dims = list(range(len(shape)))
     if strides is None:
         return dims
-    # A dimension of size 1 may have any stride; among equal ones its place does not matter.
+    # A dimension of size 1 may have any stride: its order among equal strides does not matter.
     return sorted(dims, key=lambda dim: (-strides[dim], shape[dim] != 1))
 
 
 def _split(shape: list[int], begin: int, end: int, base: int) -> list[Box]:
-    """As ``boxes_of`` of a C-contiguous tensor whose first element is the ``base``-th."""
+    """Returns ``boxes_of`` a C-contiguous tensor whose first element has the index ``base``."""
     if begin >= end:
         return []
     if not shape:
@@ -88,7 +88,7 @@ def _in_row(shape: list[int], index: int, begin: int, end: int, base: int) -> li
 
 
 def chunk_boxes(place: Place) -> list[Box]:
-    """The boxes of this rank's elements; one without elements for a tensor that has none."""
+    """Returns the boxes of this rank's elements; one empty box for an empty tensor."""
     shape = tuple(place.global_shape)
     if place.whole_shape.numel() == 0:
         return [Box((0,) * len(shape), tuple(place.whole_shape), 0)]
@@ -97,7 +97,7 @@ def chunk_boxes(place: Place) -> list[Box]:
 
 
 def box_view(place: Place, local: Tensor, box: Box) -> Tensor:
-    """A view of the local elements (plain, 1-D), of the sizes of one of their boxes."""
+    """Returns a view of the local elements (plain, 1-D) with the sizes of one of their boxes."""
     order = memory_order(place.global_shape, place.strides)
     begin = box.begin - place.shard_range[0]
     flat = local[begin : begin + box.numel].view([box.sizes[dim] for dim in order])

@@ -1,4 +1,4 @@
-"""Boxes as the chunks of ``torch.distributed.checkpoint``, whose import takes a second."""
+"""Converts boxes to chunks of ``torch.distributed.checkpoint``, whose import takes a second."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zerocore.layout.place import Place
 
 
 def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
-    """A save plan's items for a shard. Equal boxes of several ranks are written by one of them."""
-    # Torch reads the dtype alone; its other notes differ between its versions.
+    """Returns a save plan's items for a shard. One rank writes the equal boxes of several ranks."""
+    # Torch reads only the dtype; the other properties differ between its versions.
     properties = dcp.TensorProperties(dtype=local.dtype)
     return [
         WriteItem(
@@ -26,7 +26,7 @@ def write_items(fqn: str, place: Place, local: Tensor) -> list[WriteItem]:
 
 
 def chunk_list(place: Place) -> list[dcp.ChunkStorageMetadata]:
-    """A load plan's chunks of a shard."""
+    """Returns a load plan's chunks of a shard."""
     return [
         dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         for box in chunk_boxes(place)
@@ -34,7 +34,7 @@ def chunk_list(place: Place) -> list[dcp.ChunkStorageMetadata]:
 
 
 def find_chunk(place: Place, local: Tensor, index: dcp.MetadataIndex) -> Tensor:
-    """A view of the elements of the box at ``index.offset``; ValueError if none is there."""
+    """Returns a view of the box at ``index.offset``; ValueError if there is none."""
     for box in chunk_boxes(place):
         if torch.Size(box.offsets) == index.offset:
             return box_view(place, local, box)

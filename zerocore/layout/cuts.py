@@ -1,4 +1,4 @@
-"""Where a parameter is cut into shards, and moves of elements between two such cuts."""
+"""Cuts of a parameter into shards, and moves of elements from one cut to another."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _Range = tuple[int, int]
 
 
 class Cut(NamedTuple):
-    """The place of a parameter among the shards of its region: every rank knows all ranges."""
+    """The cut of a parameter by the shards of its region: every rank knows all ranges."""
 
     offset: int  # of the parameter's first element in the region
     shard_numel: int  # of the region
-    num_across: int = 1  # shards of different replicas that follow each other
-    # Slices of a vector that were taken of it, one of the other: its length, start, stop and step.
+    num_across: int = 1  # consecutive shards that belong to different replicas
+    # Slices taken one of the other: the length of the sliced vector, start, stop and step.
     slices: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @lru_cache(maxsize=4096)
 def ranges_of(cut: Cut, numel: int, num_shards: int) -> tuple[_Range, ...]:
-    """Each rank's elements of a parameter of ``numel`` elements, (0, 0) if it has none."""
+    """Returns each rank's range of a parameter of ``numel`` elements, (0, 0) if it has none."""
     if cut.slices:
         (before, start, stop, step), inner = cut.slices[-1], cut._replace(slices=cut.slices[:-1])
         counts = [
@@ -50,16 +50,17 @@ def _overlap(one: _Range, other: _Range) -> _Range:
 
 def move(
     local: Tensor,
-    given: tuple[_Range, ...],
+    present: tuple[_Range, ...],
     wanted: tuple[_Range, ...],
     group: dist.ProcessGroup,
     what: str,
 ) -> Tensor:
-    """This rank's ``wanted`` elements, of which each rank has the ``given`` ones; collective."""
+    """Moves elements from each rank's ``present`` range, which ``local`` holds, to its ``wanted``
+    range; collective."""
     rank, nbytes = group.rank(), local.element_size()
-    sent = [_overlap(given[rank], each) for each in wanted]
-    received = [_overlap(wanted[rank], each) for each in given]
-    first = given[rank][0]
+    sent = [_overlap(present[rank], span) for span in wanted]
+    received = [_overlap(wanted[rank], span) for span in present]
+    first = present[rank][0]
     outgoing = torch.cat([local[begin - first : end - first] for begin, end in sent])
     incoming = local.new_empty(sum(end - begin for begin, end in received))
     with waiting(group, what):

@@ -1,6 +1,6 @@
-"""The ranks that own and save the elements of a parameter: integers alone.
+"""Computes which ranks own and save which elements of a parameter, from integers only.
 
-One rank's elements are found without those of the others, at any number of ranks.
+The cost of one rank's elements does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from typing import Any
 
 from zerocore._C import Layout
 
-_MIN_SHARE_NUMEL = 1 << 14  # of what several ranks hold; below it one of them saves all
+_MIN_SHARE_NUMEL = 1 << 14  # the least that one of several ranks with equal elements saves
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the elements of a parameter are cut over shards."""
+    """The cut of a parameter's elements over shards."""
 
     numel: int
     slot_numel: int  # elements of a slot; shards are slots in another order
-    offset: int = 0  # of the parameter, from the first slot on
+    offset: int = 0  # of the parameter in the first slot
     num_shards: int = 1
-    num_across: int = 1  # shards of one replica lie so many slots apart
+    num_across: int = 1  # distance in slots between consecutive shards of one replica
 
     @staticmethod
     def whole(numel: int) -> Cut:
-        """That of a parameter which is not cut."""
+        """Returns the cut of a parameter that is not sharded."""
         return Cut(numel, max(numel, 1))
 
     @staticmethod
     def of(layout: Layout, position: int) -> Cut:
-        """That of a unit's parameter."""
+        """Returns the cut of a unit's parameter."""
         place = layout.places[position]
         if layout.by_rows:  # the first shard has the most rows
             rows = max(layout.owned(position, 0).end, 1)
@@ -41,14 +41,14 @@ class Cut:
         return Cut(place.numel, slot, place.offset, layout.num_shards, region.num_across)
 
     def owned(self, shard: int) -> tuple[int, int]:
-        """``(begin, end)`` of a shard's elements; two equal numbers if it has none."""
+        """Returns ``(begin, end)`` of a shard's elements; equal numbers if it has none."""
         column, row = divmod(shard, self.num_shards // self.num_across)
         begin = (row * self.num_across + column) * self.slot_numel - self.offset
         end = min(max(begin + self.slot_numel, 0), self.numel)
         return min(max(begin, 0), end), end
 
     def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """``(shard, begin, end)`` of the shards that own elements in a range, in their order."""
+        """Yields ``(shard, begin, end)`` of the shards that own elements in a range, in order."""
         end = self.numel if end is None else end
         if begin >= end:
             return
@@ -63,20 +63,20 @@ class Cut:
 class SavedRanges:
     """The elements of a parameter that each rank saves."""
 
-    cut: Cut  # rank r owns shard r modulo their number
-    copies: int = 1  # ranks that own each shard, which save a part each
-    members: tuple[int, ...] = ()  # the ranks' numbers, if they are others
+    cut: Cut  # rank r owns shard ``r % cut.num_shards``
+    copies: int = 1  # ranks that own each shard; each saves a part of it
+    members: tuple[int, ...] = ()  # the ranks' numbers in the model, if they differ
 
     @staticmethod
     def on(ranks: Any, numel: int, place: tuple[Layout, int] | None) -> SavedRanges:
-        """Of a parameter that ``ranks``, a :class:`zerocore.model.ranks.Ranks`, hold; ``place``:
-        its layout and position, or None if nothing is shared."""
+        """Returns the ranges of a parameter of ``ranks``, a :class:`zerocore.model.ranks.Ranks`.
+        ``place``: its layout and position, or None if every rank has all of it."""
         if place is None:
             return SavedRanges(Cut.whole(numel), ranks.world_size)
         return SavedRanges(Cut.of(*place), ranks.num_replicas)
 
     def all(self) -> Iterator[tuple[int, int, int]]:
-        """``(rank, begin, end)`` of all ranks that save any, in the order of the elements."""
+        """Yields ``(rank, begin, end)`` of all ranks that save elements, in their order."""
         for shard, begin, end in self.cut.ranges():
             size = self._size(begin, end)
             for copy, start in enumerate(range(begin, end, size)):
@@ -85,7 +85,7 @@ class SavedRanges:
                 yield number, start, min(start + size, end)
 
     def of(self, number: int) -> tuple[int, int]:
-        """``(begin, end)`` of one rank; two equal numbers if it saves none."""
+        """Returns ``(begin, end)`` of one rank; equal numbers if it saves none."""
         if self.members and number not in self.members:
             return 0, 0
         rank = self.members.index(number) if self.members else number

@@ -1,4 +1,4 @@
-"""Sharded models behave as under DistributedDataParallel: ``no_sync``, and buffers of rank 0."""
+"""Gives sharded models the behaviour of DistributedDataParallel: ``no_sync``, rank 0's buffers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from zerocore.common.eager import eager
 from zerocore.model.buffers import BufferSync
 from zerocore.model.state import ShardState, ready_state_of
 
-_SYNCS = "require_backward_grad_sync"  # an attribute of the model, as DDP has it
+_SYNCS = "require_backward_grad_sync"  # DDP's attribute of the same name
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulates gradients without communicating, as far as the stage holds full gradients.
+    """Accumulates gradients without communication if the stage holds full gradients.
 
-    Stages 0 and 1, 2 and 3 with ``accumulate="full"``, and models of :mod:`zerocore.fsdp`:
-    gradients are reduced in the first backward outside. Stages 2 and 3 with
-    ``accumulate="sharded"`` reduce in every backward. ``model.no_sync()`` does the same, as does
-    ``model.require_backward_grad_sync = False`` before a forward; a model of ``fsdp`` has neither.
+    Stages 0 and 1, stages 2 and 3 with ``accumulate="full"``, and models of :mod:`zerocore.fsdp`
+    reduce gradients in the first backward outside. Stages 2 and 3 with ``accumulate="sharded"``
+    reduce in every backward. ``model.no_sync()`` and ``model.require_backward_grad_sync = False``
+    before a forward do the same; a model of ``fsdp`` has neither.
 
-    After a backward inside, ``p.grad`` is this rank's own at stages 0 and 1. Reads of it at stages
-    2 and 3, and steps with it at stages 1 to 3, raise RuntimeError until a backward outside.
+    After a backward inside, ``p.grad`` is this rank's own sum at stages 0 and 1. Reads of it at
+    stages 2 and 3, and steps with it at stages 1 to 3, raise RuntimeError until a backward outside.
 
     Raises:
         ValueError: the model is not sharded.
@@ -43,12 +43,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
-    """Gives ``model`` DDP's methods. Returns a function for all ranks before each of its calls."""
+    """Gives ``model`` DDP's methods. Returns a function that all ranks run before each forward."""
     root, is_due = ref(model), True
     vars(model).setdefault(_SYNCS, True)
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = lambda: no_sync(_alive(root))
-    # Like DDP: where the model has no buffer now, no call looks for one.
+    # Like DDP: if the model has no buffer now, its forwards do not look for one.
     synced = state.config.communication.sync_buffers and any(True for _ in model.buffers())
     sync_buffers = BufferSync(state.meshes[0], state.device) if synced else None
 
@@ -67,16 +67,16 @@ def behave_as_ddp(model: nn.Module, state: ShardState) -> Callable[[], None]:
 
 
 def _buffers(model: nn.Module, state: ShardState) -> list[Tensor]:
-    """Those that DistributedDataParallel would send."""
+    """Returns the buffers that DistributedDataParallel would broadcast."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    found: dict[int, Tensor] = {}
+    sent: dict[int, Tensor] = {}
     for prefix, module_ref in state.modules:
         module = module_ref()
         for name, buffer in () if module is None else module._buffers.items():
             is_sent = not ignored or f"{prefix}.{name}".lstrip(".") not in ignored
             if buffer is not None and is_sent:
-                found[id(buffer)] = buffer
-    return list(found.values())
+                sent[id(buffer)] = buffer
+    return list(sent.values())
 
 
 def _alive(root: Callable[[], nn.Module | None]) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Buffers that follow rank 0's, as under DistributedDataParallel."""
+"""Broadcasts rank 0's buffers, as DistributedDataParallel does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from zerocore.tensor.rows import local_part
 
 
 def broadcast(tensors: Iterable[Tensor], ranks: Ranks, device: torch.device) -> None:
-    """Gives ``tensors``, of any dtypes, strides and devices, the values of rank 0, by way of the
-    ranks' ``device``; all ranks call."""
+    """Copies rank 0's values to ``tensors``, of any dtypes, strides and devices; collective. The
+    values travel over ``device``."""
     for tensor, value in _values_of_first(tensors, ranks, device):
         _written(local_part(tensor).detach()).copy_(value)
 
@@ -25,30 +25,30 @@ def broadcast(tensors: Iterable[Tensor], ranks: Ranks, device: torch.device) -> 
 def _values_of_first(
     tensors: Iterable[Tensor], ranks: Ranks, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """The tensors with rank 0's values; none on rank 0, where not even a version changes."""
-    found = [tensor for tensor in tensors if tensor.numel()]
-    if not found or not ranks.groups:
+    """Returns the tensors with rank 0's values; an empty list on rank 0, so no version changes."""
+    sent = [tensor for tensor in tensors if tensor.numel()]
+    if not sent or not ranks.groups:
         return []
-    # Backends know few dtypes and only dense memory in order, so the bytes travel, all at once.
-    own = [_written(local_part(tensor).detach()) for tensor in found]
-    data = torch.cat([as_bytes(tensor).to(device) for tensor in own])
+    # Backends support few dtypes and only contiguous memory, so all bytes travel in one tensor.
+    local = [_written(local_part(tensor).detach()) for tensor in sent]
+    data = torch.cat([as_bytes(tensor).to(device) for tensor in local])
     for group in reversed(ranks.groups):  # to the other replicas first
         with waiting(group, "a broadcast of buffers"):
             dist.broadcast(data, dist.get_global_rank(group, 0), group=group)
     if ranks.rank == 0:
         return []
-    parts = data.split([tensor.nbytes for tensor in own])
-    values = [p.clone().view(t.dtype).view(t.shape) for t, p in zip(own, parts, strict=True)]
-    return list(zip(found, values, strict=True))
+    parts = data.split([tensor.nbytes for tensor in local])
+    values = [p.clone().view(t.dtype).view(t.shape) for t, p in zip(local, parts, strict=True)]
+    return list(zip(sent, values, strict=True))
 
 
 def _written(tensor: Tensor) -> Tensor:
-    """Each element of an expanded tensor once; others as they are."""
+    """Returns a view with each element once: an expanded dimension has length 1."""
     return tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
 
 
 class BufferSync:
-    """Broadcasts of rank 0's buffers before calls of a model; all ranks call."""
+    """Broadcasts rank 0's buffers before a model's forward; all ranks call it."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
@@ -58,25 +58,24 @@ class BufferSync:
         now = {id(buffer): buffer for buffer in buffers}
         for buffer, value in _values_of_first(buffers, self._ranks, self._device):
             now[id(buffer)] = self._write(model, buffer, value)
-        self._known = {id(each): (ref(each), each._version) for each in now.values()}
+        self._known = {id(buffer): (ref(buffer), buffer._version) for buffer in now.values()}
 
     def _write(self, model: nn.Module, buffer: Tensor, value: Tensor) -> Tensor:
-        """Returns the buffer that modules hold afterwards.
+        """Writes a buffer, and returns the one that modules hold afterwards.
 
-        A forward before may have saved the buffer for a backward that is still to come.
-
-        If the forward has replaced the buffer, so does the broadcast. A change by torch's functions
-        is one that a backward must hear of. All else is a constant, or statistics that batch norm
-        changes without a word to autograd.
+        An earlier forward may have saved the buffer for a backward that has not run yet. If a
+        forward has replaced the buffer, the broadcast replaces it too. If a torch function has
+        changed it in place, the broadcast raises its version, so that such a backward raises. Any
+        other buffer is a constant, or batch-norm statistics, which change without a new version.
         """
         known, version = self._known.get(id(buffer), (None, -1))
         if self._known and (known is None or known() is not buffer):
             value = torch.empty_like(buffer).copy_(value)
             for module in model.modules():
-                for key, each in module._buffers.items():
-                    if each is buffer:
+                for key, held in module._buffers.items():
+                    if held is buffer:
                         module._buffers[key] = value
             return value
-        own = local_part(buffer)
-        _written(own.data if version == buffer._version else own.detach()).copy_(value)
+        local = local_part(buffer)
+        _written(local.data if version == buffer._version else local.detach()).copy_(value)
         return buffer

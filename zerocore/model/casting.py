@@ -16,11 +16,10 @@ from zerocore.options.precision import MixedPrecision, param_types
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it cast to ``dtype``.
+    """Returns ``value`` with every floating-point tensor in it cast to ``dtype``.
 
-    Looks into tuples (also named ones), lists, dicts and dataclasses; containers without a tensor
-    to cast are returned as they are, others as new ones of the same class. Other objects are left
-    alone.
+    Looks into tuples (also named ones), lists, dicts and dataclasses. Returns a container without a
+    tensor to cast unchanged, and any other as a new one of its class. Leaves other objects alone.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
@@ -28,7 +27,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         items = [cast_floats(item, dtype) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        # A named tuple takes its items one by one.
+        # A named tuple's constructor takes its items as separate arguments.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return _cast_dict(value, dtype)
@@ -53,7 +52,7 @@ def _cast_dict(value: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
     if type(value) is dict:
         return {**value, **changed}
     new = copy.copy(value)
-    for key, item in changed.items():  # Hugging Face's outputs set the field of that name, too
+    for key, item in changed.items():  # Hugging Face's outputs also set the attribute
         new[key] = item
     return new
 
@@ -63,7 +62,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
     changed = _changed([(name, getattr(value, name, None)) for name in names], dtype)
     if not changed:
         return value
-    # Not replace(): it runs __init__ and __post_init__ again, on values that went through them.
+    # replace() would run __init__ and __post_init__ again on values that they made.
     new = copy.copy(value)
     for name, item in changed.items():
         object.__setattr__(new, name, item)  # frozen ones too
@@ -71,7 +70,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-    """Makes ``module`` see its floating-point inputs in one dtype and return them in another."""
+    """Casts the floating-point inputs of ``module`` to ``inside``, its outputs to ``outside``."""
     forward: Callable[..., Any] = module.forward
 
     @wraps(forward)
@@ -83,7 +82,7 @@ def cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) ->
 
 
 def cast_around_kept(model: nn.Module, mixed: MixedPrecision) -> None:
-    """Wraps the outermost modules below ``model`` whose parameters are all kept in their dtype."""
+    """Casts around the outermost modules whose parameters all keep their dtype."""
     if not mixed.cast_inputs:
         return
 
@@ -104,5 +103,5 @@ def cast_around_kept(model: nn.Module, mixed: MixedPrecision) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The values of a dense tensor of any dtype and strides as 1-D uint8; a copy if need be."""
+    """Returns a dense tensor's values as 1-D uint8; copies if it is not contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Gives meta parameters and buffers their memory and their initial values, module by module."""
+"""Gives meta parameters and buffers memory and initial values, module by module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ InitFn = Callable[[nn.Module], None]
 def full_values(
     params: list[ParamChoice], device: torch.device, init: InitFn | None
 ) -> list[Tensor]:
-    """The full values of a unit's parameters, those on the meta device initialised now."""
+    """Returns the full values of a unit's parameters; initialises meta parameters first."""
     modules: dict[nn.Module, None] = {}  # each once, in order
     for choice in params:
         if choice.param.is_meta:
@@ -33,8 +33,8 @@ def full_values(
         current = owner._parameters[name] if choice.param.is_meta else choice.param
         assert current is not None
         values.append(plain_part(local_part(current)).detach())
-        for each, key in choice.owners:  # to_empty() has put another object there
-            each._parameters[key] = choice.param
+        for owner, key in choice.owners:  # to_empty() has put another object there
+            owner._parameters[key] = choice.param
     return values
 
 
@@ -67,11 +67,11 @@ def _initialise(
             f"'{fqn}' is on the meta device and {type(module).__name__} has no reset_parameters(); "
             "pass init_fn=, a function that initialises a module in place. For a model that "
             "initialises itself as a whole: init_fn=lambda module: None, and afterwards "
-            "model.init_weights() inside of `with zerocore.unsharded(model, write_back=True):`"
+            "model.init_weights() inside `with zerocore.unsharded(model, write_back=True):`"
         )
     has_values = {k: b for k, b in module._buffers.items() if b is not None and not b.is_meta}
     module.to_empty(device=device, recurse=False)
-    for key, buffer in has_values.items():  # of a model whose parameters alone are on meta
+    for key, buffer in has_values.items():  # to_empty() has dropped their values
         module._buffers[key] = buffer.to(device)
     empty = {k: (b, b._version) for k, b in module._buffers.items() if b is not None}
     with torch.no_grad():
@@ -81,8 +81,8 @@ def _initialise(
         if module._buffers.get(key) is buffer and buffer._version == version:
             _log.warning(
                 "buffer '%s' of a %s was on the meta device, and its initialisation has not "
-                "written it: it has no values until the program gives it some. Pass init_fn=, "
-                "which gives buffers their values, too",
+                "written it: it has no values until the program writes it. Pass an init_fn= that "
+                "also writes buffers",
                 key,
                 type(module).__name__,
             )

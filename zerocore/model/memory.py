@@ -1,7 +1,7 @@
-"""Parameters and buffers that lie in the same memory.
+"""Finds parameters and buffers that share memory.
 
-Sharding gives each parameter memory of its own. Those that are the same elements in the same layout
-become one parameter with several names; other overlaps would be lost without a word.
+Sharding gives each parameter memory of its own. Parameters with the same elements in the same
+layout become one with several names; any other overlap is an error, because it would be lost.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from zerocore.tensor.rows import local_part
 
 
 class Extent(NamedTuple):
-    """Where a tensor's elements lie; it keeps no memory alive."""
+    """The memory range of a tensor's elements; it keeps no memory alive."""
 
-    storage: StorageWeakRef  # no later storage has its number
+    storage: StorageWeakRef  # while it lives, no other storage gets its number
     begin: int  # in bytes
     end: int
     layout: tuple[Any, ...]  # shape, strides, dtype
 
     @property
     def key(self) -> object:
-        """The same for the same elements in the same layout."""
+        """A key that is equal for the same elements in the same layout."""
         return self.storage.cdata, self.begin, self.layout
 
     def overlaps(self, other: Extent) -> bool:
-        """Whether some byte of one storage belongs to both."""
+        """Whether both, on one storage, have a byte in common."""
         begin = min(self.begin, other.begin)
         taken = torch.zeros(max(self.end, other.end) - begin, dtype=torch.bool, device="cpu")
         self._bytes_in(taken, begin).fill_(True)
@@ -44,12 +44,12 @@ class Extent(NamedTuple):
 
 
 def extent_of(tensor: Tensor) -> Extent | None:
-    """None of a tensor that has no elements, or no strides."""
+    """Returns a tensor's extent; None if it has no elements or no strides."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return None
     try:
         storage = StorageWeakRef(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError, TypeError):  # it is around others, or has none
+    except (NotImplementedError, RuntimeError, TypeError):  # a wrapper, or without a storage
         return None
     shape, strides, size = tuple(tensor.shape), tensor.stride(), tensor.element_size()
     last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
@@ -58,7 +58,7 @@ def extent_of(tensor: Tensor) -> Extent | None:
 
 
 def tie_key(param: nn.Parameter) -> object:
-    """The same for parameters that are to be one."""
+    """Returns a key that is equal for parameters to tie."""
     extent = extent_of(local_part(param))
     if extent is None:
         return id(param)
@@ -66,8 +66,8 @@ def tie_key(param: nn.Parameter) -> object:
 
 
 def check_apart(params: Iterable[tuple[str, Extent | None]], modules: Iterable[nn.Module]) -> None:
-    """Raises ValueError for a parameter that shares elements with another one, or with a buffer of
-    the modules and of those in them; names both."""
+    """Rejects a parameter that shares memory with another one, or with a buffer of ``modules`` or
+    their submodules; names both."""
     by_storage: dict[int, list[tuple[Extent, bool, str]]] = {}
 
     def add(fqn: str, extent: Extent | None, is_param: bool) -> None:
@@ -79,10 +79,10 @@ def check_apart(params: Iterable[tuple[str, Extent | None]], modules: Iterable[n
     for module in modules:
         for fqn, buffer in module.named_buffers():
             add(fqn, extent_of(local_part(buffer)), False)
-    for found in by_storage.values():
-        found.sort(key=lambda each: each[0].begin)
-        for index, (extent, is_param, fqn) in enumerate(found):
-            for other, is_other_param, name in found[index + 1 :]:
+    for extents in by_storage.values():
+        extents.sort(key=lambda entry: entry[0].begin)
+        for index, (extent, is_param, fqn) in enumerate(extents):
+            for other, is_other_param, name in extents[index + 1 :]:
                 if other.begin >= extent.end:
                     break
                 if (is_param or is_other_param) and extent.overlaps(other):
@@ -90,11 +90,11 @@ def check_apart(params: Iterable[tuple[str, Extent | None]], modules: Iterable[n
 
 
 def _overlap(*pair: tuple[str, bool]) -> ValueError:
-    pair = tuple(sorted(pair, key=lambda each: not each[1]))
+    pair = tuple(sorted(pair, key=lambda named: not named[1]))  # a parameter first
     names = [f"{'parameter' if is_param else 'buffer'} '{fqn}'" for fqn, is_param in pair]
     return ValueError(
-        f"{' and '.join(names)} share memory, which sharding would separate: "
-        "they are no two parameters of the same shape, strides, dtype and requires_grad. Register "
+        f"{' and '.join(names)} share memory, which sharding would separate: only parameters of "
+        "the same shape, strides, dtype and requires_grad can be tied. Register "
         "one nn.Parameter in both places, or compute the other one in forward "
         "(`self.weight.t()`, `self.weight.detach()`)"
     )

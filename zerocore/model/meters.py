@@ -1,4 +1,4 @@
-"""Meters of a sharded model that are always on: counters each step, a trace of one step in 16."""
+"""A sharded model's meters, always on: counters of each step, a trace of one step in 16."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zerocore._C import AllocatorCounts, Engine, OpCounter, TraceRecord, allocat
 from zerocore.common.events import COLLECTIVES, EXCHANGE
 
 SAMPLE_EVERY = 16
-"""One step in so many is traced; the others cost two additions per collective."""
+"""One step of this many is traced; each other step costs two additions per collective."""
 KEPT_STEPS = 1024
-"""Steps that are remembered, the latest ones."""
+"""The number of latest steps that the meters keep."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """Operations and the bytes of their full buckets."""
+    """The number of operations, and the bytes of their full buckets."""
 
     num: int
     nbytes: int
@@ -29,28 +29,28 @@ class Count:
 
 @dataclass
 class Step:
-    """One step, from its first forward to the next step's, or to the last update, on the host's
-    clock; other attributes are as of ``StepFigures`` in ``reporting``."""
+    """One step on the host's clock, from its first forward to the next step's or to the last
+    update. ``StepFigures`` in ``reporting`` explains the other attributes."""
 
     number: int
     step_ns: int
     outside_ns: int
     counts: Mapping[str, Count]  # collectives, by operation
-    exchanged: Count  # all-to-alls of an optimizer of whole matrices, and bytes that this rank sent
+    exchanged: Count  # all-to-alls of a matrix optimizer, and the bytes that this rank sent
     pool_nbytes: int
     num_pool_allocations: int
     num_retries: int | None
     num_device_allocations: int | None
-    records: list[TraceRecord] | None = field(default=None, repr=False)  # if it was sampled
+    records: list[TraceRecord] | None = field(default=None, repr=False)  # of a traced step
 
 
 def increase(before: int, after: int) -> int:
-    """By how much a total has grown; one that the user has reset meanwhile began at 0 again."""
+    """Returns how much a total has grown; one that the user has reset began at 0 again."""
     return after - before if after >= before else after
 
 
 class Meters:
-    """Told when a pass begins and when an optimizer has updated; keeps the latest steps."""
+    """The latest steps of one model, from the begins of its passes and its optimizers' updates."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self._engine = engine
@@ -61,26 +61,26 @@ class Meters:
         self._updated_ns = 0  # last update in the open step
         self._before = self._totals()
         self._sampling = False
-        self._unread: Step | None = None  # sampled, and its trace still lies in the engine
+        self._unread: Step | None = None  # a traced step whose records are still in the engine
         self._recording = False
 
     def begin_pass(self) -> None:
-        """A forward of the whole model begins; the first after an update begins a step."""
+        """Notes that a root forward begins; the first one after an update begins a step."""
         if self._updated_ns:
             self._close(time.perf_counter_ns())
         if not self._begin_ns and torch.is_grad_enabled():
             self._open()
 
     def note_update(self) -> None:
-        """An optimizer has updated parameters of the model; several may, in one step."""
+        """Notes that an optimizer has updated the model; several may do so in one step."""
         if self._begin_ns:
             self._updated_ns = time.perf_counter_ns()
 
     def steps(self, *, waits: bool = True) -> list[Step]:
-        """The latest steps; one that has been updated counts as complete.
+        """Returns the latest steps; a step is complete after its update.
 
-        ``waits``: for updates on the host, whose records end with them. Without, a traced step
-        has records from the next step on.
+        With ``waits``, waits for updates on the host, which complete their records. Without it, a
+        traced step has records only after the next step.
         """
         if self._updated_ns:
             self._close(self._updated_ns)
@@ -92,7 +92,7 @@ class Meters:
 
     @contextmanager
     def recording(self) -> Iterator[list[TraceRecord]]:
-        """Records for the user, who gets the list at the end; raises ValueError if nested."""
+        """Records a trace for the user and fills the list at the end; ValueError if nested."""
         if self._recording:
             raise ValueError("this model is being recorded already; recordings do not nest")
         self.steps()
@@ -102,21 +102,21 @@ class Meters:
         try:
             yield records
         finally:
-            self._engine.synchronize()  # what the host does completes its records
+            self._engine.synchronize()  # the host's work completes its records
             records += self._engine.stop_trace()
             self._recording = False
 
     def _open(self) -> None:
         self._sampling = not self._recording and self._num_steps % SAMPLE_EVERY == 1
         if self._sampling:
-            self._read()  # 15 updates later: each one waits for those before it
+            self._read()  # 15 updates later, its records are complete: updates wait in turn
             self._engine.start_trace(align=False)
         self._before = self._totals()
         self._engine.forget_recent_peak()
         self._begin_ns = time.perf_counter_ns()
 
     def _totals(self) -> tuple[dict[str, OpCounter], int, AllocatorCounts | None]:
-        """Counted by the engine since ``shard``, and by torch's allocator in this process."""
+        """Returns the engine's totals since ``shard``, and torch's allocator's in this process."""
         engine = self._engine
         return engine.counters, engine.pool_stats.num_allocations, allocator_counts(self._device)
 
@@ -144,12 +144,12 @@ class Meters:
         self._num_steps += 1
         self._begin_ns = self._updated_ns = 0
         if self._sampling:
-            # Reading now would make the host wait for a device.
+            # To read now would make the host wait for the device.
             self._engine.pause_trace()
             self._sampling, self._unread = False, step
 
     def _read(self) -> None:
-        """Everything that writes the records has ended."""
+        """Takes the traced step's records from the engine; the work that writes them has ended."""
         if self._unread is not None:
             self._unread.records = self._engine.stop_trace()
             self._unread = None

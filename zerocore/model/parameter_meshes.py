@@ -1,9 +1,9 @@
 """Parameters that only some of a model's ranks share, such as experts, and DTensors of tensor
 parallelism.
 
-The engine knows this rank's local tensor of a DTensor. One that is cut is a part of a larger
-tensor, as an expert is; one that all ranks of the mesh have is sharded within data parallelism, and
-its gradients are summed over both.
+The engine shards this rank's local tensor of a DTensor. With a ``Shard`` placement it is a part of
+a larger tensor, as an expert is. With ``Replicate`` it is sharded over the data-parallel ranks, and
+its gradients are summed over these and the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from zerocore.tensor.rows import cuts_of
 class Cut(NamedTuple):
     """How a parameter is spread over the ranks of a mesh."""
 
-    group: dist.ProcessGroup  # these ranks
-    dim: int | None  # along which each has a part; None where each has all of it
+    group: dist.ProcessGroup  # the ranks
+    dim: int | None  # each rank has a part along it; None if each has all of it
 
 
 def cut_of(choice: ParamChoice) -> Cut | None:
-    """How a DTensor is spread; None for a plain parameter, and over one rank. Raises ValueError for
-    a mesh of several dimensions, or a placement that is neither Shard nor Replicate."""
+    """Returns how a DTensor is spread; None for a plain parameter or one rank. Raises ValueError
+    for a mesh of several dimensions, or a placement other than Shard and Replicate."""
     spec = choice.spec
     if spec is None or spec.mesh.size() == 1:
         return None
@@ -44,7 +44,7 @@ def cut_of(choice: ParamChoice) -> Cut | None:
         raise ValueError(
             f"parameter '{choice.fqns[0]}' is a DTensor on the {spec.mesh.ndim}-D {spec.mesh}; "
             "zerocore.shard takes DTensors of tensor parallelism on a 1-D mesh, and group= for "
-            "data parallelism. Use zerocore.fsdp for others"
+            "data parallelism. Use zerocore.fsdp for other meshes"
         )
     # A strided shard is a subclass of Shard in some versions of torch.
     if not placement.is_replicate() and type(placement).__name__ != "Shard":
@@ -59,27 +59,27 @@ def cut_of(choice: ParamChoice) -> Cut | None:
 def find_tensor_ranks(
     planned: Sequence[UnitPlanned], ranks: Ranks, has_parts: bool
 ) -> dist.ProcessGroup | None:
-    """The ranks of tensor parallelism, which hold other parts of the model; None without. ``ranks``
-    are those of data parallelism, and with ``has_parts`` ``groups=`` names parameters with ranks of
-    their own. Raises ValueError for DTensors on several meshes, or on ranks of ``ranks``; names a
-    parameter."""
-    found: dict[tuple[int, ...], tuple[str, dist.ProcessGroup]] = {}
+    """Returns the tensor-parallel ranks, which hold other parts of the model; None without any.
+    ``ranks`` are the data-parallel ranks; ``has_parts`` says that ``groups=`` was passed. Raises
+    ValueError, with a parameter's name, for DTensors on several meshes or on ``ranks``."""
+    by_members: dict[tuple[int, ...], tuple[str, dist.ProcessGroup]] = {}
     for unit in planned:
         for choice in unit.params:
             cut = cut_of(choice)
             if cut is not None and unit.mesh == 0:
                 members = tuple(dist.get_process_group_ranks(cut.group))
-                found.setdefault(members, (choice.fqns[0], cut.group))
-    if not found:
+                by_members.setdefault(members, (choice.fqns[0], cut.group))
+    if not by_members:
         return None
-    if len(found) > 1:
-        texts = " and ".join(f"'{name}' over ranks {list(key)}" for key, (name, _) in found.items())
+    if len(by_members) > 1:
+        meshes = (f"'{name}' over ranks {list(key)}" for key, (name, _) in by_members.items())
+        texts = " and ".join(meshes)
         raise ValueError(f"DTensors are on several meshes: {texts}; use zerocore.fsdp")
-    name, group = next(iter(found.values()))
-    others = members_of(group)
-    if len(both := others & set(ranks.members)) > 1:
+    name, group = next(iter(by_members.values()))
+    tensor_ranks = members_of(group)
+    if len(both := tensor_ranks & set(ranks.members)) > 1:
         raise ValueError(
-            f"parameter '{name}' is a DTensor over ranks {sorted(others)}, of which "
+            f"parameter '{name}' is a DTensor over ranks {sorted(tensor_ranks)}, of which "
             f"{sorted(both)} are in group=, too; pass the ranks of data parallelism, such as "
             "group=mesh['dp']"
         )
@@ -92,10 +92,10 @@ def find_tensor_ranks(
 
 
 def with_tensor_ranks(ranks: Ranks, group: dist.ProcessGroup, device: torch.device) -> Ranks:
-    """The ranks of data and of tensor parallelism, the latter as more replicas; collective."""
+    """Adds the tensor-parallel ranks to the data-parallel ``ranks``, as replicas; collective."""
     members, num = ranks.members, ranks.num_shards
-    own = [members[first : first + num] for first in range(0, len(members), num)]
-    rows = list(chain.from_iterable(gather_objects([group], [own], device)))
+    replica_rows = [members[first : first + num] for first in range(0, len(members), num)]
+    rows = list(chain.from_iterable(gather_objects([group], [replica_rows], device)))
     rows.sort(key=lambda row: row[ranks.shard_rank])
     replicas = group
     if ranks.replicas is not None:
@@ -105,8 +105,7 @@ def with_tensor_ranks(ranks: Ranks, group: dist.ProcessGroup, device: torch.devi
 
 
 def split_replicated(planned: Sequence[UnitPlanned], mesh: int) -> list[UnitPlanned]:
-    """The units with DTensors that all ranks of their mesh have as units of their own, on ``mesh``,
-    at the same calls."""
+    """Puts replicated DTensors into units of their own, on ``mesh``, at the same calls."""
 
     def mesh_of(choice: ParamChoice, now: int) -> int:
         cut = cut_of(choice)
@@ -119,25 +118,25 @@ def split_replicated(planned: Sequence[UnitPlanned], mesh: int) -> list[UnitPlan
 class ModelPart:
     """A part of a model, with its ranks."""
 
-    pattern: str  # its parameters' names match it
-    ranks: Ranks  # of the part
+    pattern: str  # matches the names of its parameters
+    ranks: Ranks  # the ranks that share it
     others: dist.ProcessGroup | None  # ranks with other parts of the same tensors
-    dim: int  # along which parts follow each other
+    dim: int  # the dimension along which the parts are concatenated
 
 
 @dataclass(frozen=True)
 class PartRanges:
     """The ranks that save the elements of one part of a tensor."""
 
-    origin: tuple[int, ...]  # the place of its first element in the tensor
+    origin: tuple[int, ...]  # index of its first element in the tensor
     shape: tuple[int, ...]  # of the part
-    ranges: SavedRanges  # of its elements, by the ranks of the model
+    ranges: SavedRanges  # its elements, by rank of the model
 
 
 def find_parts(groups: Any, model_ranks: Ranks) -> tuple[ModelPart, ...]:
-    """The parts that ``groups=`` of :func:`zerocore.shard` names; communicates nothing. Raises
-    TypeError if it maps no patterns to meshes, ValueError for ranks that are not the model's, or
-    that overlap."""
+    """Returns the parts that ``groups=`` of :func:`zerocore.shard` names; communicates nothing.
+    Raises TypeError if it does not map patterns to meshes, ValueError for ranks outside the model
+    or meshes that overlap."""
     if groups is None:
         return ()
     if not isinstance(groups, Mapping):
@@ -148,34 +147,34 @@ def find_parts(groups: Any, model_ranks: Ranks) -> tuple[ModelPart, ...]:
     return tuple(_find_part(pattern, part, model_ranks) for pattern, part in groups.items())
 
 
-def _find_part(pattern: str, given: Any, model_ranks: Ranks) -> ModelPart:
-    part = given if isinstance(given, ParameterMesh) else ParameterMesh(given)
+def _find_part(pattern: str, mesh: Any, model_ranks: Ranks) -> ModelPart:
+    part = mesh if isinstance(mesh, ParameterMesh) else ParameterMesh(mesh)
     what = f"groups['{pattern}']"
     ranks = ranks_of(part.mesh, what)
     others = None if part.of is None else group_of(part.of, f"{what}: of")
-    whole, own = set(model_ranks.members), set(ranks.members)
-    rest = set() if others is None else members_of(others)
-    if strangers := (own | rest) - whole:
+    all_ranks, sharing = set(model_ranks.members), set(ranks.members)
+    holders = set() if others is None else members_of(others)  # of one part each
+    if strangers := (sharing | holders) - all_ranks:
         raise ValueError(
-            f"{what}: ranks {sorted(strangers)} are none of the model's, which are "
-            f"{sorted(whole)}; pass dimensions of a mesh that covers group="
+            f"{what}: ranks {sorted(strangers)} are not among the model's ranks "
+            f"{sorted(all_ranks)}; pass dimensions of a mesh that covers group="
         )
-    if others is not None and len(own & rest) != 1:
+    if others is not None and len(sharing & holders) != 1:
         raise ValueError(
-            f"{what}: ranks {sorted(own & rest)} are in mesh and in of=; ranks that hold the same "
-            "values have the same part, so the two meet in one rank"
+            f"{what}: ranks {sorted(sharing & holders)} are in mesh and in of=; expected one rank "
+            "in both: mesh has the ranks that share a part, of= the ranks with the other parts"
         )
-    if others is not None and len(own) * len(rest) != len(whole):
+    if others is not None and len(sharing) * len(holders) != len(all_ranks):
         raise ValueError(
-            f"{what}: {len(rest)} parts on {len(own)} ranks each are not the {len(whole)} ranks of "
-            "the model"
+            f"{what}: {len(holders)} parts on {len(sharing)} ranks each are "
+            f"{len(holders) * len(sharing)} ranks, and the model has {len(all_ranks)}"
         )
     return ModelPart(pattern, ranks, others, part.dim)
 
 
 def assign_parts(planned: Sequence[UnitPlanned], patterns: Sequence[str]) -> list[UnitPlanned]:
-    """The units by mesh: one with parameters on several becomes several, at the same calls. Raises
-    ValueError for a pattern that matches no parameter, or a parameter on several meshes."""
+    """Splits units with parameters on several meshes, at the same calls. Raises ValueError for a
+    pattern that matches no parameter, or a parameter on several meshes."""
     names = [fqn for unit in planned for choice in unit.params for fqn in choice.fqns]
     for pattern in patterns:
         if not any(fnmatchcase(fqn, pattern) for fqn in names):
@@ -189,28 +188,28 @@ def assign_parts(planned: Sequence[UnitPlanned], patterns: Sequence[str]) -> lis
 
 
 def _mesh_of(choice: ParamChoice, patterns: Sequence[str]) -> int:
-    found: set[int] = set()
+    meshes: set[int] = set()
     for fqn in choice.fqns:
-        found |= {i for i, pattern in enumerate(patterns, 1) if fnmatchcase(fqn, pattern)} or {0}
-    if len(found) > 1:
+        meshes |= {i for i, pattern in enumerate(patterns, 1) if fnmatchcase(fqn, pattern)} or {0}
+    if len(meshes) > 1:
         raise ValueError(
             f"groups: parameter '{' = '.join(choice.fqns)}' is on several meshes; let one pattern "
-            "match all of its names, and no other one match any"
+            "match all of its names, and no other pattern match any"
         )
-    return found.pop()
+    return meshes.pop()
 
 
 def choices_on(planned: Sequence[UnitPlanned], mesh: int) -> list[ParamChoice]:
-    """The parameters of a mesh."""
+    """Returns the parameters of a mesh."""
     return [choice for unit in planned if unit.mesh == mesh for choice in unit.params]
 
 
 def larger_tensor(
     choice: ParamChoice, mesh: int, parts: Sequence[ModelPart]
 ) -> tuple[dist.ProcessGroup, int] | None:
-    """The ranks that have the parts of the tensor that a parameter is a part of, and the dimension
-    along which they follow each other; None of a parameter that is no part. Raises ValueError for a
-    DTensor that is spread over other ranks than ``of=`` says."""
+    """Returns the ranks that hold the parts of a parameter's larger tensor, and the dimension along
+    which they are concatenated; None if the parameter is not a part. Raises ValueError for a
+    DTensor whose ranks differ from ``of=``."""
     part = parts[mesh - 1] if 0 < mesh <= len(parts) else None
     cut = cut_of(choice)
     if cut is None:
@@ -220,7 +219,7 @@ def larger_tensor(
         if (members_of(part.others), part.dim) != (members, cut.dim):
             raise ValueError(
                 f"groups['{part.pattern}']: parameter '{choice.fqns[0]}' is a DTensor with "
-                f"{choice.spec.placements} over ranks {sorted(members)}, and of= says "
+                f"{choice.spec.placements} over ranks {sorted(members)}, but of= and dim= say "
                 "otherwise; leave of= and dim= out for DTensors"
             )
     return None if cut.dim is None else (cut.group, cut.dim)
@@ -229,17 +228,17 @@ def larger_tensor(
 def find_sizes(
     planned: Sequence[UnitPlanned], parts: Sequence[ModelPart], device: torch.device
 ) -> None:
-    """Notes the larger tensors that parameters are parts of; collective."""
+    """Sets ``part`` of each parameter that is a part of a larger tensor; collective."""
     by_group: dict[dist.ProcessGroup, list[tuple[ParamChoice, int]]] = {}
     for unit in planned:
         for choice in unit.params:
             if (larger := larger_tensor(choice, unit.mesh, parts)) is not None:
                 by_group.setdefault(larger[0], []).append((choice, larger[1]))
     for group, choices in by_group.items():
-        own = [choice.tensor.shape[dim] for choice, dim in choices]
-        sizes = gather_objects([group], [own], device)
+        local_sizes = [choice.tensor.shape[dim] for choice, dim in choices]
+        sizes = gather_objects([group], [local_sizes], device)
         for number, (choice, dim) in enumerate(choices):
-            all_sizes = [of_rank[number] for of_rank in sizes]
+            all_sizes = [rank_sizes[number] for rank_sizes in sizes]
             shape = list(choice.tensor.shape)
             shape[dim] = sum(all_sizes)
             begin = sum(all_sizes[: group.rank()])
@@ -247,21 +246,21 @@ def find_sizes(
 
 
 def find_ranges(state: Any) -> dict[str, list[PartRanges]]:
-    """The ranks that save each part of the tensors that parameters are parts of; collective.
+    """Returns, by FQN, the ranks that save each part of the larger tensors; collective.
     ``state``: a :class:`zerocore.model.state.ShardState` with all units."""
     by_group: dict[dist.ProcessGroup, dict[str, PartRanges]] = {}
     for unit in state.units:
         for position, param in enumerate(unit.params):
             part = param.shard.place.part
             if part is not None:
-                own = _own_ranges(state, unit.index, position)
-                by_group.setdefault(part.group, {})[param.fqn] = own
-    found: dict[str, list[PartRanges]] = {}
+                ranges = _own_ranges(state, unit.index, position)
+                by_group.setdefault(part.group, {})[param.fqn] = ranges
+    by_fqn: dict[str, list[PartRanges]] = {}
     for group, own_ranges in by_group.items():
-        for ranges in gather_objects([group], [own_ranges], state.device):
-            for fqn, each in ranges.items():
-                found.setdefault(fqn, []).append(each)
-    return found
+        for rank_ranges in gather_objects([group], [own_ranges], state.device):
+            for fqn, ranges in rank_ranges.items():
+                by_fqn.setdefault(fqn, []).append(ranges)
+    return by_fqn
 
 
 def _own_ranges(state: Any, unit: int, position: int) -> PartRanges:
@@ -275,12 +274,12 @@ def _own_ranges(state: Any, unit: int, position: int) -> PartRanges:
 
 
 def check_has_places(state: Any) -> None:
-    """Raises ValueError if ranks hold parameters of one name that are no parts of one tensor."""
+    """Rejects parameters of one name on different ranks that are not parts of one tensor."""
     for unit in state.units:
         ranks = state.ranks_of(unit.index)
         if unit.mesh == 0 or set(ranks.members) == set(state.ranks.members):
-            continue  # all ranks have the same
-        if lacking := [each.fqn for each in unit.params if not cuts_of(each.shard)]:
+            continue  # all ranks share it
+        if lacking := [param.fqn for param in unit.params if not cuts_of(param.shard)]:
             raise ValueError(
                 f"'{lacking[0]}': only some ranks of the model share it, and the others have a "
                 "parameter of the same name. A checkpoint or export cannot hold both: say in "

@@ -1,4 +1,4 @@
-"""The ranks that a model is sharded over, and those that hold the same shards."""
+"""The ranks that a model is sharded over, its replicas, and the process groups between them."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 class Ranks:
     """The ranks of a sharded model, numbered replica by replica."""
 
-    shard: dist.ProcessGroup | None = None  # share the state between them; None for one
-    replicas: dist.ProcessGroup | None = None  # hold the same shards; None for one
-    members: tuple[int, ...] = ()  # numbers of all of them in the default group
-    # Another communicator of ``shard``, for its reductions; None where these go by ``shard``.
+    shard: dist.ProcessGroup | None = None  # share the state between them; None for one rank
+    replicas: dist.ProcessGroup | None = None  # hold the same shards; None for one replica
+    members: tuple[int, ...] = ()  # all ranks, by their numbers in the default group
+    # A second communicator of ``shard``, for reductions; None if reductions use ``shard``.
     reductions: dist.ProcessGroup | None = None
-    # Those of ``shard`` that gather again from each other; None for none, and before `make_near`.
+    # Ranks of ``shard`` from which later gathers come; None without, and before `make_near`.
     near: dist.ProcessGroup | None = None
-    num_near: int = 1  # how many these are to be
-    # Where ``shard`` has replicas that share the optimizer's states, the ranks of one replica and
-    # those with the same part of each.
+    num_near: int = 1  # the size of ``near``
+    # If replicas share the optimizer's states, ``shard`` has the ranks of all replicas. These are
+    # the ranks of this replica, and the ranks with the same part of each replica.
     levels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups of more than one rank; one after the other they reach all ranks."""
+        """The groups of more than one rank; a collective on each in turn reaches all ranks."""
         return tuple(group for group in (self.shard, self.replicas) if group is not None)
 
     @property
@@ -53,14 +53,14 @@ class Ranks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Replicas, also such as share the optimizer's states, by ranks of one."""
+        """Numbers of replicas and of ranks in one; replicas may share the optimizer's states."""
         if self.levels is None:
             return self.num_replicas, self.num_shards
         return self.levels[1].size(), self.levels[0].size()
 
     @property
     def shard_rank(self) -> int:
-        """Which shard this rank has."""
+        """The index of this rank's shard."""
         return 0 if self.shard is None else self.shard.rank()
 
     @property
@@ -69,12 +69,12 @@ class Ranks:
 
     @property
     def text(self) -> str:
-        """How many, and of several replicas the mesh."""
+        """The number of ranks; with several replicas, of replicas x shards."""
         return " x ".join(map(str, self.shape)) if min(self.shape) > 1 else f"{self.world_size}"
 
     @property
     def backend(self) -> str:
-        """Name of the backend whose collectives share the state; empty for one rank."""
+        """Name of the backend that the state's collectives use; empty for one rank."""
         return str(dist.get_backend(self.groups[0])) if self.groups else ""
 
     @property
@@ -84,11 +84,10 @@ class Ranks:
 
 
 def find_ranks(group: Any, model: nn.Module, device: torch.device | None = None) -> Ranks:
-    """The ranks of a process group, of a 1-D DeviceMesh, or of a 2-D one of replicas by shards.
+    """Returns the ranks of a process group, a 1-D DeviceMesh, or a 2-D mesh of replicas by shards.
 
-    None is the default group, which is made under torchrun if there is none, with a backend for the
-    device where parameters go; without torch.distributed it is one rank. Errors are as of
-    `ranks_of`.
+    None means the default group. Under torchrun it is initialised if need be, with a backend for
+    the device of the parameters; without torch.distributed it is one rank. Raises as `ranks_of`.
     """
     group = _default_group(model, device) if group is None else group
     return Ranks() if group is None else ranks_of(group, "group")
@@ -99,8 +98,8 @@ _MODEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
 
 
 def note_names(group: Any, divides: bool) -> None:
-    """Logs on the first rank where a mesh's names say that it is not what it is taken for;
-    ``divides``: gradients are divided by a number that was given."""
+    """Warns on the first rank if the names of a mesh's dimensions contradict their use here;
+    ``divides``: the user has set the number that gradients are divided by."""
     names: tuple[str, ...] = getattr(group, "mesh_dim_names", None) or ()
     words = {name: set(name.lower().split("_")) for name in names}
     if not names or group.get_rank() != int(group.mesh.flatten()[0]):
@@ -108,8 +107,8 @@ def note_names(group: Any, divides: bool) -> None:
     for name in names:
         if words[name] & _MODEL:
             _log.warning(
-                "group: dimension '%s' looks like ranks that hold other parts of the model; pass "
-                "the dimensions of data parallelism",
+                "group: the ranks of dimension '%s' seem to hold different parts of the model; "
+                "pass the dimensions of data parallelism",
                 name,
             )
     of_sequence = [name for name in names if words[name] & _SEQUENCE]
@@ -124,29 +123,29 @@ def note_names(group: Any, divides: bool) -> None:
         )
     elif of_sequence and not divides:
         _log.warning(
-            "group: gradients are averaged over '%s'. Where a rank's loss is a share of that of "
-            "all tokens, pass communication=zerocore.Communication(gradient_divide_factor=1), "
-            "which sums them",
+            "group: gradients are averaged over '%s'. If each rank's loss is its share of the loss "
+            "over all tokens, pass "
+            "communication=zerocore.Communication(gradient_divide_factor=1), which sums them",
             of_sequence[0],
         )
 
 
 def ranks_of(group: Any, what: str) -> Ranks:
-    """The ranks of a process group or DeviceMesh; ``what`` names the argument in errors: a
-    TypeError if it is neither, a ValueError for a mesh of more than two dimensions."""
+    """Returns the ranks of a process group or DeviceMesh; ``what`` names the argument in errors.
+    Raises TypeError if it is neither, ValueError for a mesh of more than two dimensions."""
     if hasattr(group, "get_group") and group.ndim == 2:
         members = tuple(group.mesh.flatten().tolist())
         return Ranks(_unless_one(group.get_group(1)), _unless_one(group.get_group(0)), members)
-    group = group_of(group, what, ", or a 2-D one of replicas by shards")
+    group = group_of(group, what, ", or a 2-D mesh of replicas by shards")
     return Ranks(_unless_one(group), None, tuple(dist.get_process_group_ranks(group)))
 
 
-def group_of(group: Any, what: str, others: str = "") -> dist.ProcessGroup:
-    """The process group of a 1-D DeviceMesh, or the one that was given; raises TypeError if it is
-    neither, ValueError for a mesh of several dimensions; ``others`` are taken, too."""
+def group_of(group: Any, what: str, alternative: str = "") -> dist.ProcessGroup:
+    """Returns a process group, or the one of a 1-D DeviceMesh. Raises TypeError if it is neither,
+    ValueError for a mesh of several dimensions; this error also names the ``alternative``."""
     if hasattr(group, "get_group"):
         if group.ndim != 1:
-            expected = f"a 1-D DeviceMesh{others}"
+            expected = f"a 1-D DeviceMesh{alternative}"
             raise ValueError(f"{what}: expected {expected}, got {group.ndim} dimensions")
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -155,11 +154,11 @@ def group_of(group: Any, what: str, others: str = "") -> dist.ProcessGroup:
 
 
 def with_near(ranks: Ranks, regather: Any) -> Ranks:
-    """The ranks with those of them that gather again from each other; communicates nothing.
+    """Adds the near ranks, from which later gathers of a step come; communicates nothing.
 
-    ``regather`` is a process group or 1-D DeviceMesh of some of the ranks that share the state, a
-    number of them that follow each other, or None. Raises TypeError for anything else, ValueError
-    for other ranks, or a number that does not divide theirs.
+    ``regather`` is a process group or 1-D DeviceMesh of ranks that share the state, a number of
+    consecutive ranks, or None. Raises TypeError for anything else, ValueError for other ranks, or a
+    number that does not divide the ranks that share the state.
     """
     if regather is None:
         return ranks
@@ -171,24 +170,24 @@ def with_near(ranks: Ranks, regather: Any) -> Ranks:
             f"regather: {num} ranks do not divide the {ranks.num_shards} that share the state"
         )
     if num in (1, ranks.num_shards):
-        return ranks  # all ranks are alike
+        return ranks  # no rank is nearer than another
     strangers = set() if group is None else members_of(group) - members_of(ranks.shard)
     if strangers:
         raise ValueError(
             f"regather: ranks {sorted(strangers)} of its group do not share the state with this "
-            "one; pass a part of group="
+            "rank; pass a part of group="
         )
     return replace(ranks, near=group, num_near=num)
 
 
 def members_of(group: dist.ProcessGroup | None) -> set[int]:
-    """Numbers of its ranks in the default group."""
+    """Returns the numbers of a group's ranks in the default group."""
     return set() if group is None else set(dist.get_process_group_ranks(group))
 
 
 def make_near(ranks: Ranks, device: torch.device) -> Ranks:
-    """The ranks with the group of those near this one, if they are to have one; collective. Models
-    of the same ranks share it. Raises ValueError if these ranks alone cannot make it."""
+    """Makes the group of this rank's near ranks, if ``num_near`` asks for it; collective. Models of
+    the same ranks share the group. Raises ValueError if these ranks alone cannot make it."""
     shard = ranks.shard
     if ranks.num_near == 1 or ranks.near is not None or shard is None:
         return ranks
@@ -196,29 +195,29 @@ def make_near(ranks: Ranks, device: torch.device) -> Ranks:
     members = tuple(dist.get_process_group_ranks(shard)[first : first + ranks.num_near])
     if _needs_all(len(ranks.members)):
         raise ValueError(
-            f"regather={ranks.num_near}: the default group is bound to a device, so that all "
-            "ranks make a group together; pass a dimension of a DeviceMesh"
+            f"regather={ranks.num_near}: the default group is bound to a device, so all "
+            "ranks must make a new group together; pass a dimension of a DeviceMesh"
         )
     return replace(ranks, near=sibling_of(shard, device, members, "zerocore_near"))
 
 
 def check_levels(ranks: Ranks, stage: int) -> None:
-    """Raises ValueError unless replicas of these ranks can share the optimizer's states."""
+    """Rejects ranks whose replicas cannot share the optimizer's states."""
     if ranks.shard is None or ranks.replicas is None or stage == 0:
         raise ValueError(
-            f"replicas_share='optimizer': at stage {stage} on {ranks.text} ranks there are no "
+            f"replicas_share='optimizer': stage {stage} on {ranks.text} ranks has no "
             "replicas whose ranks share states; pass group= a 2-D DeviceMesh of replicas by shards "
             "and stage= 1 to 3, or leave replicas_share out"
         )
     if list(ranks.members) != sorted(ranks.members):
         raise ValueError(
-            f"replicas_share='optimizer': the mesh has ranks {list(ranks.members)}; pass one in "
-            "ascending order"
+            f"replicas_share='optimizer': the mesh has ranks {list(ranks.members)}; pass a mesh "
+            "with its ranks in ascending order"
         )
 
 
 def make_levels(ranks: Ranks, device: torch.device) -> Ranks:
-    """The ranks of all replicas as those that share the state; collective.
+    """Makes the ranks of all replicas share the state; collective.
 
     Models of the same ranks share the group.
     """
@@ -232,7 +231,7 @@ def make_levels(ranks: Ranks, device: torch.device) -> Ranks:
 def sibling_of(
     group: dist.ProcessGroup, device: torch.device, members: Sequence[int], what: str
 ) -> dist.ProcessGroup:
-    """Another group, of some of its ranks, on the same backend; collective of these."""
+    """Makes a group of some ranks of ``group`` on the same backend; a collective of ``members``."""
     backend = group._get_backend(device)
     name = backend.name()
     return shared_group(
@@ -246,24 +245,24 @@ def sibling_of(
 
 
 def _options_beside(backend: Any) -> Any:
-    """Options of another communicator: NCCL's thread blocks, network and traffic class, too."""
+    """Copies a backend's options for a second communicator, such as NCCL's thread blocks."""
     if backend.name() == "emulated":
-        return backend  # it shares the link
+        return backend  # both share its link
     if backend.name() != "nccl":
         return None
-    given = backend.options  # the group's own, with its name and what it was split from
-    options = type(given)(is_high_priority_stream=given.is_high_priority_stream)
-    options.config = given.config  # by value
-    options._timeout = given._timeout
+    original = backend.options  # has the group's name and the group that it was split from
+    options = type(original)(is_high_priority_stream=original.is_high_priority_stream)
+    options.config = original.config  # by value
+    options._timeout = original._timeout
     return options
 
 
 def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
-    """The group over which all ranks of a model exchange small messages, on the CPU; collective.
+    """Returns the gloo group over which a model's ranks exchange small messages; collective.
 
-    A group of gloo, which models of the same ranks share; None for one rank and where the others
-    are simulated. A rank is connected with the 2 log2 N others that it sends messages to or hears,
-    not with all N. Raises RuntimeError, with advice, if this rank cannot connect.
+    Models of the same ranks share it. None for one rank, and if the other ranks are simulated. A
+    rank connects to the 2 log2 N ranks that it exchanges messages with, not to all N. Raises
+    RuntimeError, with advice, if this rank cannot connect.
     """
     if not ranks.groups or any(is_simulated(group) for group in ranks.groups):
         return None
@@ -278,7 +277,7 @@ def control_group(ranks: Ranks) -> dist.ProcessGroup | None:
 
 @contextmanager
 def _lazily_connected() -> Iterator[None]:
-    """Groups of gloo that are made in it connect two ranks when one sends the other something."""
+    """Makes new gloo groups connect two ranks only when one sends a message to the other."""
     before = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"
     try:
@@ -302,11 +301,11 @@ def _cannot_connect(error: Exception) -> str:
 
 
 def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
-    """The ranks with a communicator of its own for reductions, where that helps; collective.
+    """Adds a second communicator for reductions if that helps; collective.
 
-    Collectives of one communicator go one after the other in the order of the host (NCCL), so a
-    reduction would wait for the gather before it although it has a stream of its own. Models that
-    share a group share the second one.
+    NCCL runs the collectives of one communicator in the order of the host's calls. A reduction
+    would wait for the gather before it, even on a stream of its own. Models that share a group
+    share its second communicator.
     """
     shard = ranks.shard
     if shard is None or ranks.levels is not None or not _takes_turns(shard, device):
@@ -316,7 +315,7 @@ def with_reductions(ranks: Ranks, device: torch.device) -> Ranks:
 
 
 def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives of one communicator do, and another one can be made by its ranks alone.
+    """Whether one communicator's collectives run in order and its ranks alone can make another.
     A new group has its ranks in ascending order."""
     if device.type in ("cpu", "meta") or group._get_backend(device).name() in ("gloo", "fake"):
         return False
@@ -325,8 +324,8 @@ def _takes_turns(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _needs_all(num_members: int) -> bool:
-    """Whether these ranks alone cannot make a group: where the default group is bound to a device,
-    NCCL splits its communicator for each other group, which all ranks would have to join."""
+    """Whether some ranks alone cannot make a group. If the default group is bound to a device, NCCL
+    splits its communicator for each new group, and all ranks must take part."""
     world = dist.group.WORLD
     is_bound = world is not None and world.bound_device_id is not None
     return is_bound and num_members != dist.get_world_size()
@@ -337,18 +336,18 @@ def _unless_one(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def local_gpu() -> torch.device:
-    """The GPU of this rank. Sets LOCAL_RANK's GPU unless the program has set one."""
-    given = os.environ.get("LOCAL_RANK") or "0"
-    if not given.strip().lstrip("-").isdecimal():
-        raise ValueError(f"LOCAL_RANK: expected a rank's number on its node, got '{given}'")
-    local = int(given)
+    """Returns this rank's GPU; selects LOCAL_RANK's GPU unless the program has selected one."""
+    local_rank = os.environ.get("LOCAL_RANK") or "0"
+    if not local_rank.strip().lstrip("-").isdecimal():
+        raise ValueError(f"LOCAL_RANK: expected a rank's number on its node, got '{local_rank}'")
+    local = int(local_rank)
     if torch.cuda.current_device() == 0 and 0 < local < torch.cuda.device_count():
         torch.cuda.set_device(local)
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def goes_to_gpu(model: nn.Module, device: torch.device | None) -> bool:
-    """Whether parameters will be on a GPU: by ``device``, else by theirs; meta ones will be."""
+    """Whether parameters will be on a GPU: by ``device``, else by their own; meta ones will be."""
     if not torch.cuda.is_available():
         return False
     if device is not None:
@@ -365,7 +364,7 @@ def _default_group(model: nn.Module, device: torch.device | None) -> dist.Proces
         backend = "nccl" if on_gpu else "gloo"
         index = None if device is None else torch.device(device).index
         if on_gpu and index is None:
-            local_gpu()  # NCCL takes the current device
+            local_gpu()  # NCCL uses the current device
         elif on_gpu:
             torch.cuda.set_device(index)
         dist.init_process_group(backend)

@@ -32,11 +32,11 @@ _MAKER = "_zerocore_state_maker"
 
 @dataclass(eq=False)
 class Param:
-    """One parameter: its names, its places in modules, its two objects."""
+    """One parameter: its names, the modules that own it, and its two objects."""
 
     fqns: list[str]
     owners: list[tuple[nn.Module, str]]
-    object: Any  # that of programs
+    object: Any  # the one that programs see
     hidden: Any  # the other one
     spec: ParamSpec
     types: ParamTypes
@@ -52,7 +52,7 @@ class Param:
 
     @property
     def shard(self) -> Any:
-        """A ShardedParameter; a DTensor, if shards are rows."""
+        """The ShardedParameter; a DTensor if shards are rows."""
         return self.hidden if self.is_full else self.object
 
     @property
@@ -67,16 +67,16 @@ class Param:
         return self.object if self.is_full else self.hidden
 
     def make_like(self) -> Tensor:
-        """A tensor like the full parameter, without its values."""
+        """Makes a tensor like the full parameter, without its values."""
         like = self.full
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 class Encoded(NamedTuple):
-    """Bytes that are gathered in the place of a parameter, which says what they are."""
+    """Bytes that the engine gathers for a parameter that gathers itself."""
 
     spec: ParamSpec
-    dtype: torch.dtype | None  # None: of what they make, which is not gathered
+    dtype: torch.dtype | None  # of the encoded tensor; None: the full parameter, not gathered
     types: ParamTypes = BYTES  # in the engine
 
 
@@ -88,39 +88,39 @@ class Unit:
     name: str
     params: list[Param] = field(default_factory=list)
     stays: bool = False  # unsharded from forward to backward
-    near: bool = True  # gathers again from near ranks, where there are some
-    mesh: int = 0  # of the state
-    encoded: list[Encoded] = field(default_factory=list)  # behind the parameters
+    near: bool = True  # later gathers come from the near ranks, if there are any
+    mesh: int = 0  # index in the state's meshes
+    encoded: list[Encoded] = field(default_factory=list)  # follow the parameters in the layout
     extensions: list[Any] = field(default_factory=list)  # parameters that gather themselves
-    views: list[Any] = field(default_factory=list)  # of parameters that are no plain tensors
+    views: list[Any] = field(default_factory=list)  # of parameters that are not plain tensors
 
     @property
     def laid_out(self) -> list[Param | Encoded]:
-        """All that has a place in the unit's layout, in order."""
+        """The entries of the unit's layout, in order."""
         return [*self.params, *self.encoded]
 
 
 class ShardKind(ABC):
-    """Functions of a sharded model that differ between ``shard`` and ``fully_shard``."""
+    """The functions that differ between models of ``shard`` and ``fully_shard``."""
 
     face: ClassVar[str]  # the module whose function has sharded the model
     by_rows: ClassVar[bool]  # a shard is some rows of each parameter, a DTensor
-    has_all: ClassVar[bool]  # all parameters of the model, unless a program has made a mistake
+    has_all: ClassVar[bool]  # it must have all parameters: others are a mistake of the program
 
     @abstractmethod
     def full_values(self, state: ShardState, unit: Unit) -> tuple[list[Tensor], list[Tensor]]:
-        """The unit's full parameters, and what is gathered behind them; collective."""
+        """Gathers the unit's full parameters, and its encoded ones after them; collective."""
 
     @abstractmethod
     def load(
         self, state: ShardState, unit: Unit, given: Mapping[int, Tensor | None], broadcast: bool
     ) -> None:
         """Sets parameters of the unit, by their positions, to full values; collective. With
-        ``broadcast`` rank 0's values are taken, and the other ranks may give None."""
+        ``broadcast``, uses rank 0's values, and the other ranks may pass None."""
 
     @abstractmethod
     def wrap_method(self, module: nn.Module, name: str) -> None:
-        """Makes ``module.name(...)`` gather parameters as its call does."""
+        """Makes ``module.name(...)`` unshard parameters as the module's forward does."""
 
 
 @dataclass(eq=False)
@@ -132,32 +132,32 @@ class ShardState:
     engine: Engine
     kind: ShardKind
     config: ShardConfig
-    ranks: Ranks  # all of the model, those of tensor parallelism as replicas
-    meshes: tuple[Ranks, ...]  # of data parallelism, and those of units on others
+    ranks: Ranks  # all ranks of the model; tensor-parallel ranks count as replicas
+    meshes: tuple[Ranks, ...]  # the data-parallel ranks, then the ranks of units on other meshes
     device: torch.device
     tensor_ranks: ProcessGroup | None = None  # of tensor parallelism
     part_ranges: dict[str, list[PartRanges]] = field(default_factory=dict)  # by FQN
     units: list[Unit] = field(default_factory=list)
     meters: Meters = field(init=False)
-    shown_full: Counter[int] = field(default_factory=Counter)  # units inside of unsharded()
-    # Each returns when it does not read weights and optimizer states any more.
+    shown_full: Counter[int] = field(default_factory=Counter)  # units inside unsharded()
+    # Each waits until a background reader of weights and optimizer states has ended.
     readers: list[Callable[[], None]] = field(default_factory=list)
-    # Values of packages over this one, kept as long as the model is there, by names of their own.
+    # Values that higher packages keep with the model, by name.
     kept: dict[str, Any] = field(default_factory=dict)
-    given_units: Sequence[Any] | None = None  # of zerocore.shard
+    given_units: Sequence[Any] | None = None  # arguments of zerocore.shard
     given_ranks: Ranks = field(default_factory=Ranks)
     model: Callable[[], nn.Module | None] = lambda: None  # the root
-    modules: list[tuple[str, ref[nn.Module]]] = field(default_factory=list)  # by their names
+    modules: list[tuple[str, ref[nn.Module]]] = field(default_factory=list)  # with their names
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)
 
     def ranks_of(self, unit: int) -> Ranks:
-        """The ranks that share a unit."""
+        """Returns the ranks that share a unit."""
         return self.meshes[self.units[unit].mesh]
 
     def ranks_holding(self, fqn: str) -> Ranks:
-        """The ranks that share a parameter."""
+        """Returns the ranks that share a parameter."""
         holders = (u for u in self.units if any(param.fqn == fqn for param in u.params))
         return self.meshes[next(holders).mesh]
 
@@ -171,11 +171,11 @@ class ShardState:
 
     @eager
     def begin_pass(self) -> None:
-        """A forward of the whole model begins."""
+        """Notes that a root forward begins."""
         self.meters.begin_pass()
 
     def traced_params(self) -> list[TracedParam]:
-        """All parameters, for a call that is traced."""
+        """Returns all parameters, for a call that is traced."""
         return [
             TracedParam(
                 p.fqn, p.owners, p.object, p.is_full, None if p.shard.make_view else p.make_like
@@ -185,48 +185,49 @@ class ShardState:
         ]
 
     def finish_reads(self) -> None:
-        """Called before weights or optimizer states change."""
+        """Waits for background readers, before weights or optimizer states change."""
         while self.readers:
             self.readers.pop(0)()
 
     @property
     def extensions(self) -> list[Any]:
         """Parameters that gather themselves."""
-        return [each for unit in self.units for each in unit.extensions]
+        return [extension for unit in self.units for extension in unit.extensions]
 
     def encode(self) -> None:
-        """Asks parameters that gather themselves and have changed what is gathered of them; raises
-        what a parameter does, and on the other ranks a RuntimeError that names it."""
-        stale = [each for each in self.extensions if each.is_stale()]
+        """Encodes the parameters that gather themselves and have changed. If one raises, its rank
+        raises its error, and the other ranks raise a RuntimeError that names the parameter."""
+        stale = [extension for extension in self.extensions if extension.is_stale()]
         if not stale:
             return
         errors: dict[str, Exception] = {}
-        for each in stale:
+        for extension in stale:
             try:
-                each.encode()
+                extension.encode()
             except Exception as error:
-                errors[each.fqn] = error
-        failed = self.engine.any_rank([each.fqn in errors for each in stale])
-        for each in stale if any(failed) else ():
-            each.encoded_version = -1  # on all ranks
-        for own in errors.values():
-            raise own
-        for each in (each for each, any_failed in zip(stale, failed, strict=True) if any_failed):
-            raise RuntimeError(
-                f"parameter '{each.fqn}': another rank could not say what is gathered of it; its "
-                "error says why"
-            )
+                errors[extension.fqn] = error
+        failed = self.engine.any_rank([extension.fqn in errors for extension in stale])
+        for extension in stale if any(failed) else ():
+            extension.encoded_version = -1  # on all ranks
+        for error in errors.values():
+            raise error
+        for extension, has_failed in zip(stale, failed, strict=True):
+            if has_failed:
+                raise RuntimeError(
+                    f"parameter '{extension.fqn}': another rank could not say what to gather for "
+                    "it; see that rank's error"
+                )
 
     def several(self) -> list[str]:
-        """Names of frozen parameters that consist of several tensors, and are no shards."""
-        return [each.fqn for each in self.extensions if each.version is None]
+        """Returns the names of frozen parameters of several tensors, which are not sharded."""
+        return [extension.fqn for extension in self.extensions if extension.version is None]
 
     def params(self) -> list[Param]:
-        """All parameters, in the order of the units."""
+        """Returns all parameters, in the order of the units."""
         return [param for unit in self.units for param in unit.params]
 
     def units_of(self, module: nn.Module) -> list[Unit]:
-        """Units with a parameter that is registered in ``module`` or below."""
+        """Returns the units with a parameter that is registered in ``module`` or below."""
         inside = set(module.modules())
         return [
             unit
@@ -250,28 +251,28 @@ def set_state(model: nn.Module, state: ShardState) -> None:
 
 
 def drop_state(model: nn.Module) -> None:
-    """Detaches the state, whose engine is gone."""
+    """Detaches the state from the model; its engine is gone."""
     _states.discard(model.__dict__.pop(_STATE))
 
 
 def live_states() -> list[ShardState]:
-    """Those of all sharded models of this process."""
+    """Returns the states of all sharded models of this process."""
     return list(_states)
 
 
 def mark_forked() -> None:
-    """Tells a forked process that it has no threads which carry out its parent's collectives."""
+    """Tells the engines in a forked process that they have no threads for collectives."""
     for state in list(_states):
         state.engine.mark_forked()
 
 
 def set_maker(module: nn.Module, make: Callable[[], ShardState]) -> None:
-    """``module`` is sharded, and its state is made late: ``make`` makes it, if need be."""
+    """Sets ``make``, which makes the state of a module that is sharded already, when needed."""
     module.__dict__[_MAKER] = make
 
 
 def find_state(module: nn.Module) -> ShardState | None:
-    """The state of the model of ``zerocore.shard`` that ``module`` is, contains or belongs to."""
+    """Returns the state of the ``zerocore.shard`` model that ``module`` is, contains or is in."""
     return next((state for state in _states_in(module) if not state.kind.by_rows), None)
 
 
@@ -287,9 +288,9 @@ def is_sharded(value: object) -> bool:
     """Whether ``value`` is a shard that ``zerocore.shard`` made (of a parameter, a gradient, an
     optimizer state), or a module of a sharded model.
 
-    Behind it type checkers know ``local()``, ``shard_range`` and ``full_tensor()``. DTensors of
-    :mod:`zerocore.fsdp` are none. A module is sharded if it is, contains or belongs to a model of
-    ``shard`` or of ``fully_shard``.
+    After this test, type checkers know ``local()``, ``shard_range`` and ``full_tensor()``. DTensors
+    of :mod:`zerocore.fsdp` are not such shards. A module is sharded if it is, contains or belongs
+    to a model of ``shard`` or ``fully_shard``.
     """
     if isinstance(value, nn.Module):
         return next(_states_in(value), None) is not None or _maker_in(value) is not None
@@ -297,7 +298,7 @@ def is_sharded(value: object) -> bool:
 
 
 def _states_in(module: nn.Module) -> Iterator[ShardState]:
-    """Those of the modules in ``module``, one of them several times, and of its parameters."""
+    """Yields the states of the modules and parameters in ``module``, some of them repeatedly."""
     for inner in module.modules():
         if _STATE in inner.__dict__:
             yield inner.__dict__[_STATE]
@@ -317,7 +318,7 @@ def _maker_in(module: nn.Module) -> Callable[[], ShardState] | None:
 
 
 def state_of(module: nn.Module) -> ShardState:
-    """The state of the sharded model that ``module`` is, contains or belongs to.
+    """Returns the state of the sharded model that ``module`` is, contains or belongs to.
 
     Raises:
         ValueError: the module is not sharded, or holds several sharded models.
@@ -327,8 +328,8 @@ def state_of(module: nn.Module) -> ShardState:
     name = type(module).__name__
     if not states and _maker_in(module) is not None:
         raise ValueError(
-            f"this {name} is sharded by zerocore.fsdp and has run no forward yet, in which its "
-            "engine is made; run a forward first"
+            f"this {name} is sharded by zerocore.fsdp, and its first forward, which makes its "
+            "engine, has not run yet; run a forward first"
         )
     if not states:
         raise ValueError(
@@ -337,8 +338,8 @@ def state_of(module: nn.Module) -> ShardState:
         )
     if len(states) > 1:
         raise ValueError(
-            f"this {name} holds {len(states)} models that are sharded by themselves; call "
-            "fully_shard for what holds them, too, or pass one of them"
+            f"this {name} holds {len(states)} separately sharded models; pass one of them, or call "
+            f"fully_shard on the {name}, too"
         )
     state = next(iter(states))
     state.engine.check_process()
@@ -346,7 +347,7 @@ def state_of(module: nn.Module) -> ShardState:
 
 
 def ready_state_of(module: nn.Module) -> ShardState:
-    """As :func:`state_of`; makes a state that is made late, which is collective.
+    """Returns the state as :func:`state_of`, and makes it first if need be, which is collective.
 
     Raises:
         ValueError, RuntimeError: as :func:`state_of`, or the state cannot be made.

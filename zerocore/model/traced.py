@@ -1,6 +1,6 @@
-"""Calls that train nothing: of torch.export, torch.jit.trace, make_fx and under a FakeTensorMode.
+"""Runs calls under torch.export, torch.jit.trace, make_fx or a FakeTensorMode without collectives.
 
-One rank may trace alone, and traced tensors hold no values, so these calls start no collective.
+One rank may trace alone, and traced tensors hold no values.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class TracedParam(NamedTuple):
 
     fqn: str
     owners: list[tuple[nn.Module, str]]
-    param: Tensor  # modules hold it, unless they hold a view or what a program has put there
-    is_full: bool  # it is not sharded now
-    make: Callable[[], Tensor] | None  # a tensor like the full parameter; None where it is a view
+    param: Tensor  # modules hold it, unless they hold a view or the program's own tensor
+    is_full: bool  # ``param`` is the full parameter
+    make: Callable[[], Tensor] | None  # makes a tensor like the full one; None if that is a view
 
 
 def is_traced() -> bool:
-    """Whether operators are recorded or imitated, instead of being run for training."""
+    """Whether torch records operators, or runs them on fake tensors."""
     if _C._get_tracing_state() is not None:
         return True
     return _C._len_torch_dispatch_stack() > 0 and any(map(_C._get_dispatch_mode, (_FAKE, _PROXY)))
@@ -54,15 +54,15 @@ def call_traced(
 
 @contextmanager
 def _fakes_shown(params: Iterable[TracedParam]) -> Iterator[None]:
-    """Under a FakeTensorMode modules hold fake full parameters, which no gradient leaves."""
+    """Shows full parameters to a trace: under a FakeTensorMode, fake ones without gradients."""
     hidden: list[tuple[dict[str, Any], str, Any]] = []
     shown: list[tuple[Any, type]] = []
     has_fakes = _C._get_dispatch_mode(_FAKE) is not None
     keeps_full = not has_fakes or _C._get_dispatch_mode(_PROXY) is not None  # as constants
     try:
         for fqn, owners, param, is_full, make in params:
-            found = owners[0][0]._parameters.get(owners[0][1])
-            if found is not param:
+            held = owners[0][0]._parameters.get(owners[0][1])
+            if held is not param:
                 continue
             if is_full and (keeps_full or make is None):
                 shown.append((param, type(param)))
@@ -70,17 +70,18 @@ def _fakes_shown(params: Iterable[TracedParam]) -> Iterator[None]:
                 continue
             if make is None or not has_fakes:
                 raise RuntimeError(
-                    f"parameter '{fqn}' is sharded and no trace gathers it. Run torch.jit.trace or "
-                    "torch.export inside `with zerocore.unsharded(model):`, which all ranks enter; "
-                    "of a fully_shard model, trace a plain one that has loaded its full state dict"
+                    f"parameter '{fqn}' is sharded, and a trace does not gather it. Run "
+                    "torch.jit.trace or torch.export inside `with zerocore.unsharded(model):`, "
+                    "which all ranks enter; for a fully_shard model, trace a plain model that has "
+                    "loaded its full state dict"
                 )
             fake = nn.Parameter(make(), requires_grad=param.requires_grad)
             for owner, name in owners:
-                hidden.append((owner._parameters, name, found))
+                hidden.append((owner._parameters, name, held))
                 owner._parameters[name] = fake
         yield
     finally:
-        for entries, name, found in hidden:
-            entries[name] = found
+        for entries, name, held in hidden:
+            entries[name] = held
         for param, kind in reversed(shown):
             param.__class__ = kind

@@ -1,8 +1,8 @@
-"""The calls of modules, which enter and leave units.
+"""Makes the calls of modules enter and exit units.
 
-Inside of ``torch.func.jvp`` the engine works outside of it: forward mode leaves parameters, and the
-graph that a backward goes through, as they are. The other transforms compute with something else
-than autograd sees, and the engine refuses them.
+Within ``torch.func.jvp`` the engine runs outside the transform: forward mode changes neither
+parameters nor the graph of a backward. The engine rejects the other transforms, because they
+compute with tensors that autograd does not see.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _COMPILED, _CALL = "_compiled_call_impl", "_call_impl"  # attributes that nn.Mod
 
 
 _functorch: Any = torch._C._functorch
-# peek_interpreter_stack would make torch keep a state of torch.func in this thread, and autograd
-# copies that state for each node of each backward.
+# peek_interpreter_stack would create torch.func's state in this thread, and autograd would copy
+# that state for each node of each backward.
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def outside(engine: Engine) -> Engine:
-    """``engine``, whose methods run outside of ``jvp`` and get the values of wrapped tensors."""
+    """Returns an engine whose methods run outside ``jvp`` and get the values of wrapped tensors."""
     stack = _functorch.get_interpreter_stack()
     if any(level.key() != _functorch.TransformType.Jvp for level in stack):
         return engine
@@ -68,19 +68,19 @@ def _value_of(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False, slots=True)
 class UnitCall:
-    """Goes around a module's call: enters its units, and begins the pass if it is the root."""
+    """The wrapper of a module's call: enters its units, and begins the pass if it is the root."""
 
-    state: Any  # the ShardState that the module belongs to
+    state: Any  # the ShardState of the module's model
     engine: Engine
     units: tuple[int, ...]
     is_root: bool
     cast_inputs: torch.dtype | None = None
     cast_outputs: torch.dtype | None = None
     before_call: Callable[[], None] | None = None
-    looked_at: tuple[int, ...] = ()  # units whose parameters it sees in evaluation: `looked_at_by`
-    lookup: ref[nn.Module] | None = None  # it, if only its hooks have backwards that read weights
-    views: tuple[Any, ...] = ()  # that its modules see, which belong to one call's graph
-    before_units: Callable[[], None] = lambda: None  # while none is entered, on all ranks alike
+    looked_at: tuple[int, ...] = ()  # units that it reads in evaluation mode: `looked_at_by`
+    lookup: ref[nn.Module] | None = None  # an embedding, whose backward reads weights only by hooks
+    views: tuple[Any, ...] = ()  # views that its modules see; each call's graph needs new ones
+    before_units: Callable[[], None] = lambda: None  # runs before the first enter, on all ranks
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
@@ -113,7 +113,8 @@ class UnitCall:
                 entered -= 1
                 engine.exit(units[entered], output, False, self._reads())
         except BaseException as error:
-            explained = late.call("explain_forward", error, self.state, units)  # units are held
+            # Before the units are left: the explanation reads what they show.
+            explained = late.call("explain_forward", error, self.state, units)
             give_up(engine, units[:entered])
             if begun:
                 with suppress(Exception):
@@ -126,7 +127,7 @@ class UnitCall:
         return output
 
     def _reads(self) -> bool:
-        """Whether the backward of the call may read parameters."""
+        """Whether the call's backward may read parameters."""
         module = None if self.lookup is None else self.lookup()
         return module is None or has_hooks(module)
 
@@ -135,22 +136,22 @@ class UnitCall:
         return call_traced(self.state.traced_params(), dtypes, function, args, kwargs)
 
     def _in_range(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function in a range of torch's profiler, by the names of the units."""
+        """Returns the function in a range of torch's profiler with the names of the units."""
         names = ", ".join(self.state.units[unit].name for unit in self.units)
         return profiler.record_function(f"zerocore::forward ({names})")(function)
 
 
 def give_up(engine: Engine, units: Sequence[int]) -> None:
-    """Leaves what was entered, last first; the user is to see the error of the call itself."""
+    """Exits units, last first, and suppresses errors: the user must see the call's own error."""
     for unit in reversed(units):
         with suppress(Exception):
             engine.exit(unit, None)
 
 
 def looked_at_by(module: nn.Module) -> nn.Module | None:
-    """The module whose parameters ``module`` itself gives to torch's fast path of attention.
+    """Returns the module whose parameters ``module`` passes to torch's fast path of attention.
 
-    The fast path is taken for plain parameters only, before the modules that own them are called.
+    The fast path takes only plain parameters, and takes them before the owning modules are called.
     """
     if isinstance(module, nn.TransformerEncoder):
         return next(iter(module.layers), None)
@@ -159,17 +160,17 @@ def looked_at_by(module: nn.Module) -> nn.Module | None:
 
 
 def unit_call_of(module: nn.Module) -> UnitCall | None:
-    """The unit call that goes around the module's own, None if it enters no units."""
+    """Returns the unit call that wraps the module's call; None if it enters no units."""
     return module.__dict__.get(_UNIT_CALL)
 
 
 def note_unit_call(module: nn.Module, unit_call: UnitCall | None) -> None:
-    """Sets the answer of :func:`unit_call_of`."""
+    """Sets the result of :func:`unit_call_of`."""
     module.__dict__[_UNIT_CALL] = unit_call
 
 
 def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
-    """Makes ``module`` enter units when called. Its class stays as it is: programs ask for it."""
+    """Makes ``module`` enter units when called; its class stays the same, as programs test it."""
     note_unit_call(module, unit_call)
     attributes = vars(module)
     for name in ("__deepcopy__", "__reduce_ex__", "__getstate__"):
@@ -178,7 +179,7 @@ def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
     if cls.__call__ is not nn.Module.__call__:
         _enter_in_class(cls)
         return
-    # Torch's own __call__ takes this way. The second one keeps torch.compile off the short one.
+    # nn.Module.__call__ calls the first. The second keeps torch.compile off its shortcut.
     compiled = attributes.get(_COMPILED)
     inner = cls._call_impl if compiled is None else partial(_without_self, compiled)
     attributes[_COMPILED] = attributes[_CALL] = partial(_enter, ref(module), inner)
@@ -198,7 +199,7 @@ def _without_self(function: Callable[..., Any], _: nn.Module, *args: Any, **kwar
     return function(*args, **kwargs)
 
 
-_classes: WeakSet[type] = WeakSet()  # whose own __call__ enters units of their objects
+_classes: WeakSet[type] = WeakSet()  # classes with a __call__ of their own, which is wrapped
 
 
 def _enter_in_class(cls: Any) -> None:
@@ -221,7 +222,7 @@ def _enter_in_class(cls: Any) -> None:
 
 @around
 def compiles_inside(compile_module: Any, self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """``nn.Module.compile``, of what the call of a unit goes around."""
+    """Wraps ``nn.Module.compile``: compiles the call inside the unit call."""
     unit_call = unit_call_of(self)
     if unit_call is None or vars(self).pop(_CALL, None) is None:
         compile_module(self, *args, **kwargs)
@@ -239,12 +240,12 @@ def _refuse_copy(name: str, *args: Any) -> NoReturn:
 
 def wrap_method(module: nn.Module, name: str) -> None:
     """Makes ``module.name(...)`` enter the module's units as its call does."""
-    own = unit_call_of(module)
+    unit_call = unit_call_of(module)
     method = getattr(module, name)
-    if own is None:
+    if unit_call is None:
         return
     inner = replace(
-        own, is_root=False, cast_outputs=None, before_call=None, looked_at=(), lookup=None
+        unit_call, is_root=False, cast_outputs=None, before_call=None, looked_at=(), lookup=None
     )
 
     @wraps(method)

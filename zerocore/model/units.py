@@ -1,6 +1,6 @@
 """Chooses the units of a model: which parameters are gathered together, for which modules.
 
-Also the order in which they are expected to be called, before a forward was seen.
+Also predicts the order of their calls, before the first forward.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zerocore.options.precision import MixedPrecision, ParamTypes, gathered_type
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import Wrapper, gathers_itself, is_wrapped, plain_part, wrapper_of
 
-# Containers that are never called: what they hold is used by the module around them.
+# Containers that are never called: the module around them uses their contents.
 NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-# Leftovers that follow each other are gathered together while one of two is smaller than this.
+# Two consecutive leftovers become one unit if one of them is smaller than this.
 _SMALL_NBYTES = 1 << 20
-# Blocks that follow each other are one unit of at most this size: a message costs as much as it.
+# Consecutive blocks become one unit of at most this size: starting a message costs about as much.
 JOINED_NBYTES = 1 << 20
 
 UnitChoice = type[nn.Module] | str | nn.Module
@@ -36,40 +36,40 @@ class ParamChoice:
     param: nn.Parameter
     fqns: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    part: PartOf | None = None  # of a larger tensor, once its size is known
+    part: PartOf | None = None  # its range in a larger tensor, set by `find_sizes`
 
     @property
     def tensor(self) -> Tensor:
-        """This rank's values, a plain tensor; one of a class that consists of several as it is."""
+        """The local tensor, a plain one. A subclass of several tensors is returned unchanged."""
         return plain_part(local_part(self.param))
 
     @property
     def extent(self) -> Extent | None:
-        """Where it lies."""
+        """The memory range of :attr:`tensor`."""
         return extent_of(self.tensor)
 
     @property
     def wrapper(self) -> Wrapper | None:
-        """The class that is around :attr:`tensor`."""
+        """The class around :attr:`tensor`."""
         return wrapper_of(local_part(self.param))
 
     @property
     def gathers_itself(self) -> bool:
-        """By two functions of FSDP2's interface."""
+        """Whether it has the two all-gather functions of FSDP2's interface."""
         return gathers_itself(self.fqns[0], local_part(self.param))
 
     @property
     def consists_of_several(self) -> bool:
-        """Whether it is of a class around other tensors than one like it."""
+        """Whether its class is around something other than one tensor like it."""
         return is_wrapped(local_part(self.param)) and self.wrapper is None
 
     @property
     def spec(self) -> Any:
-        """The DTensorSpec of a parameter that is spread over ranks already; None of others."""
+        """The DTensorSpec of a parameter that is a DTensor already; None of others."""
         return getattr(self.param, "_spec", None)
 
     def with_gather(self, types: ParamTypes, mixed: MixedPrecision | None) -> ParamTypes:
-        """Its dtypes with that of gathers; raises ValueError if they cannot move it so."""
+        """Returns its dtypes with the dtype of gathers; ValueError if this dtype cannot hold it."""
         if mixed is None or self.gathers_itself:
             return types
         return gathered_types(types, mixed, self.fqns[0], self.tensor.dim(), self.owners)
@@ -81,13 +81,13 @@ class UnitPlanned:
 
     name: str
     modules: list[nn.Module]
-    params: list[Any] = field(default_factory=list)  # ParamChoice; of fully_shard, RowParam
-    several: list[ParamChoice] = field(default_factory=list)  # of several tensors, no shards
+    params: list[Any] = field(default_factory=list)  # ParamChoice; RowParam of fully_shard
+    several: list[ParamChoice] = field(default_factory=list)  # of several tensors, not sharded
     is_leftover: bool = False
     is_block: bool = False
-    mesh: int = 0  # 0 is the model's, the others are those of its parts
+    mesh: int = 0  # 0 is the model's mesh, the others are its parts'
     stays: bool = False  # unsharded from forward to backward
-    near: bool = True  # gathers again from near ranks, where there are some
+    near: bool = True  # later gathers come from the near ranks, if there are any
     extensions: list[Any] = field(default_factory=list)  # parameters that gather themselves
 
     @property
@@ -96,15 +96,15 @@ class UnitPlanned:
 
 
 def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[UnitPlanned]:
-    """The units of ``model`` in order of registration.
+    """Returns the units of ``model`` in order of registration.
 
     ``units`` has classes, class or module names, or modules that each become a unit; None finds the
-    repeated blocks: lists of at least two children of one class, outermost lists first. Blocks that
-    follow each other are one unit while they have at most 1 MiB together.
+    repeated blocks: lists of at least two children of one class, outermost lists first. Consecutive
+    blocks then become one unit of at most 1 MiB.
 
     Raises:
         ValueError: nothing to shard, an entry that matches nothing, or units that overlap.
-        TypeError: ``units`` is no list, or an entry is of another type.
+        TypeError: ``units`` is not a list, or an entry has another type.
     """
     if units is not None and (isinstance(units, str) or not isinstance(units, Iterable)):
         raise TypeError(
@@ -122,23 +122,23 @@ def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[U
 
 
 def collect_params(model: nn.Module) -> list[ParamChoice]:
-    """Every parameter once, tied ones with all their names, in order of registration. Those that
-    are the same memory, as after ``a.weight.data = b.weight.data``, are tied, too."""
-    found: dict[int, ParamChoice] = {}
+    """Returns every parameter once, with all names of tied ones, in order of registration.
+    Parameters on the same memory, as after ``a.weight.data = b.weight.data``, are tied, too."""
+    by_id: dict[int, ParamChoice] = {}
     keys: dict[object, ParamChoice] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():
             if param is None:
                 continue
-            choice = found.get(id(param))
+            choice = by_id.get(id(param))
             if choice is None:
-                choice = found[id(param)] = keys.setdefault(tie_key(param), ParamChoice(param))
+                choice = by_id[id(param)] = keys.setdefault(tie_key(param), ParamChoice(param))
             fqn = f"{prefix}.{name}" if prefix else name
             if fqn not in choice.fqns:
                 choice.fqns.append(fqn)
             if all(owner is not module or key != name for owner, key in choice.owners):
                 choice.owners.append((module, name))
-    return list(dict.fromkeys(found.values()))
+    return list(dict.fromkeys(by_id.values()))
 
 
 def split_units(
@@ -146,9 +146,8 @@ def split_units(
     mesh_of: Callable[[ParamChoice, int], int],
     name_of: Callable[[int], str],
 ) -> list[UnitPlanned]:
-    """The units by mesh: one with parameters on several becomes several, at the same calls.
-    ``mesh_of`` gives the mesh of a parameter and that of its unit so far, ``name_of`` a name of a
-    mesh for units that are split."""
+    """Splits units with parameters on several meshes, at the same calls. ``mesh_of`` returns a
+    parameter's mesh, given its unit's mesh so far; ``name_of`` names a mesh in split units."""
     units = []
     for unit in planned:
         by_mesh: dict[int, list[ParamChoice]] = {}
@@ -205,7 +204,7 @@ def _resolve(model: nn.Module, units: Sequence[UnitChoice]) -> list[tuple[str, n
 
 
 def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[UnitPlanned]:
-    """Blocks, and every largest module without blocks in it, in order of registration."""
+    """Returns blocks, and every largest module without blocks in it, in order of registration."""
     block_ids = {id(block) for _, block in blocks}
     inside = {
         id(module)
@@ -266,13 +265,13 @@ def _check_not_covered(unit: UnitPlanned, planned: list[UnitPlanned]) -> None:
     ]
     if inner and any(True for _ in unit.modules[0].parameters()):
         raise ValueError(
-            f"units overlap: all parameters of '{unit.name}' belong to units inside of it "
+            f"units overlap: all parameters of '{unit.name}' belong to units inside it "
             f"({', '.join(inner)}); choose either the outer or the inner modules"
         )
 
 
 def _units_of_modules(planned: list[UnitPlanned], model: nn.Module) -> dict[int, set[int]]:
-    """The innermost units around each module, several where units share it."""
+    """Returns the innermost units around each module, several if units share it."""
     index = {id(unit.modules[0]): i for i, unit in enumerate(planned)}
     units_of: dict[int, set[int]] = {}
 
@@ -289,12 +288,12 @@ def _units_of_modules(planned: list[UnitPlanned], model: nn.Module) -> dict[int,
 
 
 def _merge_small(units: list[UnitPlanned], joins_blocks: bool) -> list[UnitPlanned]:
-    """Joins small units that follow each other: each costs at least two collectives a step."""
+    """Joins consecutive small units: each unit costs at least two collectives a step."""
     merged: list[UnitPlanned] = []
     for unit in units:
         last = merged[-1] if merged else None
         if last is not None and _belong_together(last, unit, joins_blocks):
-            if unit.is_block:  # of these, which may be many, the first and the last
+            if unit.is_block:  # there may be many: name the first and the last
                 last.name = f"{last.name.partition(' to ')[0]} to {unit.name}"
             else:
                 last.name = f"{last.name} + {unit.name}"
@@ -308,7 +307,7 @@ def _merge_small(units: list[UnitPlanned], joins_blocks: bool) -> list[UnitPlann
 
 
 def _belong_together(last: UnitPlanned, unit: UnitPlanned, joins_blocks: bool) -> bool:
-    """Leftovers if one of them is small, blocks if they are it together."""
+    """Whether to join two units: leftovers if one is small, blocks if both together are small."""
     if last.is_leftover and unit.is_leftover:
         return min(last.nbytes, unit.nbytes) < _SMALL_NBYTES
     are_blocks = last.is_block and unit.is_block
@@ -316,11 +315,11 @@ def _belong_together(last: UnitPlanned, unit: UnitPlanned, joins_blocks: bool) -
 
 
 UnitsOf = Mapping[int, tuple[int, ...]]
-"""Units to enter by id of the module that is called."""
+"""By id of a module: the units that its call enters."""
 
 
 def call_order(models: Iterable[nn.Module], units_of: UnitsOf) -> list[CallEvent]:
-    """Enters and exits of the units if modules are called in order of registration."""
+    """Returns the enters and exits of units if modules are called in order of registration."""
     order: list[CallEvent] = []
     seen: set[int] = set()
 
@@ -341,25 +340,25 @@ def call_order(models: Iterable[nn.Module], units_of: UnitsOf) -> list[CallEvent
 
 
 def backward_reads(module: nn.Module) -> bool:
-    """Whether the backward of a call reads the module's parameters, as its class says.
+    """Whether the backward of a call reads the module's parameters, by its class.
 
-    That of a lookup in an embedding reads indices. The class is the same on all ranks.
+    An embedding's backward reads only indices. The class is the same on all ranks.
     """
     is_lookup = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
     return not (is_lookup and "weight" in module._parameters)  # it may be parametrized
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call runs code that the module's class does not have."""
+    """Whether a call runs hooks or a replaced ``forward``, besides the class's code."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     backward = module._backward_pre_hooks or module._backward_hooks
     return bool(before or after or backward or "forward" in vars(module) or _has_any_global_hook())
 
 
 def units_by_module(units: Iterable[Sequence[nn.Module]]) -> UnitsOf:
-    """The units that each module enters, from the modules whose calls enter each unit."""
-    found: dict[int, tuple[int, ...]] = {}
+    """Returns the units that each module enters, from the modules whose calls enter each unit."""
+    entered: dict[int, tuple[int, ...]] = {}
     for index, modules in enumerate(units):
         for module in modules:
-            found[id(module)] = (*found.get(id(module), ()), index)
-    return found
+            entered[id(module)] = (*entered.get(id(module), ()), index)
+    return entered

@@ -1,4 +1,4 @@
-"""Optimizers of shards, and the clipping of gradients."""
+"""Optimizers for shards, and gradient clipping."""
 
 from zerocore.optim.adamw import AdamW
 from zerocore.optim.clipping import NonFiniteGradError

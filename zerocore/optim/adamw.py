@@ -1,4 +1,4 @@
-"""AdamW in one pass: moments, weights and the copies of these that layers compute with."""
+"""AdamW in one pass over moments, main weights and the weights that layers compute with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import local_part, shard_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# torch.optim.AdamW has these in its groups, too: a state dict of one loads into the other.
+# torch.optim.AdamW has these options, too: a state dict of one class loads into the other.
 _TORCH_OPTIONS = {
     "amsgrad": False,
     "foreach": None,
@@ -33,39 +33,38 @@ _TORCH_OPTIONS = {
 class AdamW(ShardOptimizer):
     """AdamW as one kernel call for all tensors of a group: shards, DTensors, plain parameters.
 
-    In float32 on a CPU a step gives the bits of ``torch.optim.AdamW(fused=True)``, except that
+    In float32 on a CPU, a step computes the bits of ``torch.optim.AdamW(fused=True)``, except that
     the last ``numel % 16`` elements of a tensor may differ in the last bit. A parameter's moments
-    (``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``) are views of one flat tensor for each unit and
-    dtype, and its ``step`` a float32 scalar on its device: nothing waits for the device, and a
-    step of plain parameters can be captured in a CUDA graph. State dicts are those of
-    ``torch.optim.AdamW`` over the same parameters, both ways. The values of a tensor put into
-    ``state[p]`` by hand are copied into those views by the next step; of a sharded parameter it may
-    be a shard, or the full value.
+    (``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``) are views of one flat tensor per unit and
+    dtype, and its ``step`` is a float32 scalar on its device. Nothing waits for the device, and a
+    step of plain parameters can be captured in a CUDA graph. State dicts are interchangeable with
+    ``torch.optim.AdamW`` over the same parameters. If a program sets ``state[p]``, the next step
+    copies its values into those views; for a sharded parameter these may be shards, or full values.
 
-    Gradients may be of another dtype than their parameter (bfloat16 or float16 beside float32). A
-    parameter with an attribute ``model_weight`` (1-D, of its numel, of another dtype) has its
-    new value written there too: bfloat16 and float16 beside float32 in the same pass.
+    Gradients may have another dtype than their parameter (bfloat16 or float16 with float32). If a
+    parameter has an attribute ``model_weight`` (1-D, of its numel, of another dtype), the step
+    writes its new value there, too; for bfloat16 and float16 with float32, in the same pass.
 
-    Under ``torch.amp.GradScaler`` gradients are unscaled in the same pass: ``p.grad`` keeps the
-    scaled values.
+    Under ``torch.amp.GradScaler`` the same pass unscales gradients: ``p.grad`` keeps the scaled
+    values.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or dicts of groups.
         lr: learning rate, a float or a tensor of one element.
         betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``.
-        amsgrad: not offered; only False.
+        amsgrad: not supported; only False.
         foreach, fused, capturable: as in torch; every instance is fused and can be captured, so
             they change nothing.
-        clip_grad_norm: if given, gradients are scaled so that their global 2-norm over all groups
-            and ranks is at most this, with the coefficient ``min(1, clip / (norm + 1e-6))`` of
-            ``torch.nn.utils.clip_grad_norm_``; in the same pass, ``p.grad`` stays as it is. May
-            be set later. The norm before is then in ``grad_norm``; where it is NaN or infinite
-            the step changes nothing, and no tensor's ``step`` counts it.
+        clip_grad_norm: the bound of the gradients' global 2-norm over all groups and ranks. The
+            same pass scales by ``min(1, clip / (norm + 1e-6))``, as
+            ``torch.nn.utils.clip_grad_norm_``; ``p.grad`` does not change. May be set later.
+            ``grad_norm`` then has the norm before clipping. If it is NaN or infinite, the step
+            changes nothing, and no tensor's ``step`` counts it.
 
     Raises:
-        OutOfMemory: in a step of shards, if there is no room; the first step makes the states.
-        ValueError: an option out of range, or a parameter that is not dense in memory.
-        TypeError: a parameter that is not float32, bfloat16, float16 or float64.
+        OutOfMemory: a step of shards has no memory; the first step makes the states.
+        ValueError: an option is out of range, or a parameter is not dense in memory.
+        TypeError: a parameter is not float32, bfloat16, float16 or float64.
     """
 
     _step_supports_amp_scaling = True
@@ -99,7 +98,7 @@ class AdamW(ShardOptimizer):
         super().__init__(params, {**_TORCH_OPTIONS, **options, **modes})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.add_param_group``; the group's options are checked."""
+        """Adds a group as in ``torch.optim.Optimizer``, and checks its options and parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -115,9 +114,9 @@ class AdamW(ShardOptimizer):
         self._plan = None
 
     def _update(self) -> None:
-        """Explains an OutOfMemory, as the first step makes the states of shards."""
+        """Updates all parameters; explains an out-of-memory error (the first step makes states)."""
         try:
-            # Gradients of shards are a subclass, which Python need not look up here.
+            # Saves Python's look-up of rules for gradients of shards, which are a subclass.
             with torch._C.DisableTorchFunctionSubclass():
                 self.update(None)
         except (RuntimeError, MemoryError) as error:
@@ -127,7 +126,7 @@ class AdamW(ShardOptimizer):
             raise explained from error
 
     def update(self, factors: Factors | None) -> None:
-        """One step; for None with the factors that clipping and a scaler give."""
+        """Takes one step; None computes the factors from clipping and a GradScaler."""
         params = params_of(self)
         grads: list[Any] = [param.grad for param in params]
         parts = params
@@ -144,13 +143,13 @@ class AdamW(ShardOptimizer):
                 pending_host_updates.begin(batch.host.state_ref)
 
     def synchronize(self) -> None:
-        """Blocks until a step on the host is done, which may go on after :meth:`step` has returned.
+        """Waits until a step on the host is done, which may continue after :meth:`step` returns.
 
         Forwards, state dicts, torch functions of parameters and states, and the next step wait by
-        themselves; call it before code that torch does not announce reads ``state``.
+        themselves. Call it before code outside torch reads the memory of ``state``.
 
         Raises:
-            RuntimeError: what went wrong in the step.
+            RuntimeError: the step has failed.
         """
         pending_host_updates.finish()
 
@@ -158,31 +157,31 @@ class AdamW(ShardOptimizer):
         self, params: list[Tensor], grads: list[Any], kinds: list[torch.dtype | None]
     ) -> UpdatePlan:
         held = {} if self._plan is None else self._plan.states
-        self._plan = None  # it holds memory of states that were dropped
-        self._adopt_given(params, held)
+        self._plan = None  # frees the memory of states that were dropped
+        self._adopt_replaced(params, held)
         del held
         used = [param for param, kind in zip(params, kinds, strict=True) if kind is not None]
         new = [param for param in used if not self.state.get(param)]
         self.state.update(zip(new, allocate_states(new), strict=True))
         return make_plan(self.param_groups, grads, kinds, self.state)
 
-    def _adopt_given(self, params: list[Tensor], held: Mapping[Any, State]) -> None:
-        """Takes the values of what was put into ``state`` by hand since ``held`` was."""
-        given = {
+    def _adopt_replaced(self, params: list[Tensor], held: Mapping[Any, State]) -> None:
+        """Copies values that the program has set in ``state`` into the ``held`` states."""
+        changed = {
             param: self.state[param]
             for param in params
             if self.state.get(param) and not same_objects(self.state[param], held.get(param, {}))
         }
-        for param, state in given.items():
+        for param, state in changed.items():
             if isinstance(param, ShardedParameter):
                 state.update({key: fitted(param, key, value) for key, value in state.items()})
-        check_loaded(given, params, self._label)
-        replaced = [param for param in given if param in held]
-        for param, state in adopt_states(given, replaced, held).items():
+        check_loaded(changed, params, self._label)
+        replaced = [param for param in changed if param in held]
+        for param, state in adopt_states(changed, replaced, held).items():
             self.state[param].update(state)
 
     def _factors(self, plan: UpdatePlan, grads: list[Any]) -> Factors:
-        """Undoes a GradScaler's scale, and clips; a step without a finite norm is skipped."""
+        """Returns the factors that undo a GradScaler's scale and clip; skips a non-finite norm."""
         scaled_by: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         factor = None if scaled_by is None else scaled_by.double().reciprocal()
@@ -198,12 +197,12 @@ class AdamW(ShardOptimizer):
         return Factors(factor, is_bad if found_inf is None else is_bad + found_inf.to(norm.device))
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.state_dict``; waits for a step on the host."""
+        """Returns the state dict; waits for a step on the host first."""
         self.synchronize()
         return super().state_dict()
 
     def make_states(self) -> None:
-        """Makes the states of all parameters that have none yet, as the first step would."""
+        """Makes the missing states, as the first step would."""
         new = without_state(params_of(self), self.state)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.state.update(zip(new, allocate_states(new), strict=True))
@@ -230,7 +229,7 @@ class AdamW(ShardOptimizer):
         for group in groups:
             _check_options({**self.__dict__.get("defaults", {}), **group})
         held: Mapping[Any, Any] = self.__dict__.get("state", {})
-        # States have the shape of what lies in this rank's memory.
+        # Loaded states have the shapes of this rank's parts.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             check_loaded(loaded, params, self._label)
             loaded.update(adopt_states(loaded, params, held))
@@ -243,7 +242,7 @@ class AdamW(ShardOptimizer):
 
 def _check_options(group: Mapping[str, Any]) -> None:
     if group["amsgrad"]:
-        raise ValueError("zerocore.optim.AdamW has no amsgrad; use torch.optim.AdamW for it")
+        raise ValueError("zerocore.optim.AdamW does not support amsgrad; use torch.optim.AdamW")
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:

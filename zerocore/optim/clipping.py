@@ -1,11 +1,10 @@
-"""Clips gradients by their global norm, or says which gradient is not finite.
+"""Clips gradients by their global norm, or finds the gradient that is not finite.
 
 Note [One number]
-A norm of parts is a sum of powers, so one all-reduce of one float64 gives every rank the same norm,
-for each group of ranks that parameters are cut over.
-Whether it is finite is then the same on all ranks too, and only if it is not do they look for the
-parameter, with one more all-reduce. That is decided by the norm of the parts that lie on
-different ranks; a gradient that every rank holds whole was found by all of them.
+A p-norm is a sum of powers. So one all-reduce of one float64 per process group that parameters are
+cut over gives every rank the same norm. All ranks then agree whether it is finite. Only if it is
+not, they find the parameter with one more all-reduce, in each group whose norm is not finite. If
+every rank holds a gradient in full, each finds it alone.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from zerocore.tensor.reductions import reduce_norms
 from zerocore.tensor.rows import RowShard, groups_of, local_part, shard_of
 from zerocore.tensor.shown import shard_or_self
 
-# Elements that are widened to float64 at a time, where no kernel sums them.
+# Elements that are cast to float64 at a time, if no kernel sums them.
 _PIECE_NUMEL = 1 << 20
 Groups = tuple[dist.ProcessGroup, ...]
 
 
 class NonFiniteGradError(RuntimeError):
-    """The norm of the gradients is NaN or infinite; raised on every rank, nothing was changed.
+    """The error of a gradient norm that is NaN or infinite: all ranks raise it, and change nothing.
 
     Attributes:
         norm: the norm.
-        fqn: the first parameter whose gradient has a NaN or an infinite value; None if it is no
+        fqn: the first parameter whose gradient has a NaN or an infinite value; None if it is not a
             parameter of a sharded model, or if all values are finite and only the norm overflows.
-        rank: the first rank, in the group of the model, whose elements of that gradient have one;
-            None if all ranks hold the same gradient.
+        rank: the first rank, in the group of the model, whose part of that gradient has such a
+            value; None if all ranks hold the same gradient.
     """
 
     def __init__(self, message: str, norm: float, fqn: str | None, rank: int | None) -> None:
@@ -65,31 +64,32 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients so that their global norm is at most ``max_norm``.
 
-    ``coefficient = min(1, max_norm / (norm + 1e-6))`` as in ``torch.nn.utils.clip_grad_norm_``;
-    one all-reduce of one number for each group of ranks that parameters are cut over, and for
-    ``across``. Powers are summed in float64, whatever the gradients' dtypes. docs/behaviour.md
-    shows how to skip a step whose gradients are not finite.
+    The coefficient is ``min(1, max_norm / (norm + 1e-6))`` as in
+    ``torch.nn.utils.clip_grad_norm_``. Ranks all-reduce one number per process group that
+    parameters are cut over, and one for ``across``. Powers are summed in float64, whatever the
+    gradients' dtypes. docs/behaviour.md shows how to skip a step whose gradients are not finite.
 
     Args:
         parameters: a model, or parameters in the same order on every rank: shards, DTensors and
-            plain ones, in any mixture. One that comes twice counts once.
+            plain ones, in any mixture. A repeated one counts once.
         max_norm: upper bound of the norm, 0 or more.
         norm_type: p of the p-norm, positive or inf.
         error_if_nonfinite: raise if the norm is NaN or infinite, before anything is scaled. On a
-            GPU this waits for the norm. Otherwise gradients are scaled by what the formula gives:
-            zero where the norm is infinite, NaN where it is NaN.
-        across: ranks with other parameters, a process group or 1-D DeviceMesh: of the stages of a
-            pipeline ``mesh["pp"]``. The norm is that of all their parameters, on all of them.
+            GPU this waits for the norm. If False, gradients are scaled by the formula's result:
+            zero for an infinite norm, NaN for a NaN.
+        across: ranks with other parameters, a process group or 1-D DeviceMesh: for the stages of a
+            pipeline, ``mesh["pp"]``. The norm then covers the parameters of all these ranks.
 
     Returns:
         The norm before scaling, a scalar equal on all ranks: float64 if a gradient is, otherwise
         float32.
 
     Raises:
-        NonFiniteGradError: with ``error_if_nonfinite``; it names the first parameter, in the order
-            of ``parameters``, whose gradient has a NaN or an infinite value, and the rank. The
-            rank is the one that holds the elements: averaging has mixed the ranks' losses.
-        ValueError: ``norm_type`` or ``max_norm`` out of range, or ``across`` of several dimensions.
+        NonFiniteGradError: with ``error_if_nonfinite``. It names the first parameter, in the order
+            of ``parameters``, whose gradient has a NaN or an infinite value, and the rank that
+            holds these elements; averaging has mixed the ranks' losses.
+        ValueError: ``norm_type`` or ``max_norm`` is out of range, or ``across`` has several
+            dimensions.
         TypeError: ``across`` is neither a group nor a mesh.
     """
     p, bound = float(norm_type), float(max_norm)
@@ -117,8 +117,8 @@ def clip_grad_norm_(
 def over_meshes(
     clip: Callable[..., Tensor], parameters: Any, max_norm: float, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_``, whose norms cannot be stacked if they are of several
-    meshes, or of DTensors and of plain tensors."""
+    """Wraps ``torch.nn.utils.clip_grad_norm_``, which cannot stack norms over several meshes, or of
+    DTensors and plain tensors."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     shards = [shard_or_self(param) for param in params]
     meshes = {getattr(shard, "device_mesh", None) for shard in shards if shard.grad is not None}
@@ -129,16 +129,16 @@ def over_meshes(
 
 
 class _Parts:
-    """Parameters, each once, and by the groups of ranks that have other parts of them."""
+    """Parameters, each once, by the groups of ranks that hold their other parts."""
 
     def __init__(self, parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
         if isinstance(parameters, nn.Module):
             parameters = parameters.parameters()
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
-        shards = [shard_or_self(param) for param in given]
+        listed = [parameters] if isinstance(parameters, Tensor) else parameters
+        shards = [shard_or_self(param) for param in listed]
         self.params = list({id(shard): shard for shard in shards}.values())
         self.grads = [None if p.grad is None else local_part(p.grad) for p in self.params]
-        self.numbers: dict[Groups, list[int]] = {}  # of none: all elements are on every rank
+        self.numbers: dict[Groups, list[int]] = {}  # by (): parameters that every rank has in full
         for number, param in enumerate(self.params):
             groups = () if self._is_own(param) else tuple(groups_of(param))
             self.numbers.setdefault(groups, []).append(number)
@@ -146,7 +146,7 @@ class _Parts:
 
     @staticmethod
     def _is_own(param: Any) -> bool:
-        """Whether the gradient is this rank's alone, in full; a rank may have none of them."""
+        """Whether the gradient is this rank's own sum, in full; a rank may lack it."""
         if isinstance(grad := param.grad, UnreducedGrad):
             grad.check_readable()
             return True
@@ -154,9 +154,9 @@ class _Parts:
         return state is not None and state.engine.shows_sums
 
     def norm(self, p: float) -> Tensor:
-        """The global norm, float64 on the device of the first parameter."""
+        """Returns the global norm, float64 on the device of the first parameter; collective."""
         device = self.params[0].device if self.params else None
-        # Also without any gradient here: the other ranks may have some, and would wait.
+        # Without a gradient, too: other ranks may have some, and would wait.
         for groups, numbers in self.numbers.items():
             grads = [grad for n in numbers if (grad := self.grads[n]) is not None]
             known = all(shard_of(self.params[number]) is not None for number in numbers)
@@ -168,26 +168,26 @@ class _Parts:
         return torch.linalg.vector_norm(torch.stack(norms), p)
 
     def explain(self, total: Tensor) -> NonFiniteGradError:
-        """Finds the first bad gradient; all ranks come here together, see Note [One number]."""
-        found = [self._first_bad(g) for g, norm in self.norms.items() if not norm.isfinite()]
-        number, rank = min(found, default=(len(self.params), 0))
+        """Finds the first non-finite gradient; collective, see Note [One number]."""
+        first = [self._first_bad(g) for g, norm in self.norms.items() if not norm.isfinite()]
+        number, rank = min(first, default=(len(self.params), 0))
         norm = total.item()
         if number == len(self.params):
             message = "every value is finite, only the norm is not; scale the loss down"
             if all(norm.isfinite() for norm in self.norms.values()):
-                message = "the bad gradient is on another rank of across="
+                message = "the non-finite gradient is on another rank of across="
             return _error(norm, message, None, None)
         param = self.params[number]
         shard, is_split = shard_of(param), len(tuple(groups_of(param))) > 0
         name = f"parameters[{number}]" if shard is None else f"'{shard.fqn}'"
         where = f", on rank {rank}" if is_split else ", on every rank"
         where = " (not sharded)" if shard is None and not is_split else where
-        message = f"the first bad gradient is that of {name}{where}"
+        message = f"the first non-finite gradient belongs to {name}{where}"
         fqn = None if shard is None else shard.fqn
         return _error(norm, message, fqn, rank if is_split else None)
 
     def _first_bad(self, groups: Groups) -> tuple[int, int]:
-        """The number of the first parameter, and the first rank in the groups that has a part."""
+        """Returns the index of the first such parameter, and the first rank with such elements."""
         numbers, count = self.numbers[groups], len(self.params)
         number = next((n for n in numbers if _is_bad(self.grads[n])), count)
         num_ranks, rank = 1, 0
@@ -201,8 +201,8 @@ class _Parts:
 
 
 def _error(norm: float, message: str, fqn: str | None, rank: int | None) -> NonFiniteGradError:
-    advice = "no gradient was changed; skip this step with optimizer.zero_grad()"
-    text = f"the norm of the gradients is {norm}: {message}. Here {advice}"
+    advice = "No gradient was changed; skip this step with optimizer.zero_grad()"
+    text = f"the norm of the gradients is {norm}: {message}. {advice}"
     return NonFiniteGradError(text, norm, fqn, rank)
 
 
@@ -214,11 +214,11 @@ def _is_bad(grad: Tensor | None) -> bool:
 def _norm(
     grads: Sequence[Tensor], p: float, device: torch.device | None, are_shards: bool
 ) -> Tensor:
-    """The norm of these elements alone; a float64 scalar, 0 if there are none.
+    """Returns the norm of this rank's elements, a float64 scalar, 0 if there are none.
 
-    For p = 2 by the kernel: it is faster than ``_foreach_norm`` and sums in float64 chunk by chunk.
-    That one adds floats one after the other on a CPU: of 2^26 elements it loses 0.2 % for p = 2 and
-    half of the sum for p = 1, which is therefore taken in float64.
+    The kernel for p = 2 is faster than ``_foreach_norm``, and sums chunks in float64.
+    ``_foreach_norm`` in float32 on a CPU loses 0.2 % of the norm of 2^26 elements for p = 2, and
+    half of it for p = 1, so elements are cast to float64 first.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if p == 2.0 and grads and are_shards:
@@ -229,7 +229,7 @@ def _norm(
         filled = [piece for piece in pieces if piece.numel() > 0]
         if not filled:
             return torch.zeros((), dtype=torch.float64, device=device)
-        # The largest element needs no wider type.
+        # A maximum needs no wider type.
         wide = None if math.isinf(p) else torch.float64
         norms = torch._foreach_norm(filled, p, wide)
         joined = torch.stack([norm.to(device, torch.float64) for norm in norms])

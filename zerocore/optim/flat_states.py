@@ -1,4 +1,4 @@
-"""Flat optimizer states: one allocation for each unit, dtype and moment, and its views."""
+"""Flat optimizer states: one allocation per unit, dtype and moment, with views for parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zerocore.tensor.rows import local_part, shard_of
 
 State = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Views begin where the widest accesses of the kernels may begin, as the shards themselves do.
+# Views are aligned for the kernels' widest accesses, as the shards are.
 _ALIGNMENT_NBYTES = 16
 
 
 class HostState(Tensor):
-    """A count of steps that a thread updates, also behind ``step()``: torch functions wait."""
+    """A step count that a thread updates, also after ``step()`` returns: torch functions wait."""
 
     @classmethod
     def __torch_function__(
@@ -31,7 +31,7 @@ class HostState(Tensor):
     ) -> Any:
         pending_host_updates.finish()
         if any(issubclass(kind, Placed) for kind in types):
-            return NotImplemented  # its own rules know what this is beside a shard
+            return NotImplemented  # the shards' rules handle it together with a shard
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -45,13 +45,13 @@ class HostState(Tensor):
 
 
 def allocate_states(params: Sequence[Tensor]) -> list[State]:
-    """States of Adam for each parameter, zero: ``step``, ``exp_avg`` and ``exp_avg_sq``.
+    """Makes Adam's states of each parameter, zero: ``step``, ``exp_avg`` and ``exp_avg_sq``.
 
-    The parameters of one unit that have one dtype share an allocation for each of the three, and so
-    do those that are not sharded; a parameter's moments are views with its shape, strides and
-    dtype, or shards at its place, ``step`` is a float32 scalar on its device. Up to 12 bytes lie
-    between two views. The engine has a place for the moments of one optimizer on the host or on
-    disk; those of a second one get memory of their own on the host, and on disk raise ValueError.
+    Parameters of one unit and dtype share an allocation for each of the three; so do parameters
+    that are not sharded. A parameter's moments are views with its shape, strides and dtype, or
+    shards at its place; ``step`` is a float32 scalar on its device. Up to 12 bytes separate two
+    views. The engine has memory on the host or on disk for the moments of one optimizer. A second
+    optimizer gets memory of its own on the host; on disk, it raises ValueError.
     """
     shared: dict[Hashable, list[int]] = {}
     states: list[State] = [{} for _ in params]
@@ -65,10 +65,10 @@ def allocate_states(params: Sequence[Tensor]) -> list[State]:
             unit = None if shard is None else (shard.state_ref, shard.unit)
             shared.setdefault((unit, param.device, param.dtype), []).append(index)
     for indices in shared.values():
-        found = _allocate([local_part(params[index]) for index in indices])
-        for index, state in zip(indices, found, strict=True):
+        allocated = _allocate([local_part(params[index]) for index in indices])
+        for index, state in zip(indices, allocated, strict=True):
             states[index] = state
-    return [_placed(*each) for each in zip(params, states, strict=True)]
+    return list(map(_placed, params, states))
 
 
 def _placed(param: Tensor, state: State) -> State:
@@ -78,7 +78,7 @@ def _placed(param: Tensor, state: State) -> State:
 
 
 def _planned_moments(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-    """Both moments of the parameters for which the engine has a place, and no other optimizer."""
+    """Returns the moments, by index, of parameters for which the engine has memory to give."""
     planned: dict[int, list[Tensor]] = {}
     has_collected = False
     for index, param in enumerate(params):
@@ -88,14 +88,14 @@ def _planned_moments(params: Sequence[Tensor]) -> dict[int, list[Tensor]]:
         moments = engine.make_moments(param.unit, param.position)
         if not moments and not has_collected:
             has_collected = True
-            gc.collect()  # an optimizer that has them may be waiting for its end
+            gc.collect()  # a dropped optimizer that holds them may await collection
             moments = engine.make_moments(param.unit, param.position)
         if moments:
             planned[index] = moments
         elif param.on_disk:
             raise ValueError(
-                f"parameter '{param.fqn}': an optimizer has its moments on disk, where there is "
-                "room for those of one. Delete that optimizer first."
+                f"parameter '{param.fqn}': another optimizer has its moments on disk, which holds "
+                "the moments of one optimizer. Delete that optimizer first."
             )
     return planned
 
@@ -118,7 +118,7 @@ def _allocate(params: Sequence[Tensor]) -> list[State]:
 def check_loaded(
     states: Mapping[Any, Any], params: Sequence[Tensor], label: Callable[[Tensor], str]
 ) -> None:
-    """Raises ValueError if a parameter's loaded state is none of Adam's, or of another size."""
+    """Rejects a parameter's loaded state if it is not Adam's, or has another shape (ValueError)."""
     for param in params:
         state = states.get(param)
         if not state:
@@ -130,11 +130,11 @@ def check_loaded(
                     f"{sorted(('step', *MOMENTS))}: it was saved by another kind of optimizer"
                 )
         for name in MOMENTS:
-            given, own = local_part(state[name]).shape, local_part(param).shape
-            if given != own:
+            shape, expected = local_part(state[name]).shape, local_part(param).shape
+            if shape != expected:
                 raise ValueError(
-                    f"the loaded {name} of {label(param)} has shape {tuple(given)}, "
-                    f"this rank's parameter {tuple(own)}. Load a state that was saved with "
+                    f"the loaded {name} of {label(param)} has shape {tuple(shape)}, "
+                    f"this rank's parameter {tuple(expected)}. Load a state that was saved with "
                     "the same stage and number of ranks"
                 )
 
@@ -142,7 +142,7 @@ def check_loaded(
 def adopt_states(
     loaded: Mapping[Any, Any], params: Sequence[Tensor], held: Mapping[Any, Any]
 ) -> dict[Tensor, State]:
-    """Copies loaded states into the flat ones that are held, or new ones where there are none."""
+    """Copies loaded states into the ``held`` flat ones, or into new ones; returns the copies."""
     stated = [param for param in params if loaded.get(param)]
     new = [param for param in stated if not held.get(param)]
     fresh = dict(zip(new, allocate_states(new), strict=True))

@@ -8,14 +8,14 @@ from torch import nn
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trained parameters of ``model``, for any optimizer that knows ``weight_decay``.
+    """Groups the trained parameters of ``model``, for any optimizer with ``weight_decay``.
 
-    Those of two or more dimensions (matrices, embeddings, convolutions) decay, by their full shape;
-    biases, norms and other vectors do not. Tied parameters come once.
+    Parameters whose full shape has two or more dimensions (matrices, embeddings, convolutions)
+    decay; biases, norms and other vectors do not. A tied parameter appears once.
 
     Returns:
-        Two groups, the one with decay first; the same ones before and after ``shard``, at every
-        stage. One that would be empty is left out.
+        Two groups, the one with decay first, without an empty one; the same groups before and
+        after ``shard``, at every stage.
 
     Raises:
         ValueError: the model has no parameters that require grad.

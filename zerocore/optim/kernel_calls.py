@@ -24,7 +24,7 @@ _HALF_TYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class HostUnit:
-    """A unit whose states are on the host, which updates it while Python goes on."""
+    """A unit with states on the host, where threads update it while Python continues."""
 
     state_ref: Callable[[], Any]
     unit: int
@@ -32,14 +32,14 @@ class HostUnit:
 
 @dataclass(frozen=True)
 class Factors:
-    """The factor of a step's gradients, and a tensor that is not 0 if the step is skipped."""
+    """A factor for a step's gradients, and a tensor that is not 0 to skip the step."""
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
     @cached_property
     def on_host(self) -> Factors:
-        """The same for all units that the host updates: the device is waited for once."""
+        """Copies on the host, for all units that it updates: waits for the device only once."""
         return Factors(_copied(self.grad_scale), _copied(self.found_inf))
 
     def skips(self, device: torch.device) -> Tensor:
@@ -49,24 +49,24 @@ class Factors:
 
 @dataclass
 class Batch:
-    """Tensors that one call of the kernel updates: one group, device, and dtype of each kind.
+    """Tensors that one call of the kernel updates: of one group and device, with the same dtypes.
 
-    Those on the host are of one unit; the last batch of a unit sends its weights to the device.
+    A batch on the host has tensors of one unit; the unit's last batch sends its weights.
     """
 
     group: dict[str, Any]
     device: torch.device
     host: HostUnit | None = None
     is_last: bool = False
-    brings_grads: bool = False  # to the device, as they are kept on the host
-    positions: list[int] = field(default_factory=list)  # in the unit, on the host
+    brings_grads: bool = False  # copies gradients, which are on the host, to the device
+    positions: list[int] = field(default_factory=list)  # in the unit, for a batch on the host
     indices: list[int] = field(default_factory=list)  # among all parameters
     weights: list[Tensor] = field(default_factory=list)
     exp_avgs: list[Tensor] = field(default_factory=list)
     exp_avg_sqs: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     model_weights: list[Tensor] = field(default_factory=list)
-    # Those that are written by a pass of their own: not a half type beside float32.
+    # Casts in a pass of their own: other pairs than a half type and float32.
     other_casts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, index: int, param: Tensor, state: State, model_weight: Tensor | None) -> None:
@@ -87,7 +87,7 @@ class Batch:
             self.other_casts.append((model_weight, weight.detach().view(model_weight.shape)))
 
     def run(self, grads: Sequence[Tensor], factors: Factors) -> None:
-        """One step; ``grads`` are those of all parameters."""
+        """Takes one step; ``grads`` has the gradients of all parameters."""
         if self.host is not None:
             self._run_on_host(self.host, grads, factors.on_host)
             return
@@ -117,7 +117,7 @@ class Batch:
         return {"beta1": beta1, "beta2": beta2, **{name: self.group[name] for name in names}}
 
     def _run_on_host(self, host: HostUnit, grads: Sequence[Tensor], factors: Factors) -> None:
-        """Asks for one step and returns; what it needs is taken now."""
+        """Starts one step on the host, with its arguments as they are now, and returns."""
         update = HostUpdate(
             host.unit,
             self.positions,
@@ -140,30 +140,30 @@ class Batch:
 
 
 def _plain(tensor: Any) -> Tensor:
-    """This rank's elements without a class: an operator looks up the class of each argument."""
+    """Returns this rank's elements as a plain tensor: operators look up the class of a subclass."""
     part = local_part(tensor)
     return local_of(part) if isinstance(part, Placed) else part
 
 
-# Gradients on a device whose squares are summed over the ranks of groups (none: each rank has
-# all). A group is here without gradients too: other ranks may have some, and would wait.
+# By groups and device: indices of gradients whose squares these groups sum (no groups: each rank
+# has all). Groups without gradients are here, too: other ranks may have some, and would wait.
 Squares = dict[tuple[Sequence[dist.ProcessGroup], torch.device], list[int]]
-OnHost = dict[int, ShardedParameter]  # by number, those whose states are on the host
+OnHost = dict[int, ShardedParameter]  # by index: parameters with states on the host
 
 
 @dataclass
 class UpdatePlan:
-    """The calls of a step, and what else it needs to know."""
+    """The kernel calls of a step, and the facts that they depend on."""
 
-    kinds: list[torch.dtype | None]  # of all parameters' gradients
-    states: dict[Any, State]  # the optimizer's, when the plan was made
+    kinds: list[torch.dtype | None]  # dtypes of all parameters' gradients
+    states: dict[Any, State]  # the optimizer's states when the plan was made
     locals: list[Tensor]  # this rank's parts of all parameters
     batches: list[Batch]
     squares: Squares
     on_host: OnHost
 
     def uses(self, states: dict[Any, State], locals: Sequence[Tensor]) -> bool:
-        """Whether these are still the states and parts: anyone may drop some, or put in others."""
+        """Whether the states and parts are still the same: a program may drop or replace some."""
         same_parts = len(locals) == len(self.locals) and all(map(is_, locals, self.locals))
         return same_parts and same_objects(states, self.states)
 
@@ -174,7 +174,7 @@ def make_plan(
     kinds: list[torch.dtype | None],
     states: Mapping[Any, State],
 ) -> UpdatePlan:
-    """The plan for the gradients of all parameters, in order; None where there is no gradient."""
+    """Makes the plan for all parameters' gradients, in order; None stands for a missing one."""
     batches: dict[Hashable, Batch] = {}
     places = [(param, group) for group in groups for param in group["params"]]
     squares = squares_of([param for param, _ in places], grads)
@@ -198,7 +198,7 @@ def make_plan(
 
 
 def _in_order(batches: list[Batch]) -> list[Batch]:
-    """Those of units on the host in the order of the forward, behind the others."""
+    """Sorts batches: those on the device first, then those on the host in order of the forward."""
     orders: dict[Any, list[int]] = {}
     for host in (batch.host for batch in batches):
         if host is not None and host.state_ref not in orders:
@@ -212,21 +212,21 @@ def _in_order(batches: list[Batch]) -> list[Batch]:
         return list(orders).index(batch.host.state_ref), called, unit
 
     ordered = sorted(batches, key=place)
-    for batch, following in zip(ordered, [*ordered[1:], None], strict=False):  # may be none
+    for batch, following in zip(ordered, [*ordered[1:], None], strict=False):  # may be empty
         batch.is_last = following is None or following.host != batch.host
     return ordered
 
 
 def squares_of(params: Sequence[Tensor], grads: Sequence[Any]) -> Squares:
-    """Which gradients' squares are summed where, by their numbers."""
+    """Returns where the squares of which gradients are summed."""
     squares: Squares = {}
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         groups, device = groups_of(param), param.device
         if isinstance(param, ShardedParameter):
             device = param.grad_device
-        found = squares.setdefault((groups, device), [])
+        indices = squares.setdefault((groups, device), [])
         if grad is not None:
-            found.append(index)
+            indices.append(index)
     return squares
 
 
@@ -237,26 +237,27 @@ def _known_squares(param: ShardedParameter | None) -> Tensor | None:
 
 
 def _copied(number: Tensor | None) -> Tensor | None:
-    """A float32 scalar on the host of its own: whoever owns the other may change it meanwhile."""
+    """Copies a scalar to the host as float32: its owner may change it before the host reads it."""
     return None if number is None else number.to("cpu", torch.float32, copy=True)
 
 
 def _scalar_on(device: torch.device, number: Any) -> Tensor | None:
-    """A tensor as float32 on the device, without waiting for it; None stays."""
+    """Moves a scalar to the device as float32, without a wait; None stays None."""
     return None if number is None else number.to(device, torch.float32, non_blocking=True)
 
 
 def global_norm(squares: Squares, grads: Sequence[Any], on_host: OnHost | None = None) -> Tensor:
-    """2-norm of all gradients, float64; one all-reduce for each process group.
+    """Returns the 2-norm of all gradients, float64, with one all-reduce per process group.
 
-    Squares of gradients that have come to the host may be known already, chunk by chunk.
+    The engine may know the squares of gradients on the host already, chunk by chunk.
     """
     sums: list[Tensor] = []
     for (groups, device), indices in squares.items():
         square = torch.zeros(2, dtype=torch.float64, device=device)
         known = [_known_squares(on_host.get(index)) for index in indices] if on_host else []
-        given = None if all(each is None for each in known) else known
-        torch.ops.zerocore.sum_of_squares(square, [grads[i] for i in indices], known=given)
+        has_known = any(sums_of_grad is not None for sums_of_grad in known)
+        used = [grads[index] for index in indices]
+        torch.ops.zerocore.sum_of_squares(square, used, known=known if has_known else None)
         for group in groups:
             with waiting(group, "the norm of gradients"):
                 dist.all_reduce(square[:1], group=group)

@@ -1,1 +1,1 @@
-"""Options of ``shard``: frozen dataclasses, validated when built."""
+"""Options of ``shard``: frozen dataclasses that validate themselves."""

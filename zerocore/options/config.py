@@ -1,4 +1,4 @@
-"""How a model is sharded: frozen dataclasses, validated when built."""
+"""The options of how a model is sharded: frozen dataclasses that validate themselves."""
 
 from __future__ import annotations
 
@@ -22,46 +22,45 @@ class Communication:
     """When and how ranks communicate in a step; for :func:`zerocore.shard` and ``plan``.
 
     Attributes:
-        prefetch: units gathered ahead of the one that computes, at stage 3.
-        reductions_in_flight: units whose gradients are reduced at a time while the backward goes
-            on, at stages 2 and 3; each holds a unit's full gradients in the pool until it is done.
+        prefetch: the number of units gathered ahead of the one that computes, at stage 3.
+        reductions_in_flight: the number of units whose gradients are reduced at a time during the
+            backward, at stages 2 and 3. Each one's full gradients stay in the pool until then.
         accumulate: ``"sharded"`` reduces gradients in every backward (stages 2 and 3, also under
             ``no_sync``); ``"full"`` holds full gradients under ``no_sync`` and communicates once.
-        regather: at stage 3, ranks with fast links between them, such as those of a node: a process
-            group or 1-D DeviceMesh of a part of ``group``, or how many that follow each other. The
-            first gather after a change of the weights comes from all ranks; each of these k then
-            keeps a k-th of the unit (in memory beside its shard), and all later gathers, in the
-            backward, in further micro-batches and in evaluation, come from these k alone (hpZ of
+        regather: at stage 3, ranks with fast links, such as the ranks of a node: a process group or
+            1-D DeviceMesh of a part of ``group``, or a number k of consecutive ranks. The first
+            gather after a change of the weights comes from all ranks. Each of the k ranks then
+            keeps a k-th of the unit (in memory beside its shard), and all later gathers come from
+            these k ranks: in the backward, in further micro-batches and in evaluation (hpZ of
             ZeRO++, https://arxiv.org/abs/2306.10209; ``reshard_after_forward=k`` of FSDP2).
         replicas_share: with a 2-D mesh at stages 1 to 3, ``"optimizer"`` shards the optimizer's
             states over the replicas, too (HFSDP; ``outer_dp_sharding_strategy="optim"`` of
-            Megatron-FSDP). Gradients are reduce-scattered over the replicas in place of the
-            all-reduce, each rank updates its part of its replica's shard, and the first gather
-            after a step brings the updated parts together. Parameters are gathered within a
-            replica otherwise, from a copy of its shard beside the rank's own part.
-        overlap_reductions: at stage 3, reductions have a communicator of their own where one runs
-            its collectives one after the other (NCCL), so that none waits for a gather. It takes
-            device memory of its own; off, reductions and gathers share one.
-        retain_last: at stage 3, the unit that a forward leaves last stays gathered for its
-            backward, which needs it first; off, it is gathered again, and the loss is computed
-            without its full parameters in memory.
-        static_graph: a promise: in each pass all ranks call the same units and use the same
+            Megatron-FSDP). Gradients are reduce-scattered over the replicas instead of all-reduced,
+            each rank updates its part of its replica's shard, and the first gather after a step
+            collects the updated parts. Other gathers stay within a replica, and read a copy of its
+            shard beside the rank's own part.
+        overlap_reductions: at stage 3, reductions have a communicator of their own if a
+            communicator runs its collectives in turn (NCCL), so that none waits for a gather. It
+            takes device memory of its own. If False, reductions and gathers share one.
+        retain_last: at stage 3, the last unit of a forward stays unsharded for its backward, which
+            needs it first. If False, it is gathered again, and the loss is computed without its
+            full parameters in memory.
+        static_graph: a promise that in each pass all ranks call the same units and use the same
             parameters, and none raises alone. Ranks then exchange no control messages once they
-            have agreed on a pass; a rank that breaks the promise gets the error of the alarm.
-        gradient_divide_factor: of the sum of the ranks' gradients; None averages them, 1 sums.
-        sync_buffers: buffers take rank 0's values, in one broadcast, before the calls before which
-            DistributedDataParallel sends them: the first one, and one behind a call that recorded
-            gradients outside of ``no_sync``. Names in the model's
-            ``_ddp_params_and_buffers_to_ignore`` are left out, and a model without buffers sends
-            nothing. Off, each rank keeps its own (``broadcast_buffers=False``).
+            have agreed on a pass; a rank that breaks the promise gets the alarm's error.
+        gradient_divide_factor: divides the sum of the ranks' gradients; None averages, 1 sums.
+        sync_buffers: broadcast rank 0's buffers when DistributedDataParallel does: before the first
+            call, and before each call that follows one with gradients outside ``no_sync``. Skips
+            names in the model's ``_ddp_params_and_buffers_to_ignore``; a model without buffers
+            sends nothing. If False, each rank keeps its own (``broadcast_buffers=False``).
         registered: the group's backend allocates the bucket pool's arena, parameters and kept
             gradients and registers them with its communicator, so that collectives copy less (NCCL
-            on GPUs with multicast; other backends offer none). At stage 3 reductions need
-            ``overlap_reductions=False`` for it. NCCL's pool keeps what ``parked`` frees.
+            on GPUs with multicast; no other backend supports it). At stage 3, reductions need
+            ``overlap_reductions=False`` for it. NCCL's pool keeps the memory that ``parked`` frees.
 
     Raises:
         ValueError: an option is out of range.
-        TypeError: ``prefetch`` or ``reductions_in_flight`` is no int.
+        TypeError: ``prefetch`` or ``reductions_in_flight`` is not an int.
     """
 
     prefetch: int = 1
@@ -78,7 +77,7 @@ class Communication:
 
     @property
     def num_near(self) -> int:
-        """Ranks of ``regather``; 1 where all gathers come from all ranks."""
+        """The number of ``regather`` ranks; 1 if all gathers come from all ranks."""
         near = self.regather
         return 1 if near is None else near.size() if hasattr(near, "size") else near
 
@@ -109,7 +108,7 @@ def shard_options(
     by_rows: bool,
     sums_in_order: bool,
 ) -> ShardOptions:
-    """The options that an engine and its plan share."""
+    """Returns the options that an engine and its plan share."""
     return ShardOptions(
         stage=stage,
         prefetch=communication.prefetch,
@@ -127,8 +126,8 @@ def shard_options(
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """Options of :func:`zerocore.shard`, which explains them; raises ValueError for one that is out
-    of range, TypeError for one of the wrong type."""
+    """The options of :func:`zerocore.shard`, which explains them. Raises ValueError for one that is
+    out of range, TypeError for one of the wrong type."""
 
     stage: int = 3
     communication: Communication = field(default_factory=Communication)
@@ -139,13 +138,13 @@ class ShardConfig:
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether ranks sum gradients themselves, in their order."""
+        """Whether ranks sum gradients themselves, in rank order."""
         mixed = self.mixed_precision
         return self.has_wire_dtype or (mixed is not None and mixed.sums_in_order)
 
     @property
     def placements(self) -> Placements:
-        """The state that ranks share between them."""
+        """The parts of the state that are sharded."""
         return placements_of(self.stage)
 
     def leaves(self, part: str) -> bool:
@@ -153,19 +152,19 @@ class ShardConfig:
         return self.place_of(part) != "device"
 
     def place_of(self, part: str) -> str:
-        """``"device"``, ``"cpu"`` or ``"disk"``: where a part of the state is."""
+        """Returns where a part of the state is: ``"device"``, ``"cpu"`` or ``"disk"``."""
         return place_of(self.offload, part)
 
     def _check_gather(self, dtype: torch.dtype) -> None:
         shares, where = self.communication.replicas_share, self.place_of("parameters")
-        for other, given in (
+        for obstacle, is_set in (
             (f"stage={self.stage}", not self.placements.parameters),
             (f"replicas_share={shares!r}", shares is not None),
             (f"parameters on {where}", where != "device"),
         ):
-            if given:
+            if is_set:
                 raise ValueError(
-                    f"gather_dtype={dtype} with {other} is not built; it is for stage=3 with "
+                    f"gather_dtype={dtype} does not support {obstacle}; it needs stage=3 with "
                     "parameters on the device"
                 )
 

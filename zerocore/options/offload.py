@@ -1,4 +1,4 @@
-"""Which parts of the training state leave the device for the host's memory or a disk."""
+"""The option that moves parts of the training state from the device to the host or a disk."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class Offload:
     """The memory of each part of the training state: ``"device"``, ``"cpu"`` or ``"disk"``.
 
     Attributes:
-        states: what the optimizer keeps, and the weights that it updates. On ``"cpu"``
-            ``model.parameters()`` lie there; ``zerocore.optim.AdamW`` updates them unit by unit
-            under the next forward, other optimizers of elements in their step. On ``"disk"`` they
-            are memory whose bytes are a file's, and ``zerocore.optim.AdamW`` is the only optimizer.
-        gradients: between the steps, at stages 2 and 3; not on ``"disk"``.
-        parameters: what layers compute with, at stage 3 and where ``states`` leave the device:
-            each gather loads its part from the host, or reads it from the disk.
-        path: folder of what is on ``"disk"``: a file without a name for each rank, which is gone
-            when the process is.
-        threads: that share a unit's update on the host. None for this rank's share of the cores
-            that it may run on, less one for the thread that feeds a device; where the CPU computes,
-            no more than torch computes with. The numbers do not depend on it.
+        states: the optimizer's states, and the weights that it updates. With ``"cpu"``,
+            ``model.parameters()`` are there. ``zerocore.optim.AdamW`` updates them unit by unit
+            during the next forward, other element-wise optimizers in their step. With ``"disk"``,
+            they are the mapped memory of a file, and only ``zerocore.optim.AdamW`` can update them.
+        gradients: the gradients between steps, at stages 2 and 3; not on ``"disk"``.
+        parameters: the weights that layers compute with, at stage 3 and if ``states`` leave the
+            device: each gather copies this rank's part from the host, or reads it from the disk.
+        path: folder for the parts on ``"disk"``: an unnamed file per rank, which disappears with
+            the process.
+        threads: threads that share a unit's update on the host. None takes this rank's share of the
+            cores that it may run on, less one for the thread that feeds a device; if the CPU
+            computes, no more than torch's threads. The results do not depend on it.
 
     Raises:
-        ValueError: no such place, a part that cannot be there, nothing that leaves the device, or
+        ValueError: an unknown place, a part that cannot be there, all parts on the device, or
             ``threads`` below 1.
-        TypeError: a part or ``path`` that is no string, or ``threads`` that is no int.
+        TypeError: a part or ``path`` is not a string, or ``threads`` is not an int.
     """
 
     states: str = "cpu"
@@ -53,21 +53,21 @@ class Offload:
         if self.path is not None and not isinstance(self.path, str):
             raise TypeError(f"offload: path must be a string or None, got {self.path!r}")
         if (self.path is not None) != self.uses_disk:
-            needed = "needs path=, a folder" if self.uses_disk else "is missing: path= goes with it"
-            raise ValueError(f"offload: 'disk' {needed}")
+            texts = {True: "'disk' needs path=, a folder", False: "path= needs a part on 'disk'"}
+            raise ValueError(f"offload: {texts[self.uses_disk]}")
         if self.threads is not None:
             check_int("threads", self.threads, 1)
         if self.parameters != "device" and self.states == "device":
             raise ValueError(
-                f"offload: parameters={self.parameters!r} goes with states='cpu' or 'disk', as the "
-                "optimizer updates them where they lie; got states='device'"
+                f"offload: parameters={self.parameters!r} needs states='cpu' or 'disk', because "
+                "the optimizer updates them there; got states='device'"
             )
         if self.places == {"device"}:
             raise ValueError("offload: nothing leaves the device; leave offload= out instead")
 
     @property
     def places(self) -> set[str]:
-        """Where the parts are."""
+        """The places of all parts."""
         return {self.states, self.gradients, self.parameters}
 
     @property
@@ -75,20 +75,20 @@ class Offload:
         return "disk" in self.places
 
     def check_stage(self, stage: int) -> None:
-        """Raises ValueError for a part that stays on the device at that stage."""
+        """Rejects a part that cannot leave the device at that stage (ValueError)."""
         for name, first in FIRST_STAGE.items():
             place = getattr(self, name)
             if place != "device" and stage < first:
                 raise ValueError(
-                    f"offload: {name}={place!r} needs stage {first} or higher, as below every rank "
-                    f"computes with all {name}; got stage {stage}"
+                    f"offload: {name}={place!r} needs stage {first} or higher, because below it "
+                    f"every rank computes with all {name}; got stage {stage}"
                 )
 
     def check_path(self) -> None:
-        """Raises ValueError if there is no folder that this process can write to."""
+        """Rejects a path that is not a folder, or that this process cannot write to."""
         path = self.path
         if path is not None and not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
-            raise ValueError(f"offload: path={path!r} is no folder that this process can write to")
+            raise ValueError(f"offload: path={path!r} is not a folder this process can write to")
 
     def _check_place(self, name: str, place: object) -> None:
         known = PLACES[:-1] if name == "gradients" else PLACES
@@ -99,5 +99,5 @@ class Offload:
 
 
 def place_of(offload: Offload | None, part: str) -> str:
-    """Where a part of the state is, named as an attribute of :class:`Offload`."""
+    """Returns where a part of the state is; ``part`` is an attribute of :class:`Offload`."""
     return "device" if offload is None else str(getattr(offload, part))

@@ -1,4 +1,4 @@
-"""The ranks of parameters that only some of a model's ranks share, as a program names them."""
+"""The option that names the ranks of parameters which only some of a model's ranks share."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 class ParameterMesh:
     """The ranks of parameters that not all ranks of a model share.
 
-    Their gradients are summed over ``mesh`` and divided as those of all other parameters are: by
-    the number of the model's ranks, whose tokens reach them.
+    Their gradients are summed over ``mesh`` and divided like all others, by the number of the
+    model's ranks, because the tokens of all ranks reach them.
 
     Attributes:
-        mesh: ranks that hold the same values: as ``group=`` of :func:`zerocore.shard`.
-        of: ranks that hold the other parts of the same tensors: a process group or 1-D DeviceMesh.
-            A norm of gradients counts all parts. None where the ranks outside of ``mesh`` hold
-            the same tensor, so that a norm counts it once.
-        dim: dimension along which the parts follow each other, in the order of ``of``.
+        mesh: the ranks that share these parameters, as ``group=`` of :func:`zerocore.shard`.
+        of: the ranks that hold the other parts of the same tensors: a process group or 1-D
+            DeviceMesh. A norm of gradients counts all parts. None if the ranks outside ``mesh``
+            hold the same tensor; a norm then counts it once.
+        dim: the dimension along which the parts are concatenated, in the order of ``of``.
     """
 
     mesh: Any

@@ -1,4 +1,4 @@
-"""Mixed precision: in which dtype a parameter is computed with, updated, reduced and kept."""
+"""Mixed precision: the dtypes in which a parameter is computed with, updated, reduced and kept."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from zerocore._C import UnitParam
 
 CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Floating-point dtypes that are cast from and to."""
+"""Floating-point dtypes that casts support."""
 GATHER_DTYPES = (torch.float8_e4m3fn, torch.int8)
-"""Numbers of one byte that gathers move."""
+"""One-byte dtypes that gathers support."""
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -26,15 +26,15 @@ _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "grad_dt
 class ParamTypes:
     """The dtypes of one parameter."""
 
-    model: torch.dtype  # what layers compute with and all-gathers move
-    main: torch.dtype  # what the optimizer updates; a copy of its own where it is not ``model``
-    reduce: torch.dtype  # gradients on their way between the ranks
-    grad: torch.dtype  # gradients as they are kept and accumulated
-    gather: torch.dtype | None = None  # of one byte, moved with scales; None for ``model``
+    model: torch.dtype  # of the weights that layers compute with and all-gathers move
+    main: torch.dtype  # of the weights that the optimizer updates: a copy if not ``model``
+    reduce: torch.dtype  # of gradients on the wire
+    grad: torch.dtype  # of gradients as they are kept and accumulated
+    gather: torch.dtype | None = None  # of one byte, gathered with scales; None for ``model``
 
     @property
     def has_main(self) -> bool:
-        """Whether the optimizer has a copy of its own."""
+        """Whether there are main weights beside the ones that layers compute with."""
         return self.main != self.model
 
 
@@ -50,7 +50,7 @@ def unit_param(
     is_gathered: bool = True,
     is_kept: bool = True,
 ) -> UnitParam:
-    """A parameter of the engine, of the shape, strides and ``requires_grad`` of ``like``."""
+    """Describes a parameter to the engine: shape, strides and ``requires_grad`` from ``like``."""
     return UnitParam(
         fqn, like, main=types.main, reduce=types.reduce, grad=types.grad, gather=types.gather,
         lacks_main=lacks_main, is_gathered=is_gathered, is_kept=is_kept,
@@ -59,46 +59,44 @@ def unit_param(
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Layers compute in a narrow dtype, the optimizer updates main weights in a wide one.
+    """Mixed precision: layers compute in a narrow dtype, the optimizer updates wide main weights.
 
     Attributes:
         param_dtype: floating-point dtype that layers compute in and parameters are gathered in;
-            None leaves both as they are.
+            None keeps each parameter's.
         reduce_dtype: dtype that gradients are reduced in; None takes ``param_dtype``.
-        output_dtype: dtype that floating-point outputs of the model are cast to; None leaves them.
+        output_dtype: dtype that floating-point outputs of the model are cast to; None casts none.
         cast_inputs: cast floating-point inputs of the model and of its units to ``param_dtype``.
-        keep_fp32: names of modules or parameters that are not cast, neither they nor their
-            gradients. A name matches where it is a part of a fully qualified name: ``"norm"``
-            matches ``"layers.0.norm.weight"``, ``"*norm"`` also ``"layers.0.input_norm.bias"``.
-            One that matches no parameter is an error of ``shard``. They keep the dtype that they
-            have, which in a bfloat16 model without ``main_dtype`` is bfloat16.
-            A module that holds nothing else gets its floating-point inputs in the dtype of its
-            parameters, and its outputs are cast back.
-        main_dtype: dtype of the main weights; None takes that of the model at ``shard``.
-        wire_dtype: dtype that gradients travel in, in the place of ``reduce_dtype``. Each rank
-            receives its part of them from all others and adds these in the order of ranks, in the
-            dtype that gradients are kept in; sums that travel, over replicas and at stage 0, are
-            in that dtype, too. A gradient's value then depends on the ranks' gradients alone, not
-            on units, their order or the backend's algorithm, and is exact where layers compute in
-            ``wire_dtype``. None leaves the sum to the backend.
-        gather_dtype: at stage 3, numbers of one byte that parameters are gathered in:
-            ``torch.float8_e4m3fn`` or ``torch.int8``, with a float32 scale for each 128 of a
-            shard. All ranks compute with the values that these stand for; main weights, saves and
-            full values outside of the model are exact.
-        gather_exact: names, as those of ``keep_fp32``, of parameters that are gathered as they
-            are. None leaves out embeddings and parameters of fewer than two dimensions, such as
-            those of norms. Parameters in ``keep_fp32`` are left out in any case.
-        grad_dtype: dtype that gradients are kept and accumulated in; None takes that of the main
-            weights, which every optimizer of torch needs. ``zerocore.optim`` can do with a
-            narrower one.
+        keep_fp32: names of modules or parameters; neither these parameters nor their gradients are
+            cast. A name matches a whole part of a fully qualified name: ``"norm"`` matches
+            ``"layers.0.norm.weight"``, ``"*norm"`` also ``"layers.0.input_norm.bias"``. ``shard``
+            rejects a name that matches no parameter. They keep their dtype, which is bfloat16 in a
+            bfloat16 model without ``main_dtype``. If a module holds no other parameters, its
+            floating-point inputs are cast to their dtype, and its outputs are cast back.
+        main_dtype: dtype of the main weights; None takes the model's dtype at ``shard``.
+        wire_dtype: dtype that gradients travel in, instead of ``reduce_dtype``. Each rank receives
+            the others' gradients of its part and adds them in rank order, in the dtype that
+            gradients are kept in. Sums that travel, over replicas and at stage 0, have that dtype,
+            too. A gradient then depends only on the ranks' gradients, not on units, their order or
+            the backend's algorithm; it is exact if layers compute in ``wire_dtype``. None leaves
+            the sum to the backend.
+        gather_dtype: at stage 3, the one-byte dtype that parameters are gathered in,
+            ``torch.float8_e4m3fn`` or ``torch.int8``, with a float32 scale per 128 elements of a
+            shard. All ranks compute with the decoded values. Main weights, saves and full values
+            outside the model are exact.
+        gather_exact: names, as in ``keep_fp32``, of parameters that are gathered in their own
+            dtype. None names embeddings and parameters of fewer than two dimensions, such as those
+            in norms. Parameters in ``keep_fp32`` are always gathered in their own dtype.
+        grad_dtype: dtype that gradients are kept and accumulated in; None takes the main weights'
+            dtype, which torch's optimizers need. ``zerocore.optim`` supports a narrower one.
 
     Parameters that do not require grad when the model is sharded have no main weights: they are
     kept in the dtype that they are computed with.
 
     Raises:
-        TypeError: a dtype is no floating-point ``torch.dtype``, or a name no string.
-        ValueError: a dtype that is not float32, float16 or bfloat16 (``gather_dtype``: not
-            float8_e4m3fn or int8), or both ``wire_dtype`` and ``reduce_dtype``.
+        TypeError: a dtype is not a floating-point ``torch.dtype``, or a name is not a string.
+        ValueError: a dtype is not float32, float16 or bfloat16 (``gather_dtype``: not
+            float8_e4m3fn or int8), or both ``wire_dtype`` and ``reduce_dtype`` are set.
     """
 
     param_dtype: torch.dtype | None = None
@@ -122,15 +120,15 @@ class MixedPrecision:
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether ranks sum gradients themselves, in their order."""
+        """Whether ranks sum gradients themselves, in rank order."""
         return self.wire_dtype is not None
 
     def keeps(self, fqn: str) -> bool:
-        """Whether the parameter of that name is not cast."""
+        """Whether ``keep_fp32`` matches a parameter, which is then not cast."""
         return any(_matches(name, fqn) for name in self.keep_fp32)
 
     def encodes(self, fqn: str, dims: int, owners: Iterable[tuple[nn.Module, str]]) -> bool:
-        """Whether gathers move a parameter, of a module of ``owners``, in ``gather_dtype``."""
+        """Whether gathers move a parameter of the modules ``owners`` in ``gather_dtype``."""
         if self.gather_dtype is None or self.keeps(fqn):
             return False
         if self.gather_exact is not None:
@@ -138,19 +136,19 @@ class MixedPrecision:
         return dims > 1 and not any(isinstance(owner, _EMBEDDINGS) for owner, _ in owners)
 
     def check_names(self, fqns: Sequence[str]) -> None:
-        """Raises ValueError for a name that matches none of the parameters."""
+        """Rejects a name that matches no parameter (ValueError)."""
         named = {"keep_fp32": self.keep_fp32, "gather_exact": self.gather_exact or ()}
         for option, name in ((o, name) for o, names in named.items() for name in names):
             if not any(_matches(name, fqn) for fqn in fqns):
                 raise ValueError(
                     f"{option}: {name!r} matches no parameter of the model, such as "
-                    f"{', '.join(repr(fqn) for fqn in fqns[:3])}; a name is a whole part of a "
-                    f"fully qualified name, '*{name}*' matches within one"
+                    f"{', '.join(repr(fqn) for fqn in fqns[:3])}; a name matches a whole part of a "
+                    f"fully qualified name, '*{name}*' matches within a part"
                 )
 
 
 def check_cast(name: str, value: object) -> None:
-    """Raises TypeError or ValueError unless an option is a dtype of :data:`CAST_DTYPES` or None."""
+    """Rejects an option unless it is a dtype of :data:`CAST_DTYPES` or None."""
     if value is None:
         return
     if not (isinstance(value, torch.dtype) and value.is_floating_point):
@@ -160,13 +158,13 @@ def check_cast(name: str, value: object) -> None:
 
 
 def check_wire(wire: torch.dtype | None, reduce: torch.dtype | None, gather: object) -> None:
-    """Raises TypeError or ValueError for dtypes that a policy cannot have: both of the first two,
-    or a ``gather`` that is no dtype of :data:`GATHER_DTYPES`."""
+    """Rejects dtypes that a policy cannot have: both of the first two, or a ``gather`` that is not
+    in :data:`GATHER_DTYPES`."""
     check_cast("wire_dtype", wire)
     if wire is not None and reduce is not None:
         raise ValueError(
             f"wire_dtype={wire} with reduce_dtype={reduce}: gradients that travel in wire_dtype "
-            "are summed in the dtype that they are kept in; leave reduce_dtype out"
+            "are summed in the dtype that they are kept in; leave out reduce_dtype"
         )
     if gather is not None and not isinstance(gather, torch.dtype):
         raise TypeError(f"gather_dtype must be a torch.dtype, got {gather!r}")
@@ -181,7 +179,7 @@ def _names(option: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_mixed(mixed: object) -> None:
-    """Raises TypeError unless it is a MixedPrecision or None."""
+    """Rejects a value that is neither a MixedPrecision nor None (TypeError)."""
     if mixed is not None and not isinstance(mixed, MixedPrecision):
         raise TypeError(
             "mixed_precision must be a zerocore.MixedPrecision, such as "
@@ -200,14 +198,14 @@ def gathered_types(
     dims: int,
     owners: Iterable[tuple[nn.Module, str]],
 ) -> ParamTypes:
-    """The same with what gathers move; raises ValueError if they cannot."""
+    """Returns a parameter's dtypes with ``gather_dtype``, if it applies; may raise ValueError."""
     if not types.model.is_floating_point or not mixed.encodes(fqn, dims, owners):
         return types
     if types.model not in CAST_DTYPES:
         raise ValueError(
             f"parameter '{fqn}' is {types.model}, which cannot be gathered as "
-            f"{mixed.gather_dtype}; name it in gather_exact or convert it to one of {CAST_DTYPES} "
-            "before"
+            f"{mixed.gather_dtype}; name it in gather_exact, or first convert it to one of "
+            f"{CAST_DTYPES}"
         )
     return replace(types, gather=mixed.gather_dtype)
 
@@ -215,7 +213,7 @@ def gathered_types(
 def param_types(
     mixed: MixedPrecision | None, fqn: str, own: torch.dtype, requires_grad: bool
 ) -> ParamTypes:
-    """The dtypes of a parameter of dtype ``own``; raises ValueError if it cannot be cast."""
+    """Returns the dtypes of a parameter of dtype ``own``; ValueError if it cannot be cast."""
     if mixed is None or not own.is_floating_point:
         return ParamTypes(own, own, own, own)
     base = (mixed.main_dtype or own) if requires_grad else own
@@ -229,7 +227,7 @@ def param_types(
     wanted = {types.model, types.main, types.reduce, types.grad}
     if wanted != {own} and own not in CAST_DTYPES:
         raise ValueError(
-            f"parameter '{fqn}' is {own}, which mixed precision cannot cast; name it in keep_fp32 "
-            f"or convert it to one of {CAST_DTYPES} before"
+            f"parameter '{fqn}' is {own}, which mixed precision cannot cast; name it in keep_fp32, "
+            f"or first convert it to one of {CAST_DTYPES}"
         )
     return types

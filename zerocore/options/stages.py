@@ -1,4 +1,4 @@
-"""The ZeRO stages as placements; the only Python that knows what a number stands for."""
+"""The ZeRO stages as placements; no other Python module knows what a stage's number means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Placements(NamedTuple):
-    """The state that ranks share between them; each rank holds the rest as a whole."""
+    """The parts of the state that are sharded; each rank holds the others in full."""
 
     optimizer: bool
     gradients: bool
@@ -21,14 +21,14 @@ _PLACEMENTS = {
 }
 STAGES = tuple(_PLACEMENTS)
 HIGHEST_STAGE = STAGES[-1]
-"""Shards all that can be."""
+"""The stage that shards everything."""
 
 
 def placements_of(stage: int) -> Placements:
-    """The state that a stage shards; raises KeyError if there is none."""
+    """Returns the parts of the state that a stage shards; KeyError for an unknown stage."""
     return _PLACEMENTS[stage]
 
 
 def stages_above(stage: int) -> tuple[int, ...]:
-    """Stages that shard more, least first."""
+    """Returns the stages that shard more, in ascending order."""
     return STAGES[STAGES.index(stage) + 1 :]

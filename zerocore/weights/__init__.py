@@ -1,4 +1,4 @@
-"""Weights of sharded models to where they are used: other processes, evaluation, serving."""
+"""Exports, copies and averages the weights of sharded models for evaluation and serving."""
 
 from zerocore.weights.averages import EMA
 from zerocore.weights.buckets import Bucket, Export

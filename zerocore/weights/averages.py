@@ -15,21 +15,21 @@ from zerocore.tensor.rows import own_elements, shard_of
 
 
 class EMA(Optimizer):
-    """Averages of a model's parameters, each rank's elements: ``decay * old + (1 - decay) * new``.
+    """Averages of a model's parameters, by shards: ``decay * old + (1 - decay) * new``.
 
-    Call :meth:`update` behind the optimizer's step, on all ranks; it communicates nothing and is
-    one foreach call. Averages have the dtype of main weights, or of parameters without them.
+    Call :meth:`update` after the optimizer's step, on all ranks; it is one foreach call, without
+    communication. Averages have the dtype of the main weights, or of parameters without these.
     Checkpoints take an EMA in the list of optimizers, and load it on any number of ranks.
 
     Args:
-        params: of a sharded model, or groups of them with a ``decay`` of their own.
+        params: parameters of a sharded model, or groups of them with a ``decay`` of their own.
         decay: between 0 and 1.
 
     Raises:
-        ValueError: another decay.
+        ValueError: ``decay`` is out of range.
     """
 
-    averages_params = True  # checkpoints ask: another optimizer updates the same parameters
+    averages_params = True  # tells checkpoints that another optimizer updates these parameters
 
     def __init__(self, params: Iterable[Any], decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
@@ -38,18 +38,18 @@ class EMA(Optimizer):
         self.make_states()
 
     def make_states(self) -> None:
-        """Begins the averages of parameters that have none yet, with their values."""
+        """Makes missing averages, with the parameters' values."""
         for param in params_of(self):
             if not self.state.get(param):
                 self.state[param] = {"average": as_state(own_elements(param).clone(), param)}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refused: an EMA updates no parameters."""
-        raise TypeError("an EMA has no step; call update() behind the optimizer's")
+        """Rejects the call: an EMA updates no parameters."""
+        raise TypeError("an EMA has no step; call update() after the optimizer's step")
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the parameters' values into the averages."""
+        """Adds the parameters' current values to the averages."""
         for group in self.param_groups:
             if group["params"]:
                 values = [own_elements(param, reads_only=True) for param in group["params"]]
@@ -58,10 +58,10 @@ class EMA(Optimizer):
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The model computes with the averages until the end of the block; all ranks enter.
+        """Makes the model compute with the averages within the block; all ranks must enter.
 
-        Parameters wait in the place of the averages, so no memory is taken but for one tensor.
-        Inside, take no step and call no :meth:`update`.
+        It swaps the values of parameters and averages, which takes memory for one tensor only.
+        Inside, call neither an optimizer's step nor :meth:`update`.
         """
         self._swap()
         try:
@@ -78,9 +78,9 @@ class EMA(Optimizer):
                 state.finish_reads()
         for param in params:
             value, average = own_elements(param), self._average(param)
-            held = value.clone()
+            saved = value.clone()
             value.copy_(average)
-            average.copy_(held)
+            average.copy_(saved)
 
     def _average(self, param: Any) -> Tensor:
         if not self.state.get(param):

@@ -1,4 +1,4 @@
-"""Full weights of a sharded model, a bucket at a time."""
+"""Exports the full weights of a sharded model, a bucket at a time."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from zerocore.weights.info import (
 from zerocore.weights.parked import memory_of
 
 Token = dict[str, int]
-_OPEN = "export"  # of a state: the one under way
+_OPEN = "export"  # key in ``state.kept`` of the running export
 
 
 class Bucket(dict[str, Tensor]):
-    """Full tensors by name: views that are valid until the next turn or :meth:`release`.
+    """Full tensors by name: views that are valid until the next bucket or :meth:`release`.
 
-    On a device they are ready for work of the current stream.
+    On a device, they are ready for work of the current stream.
     """
 
     _drop: Callable[[], None] | None = None
@@ -49,7 +49,7 @@ class Bucket(dict[str, Tensor]):
         return sum(tensor.nbytes for tensor in self.values())
 
     def release(self) -> None:
-        """Frees the memory of the tensors, which may not be read from here on."""
+        """Frees the memory of the tensors; do not read them afterwards."""
         self.clear()
         if self._drop is not None:
             drop, self._drop = self._drop, None
@@ -67,22 +67,24 @@ def export(
     since: Token | None = None,
     info: ExportInfo | None = None,
 ) -> Export:
-    """Full weights as layers compute with them, in buckets of ``{name: tensor}``; all ranks call.
+    """Exports full weights, as layers compute with them, in buckets of ``{name: tensor}``.
 
-    Gathers each unit by one collective, ahead of its turn where ``max_bytes`` leaves room. Nothing
-    is copied but what is cast, fused, merged or a part of a larger tensor. Of tied parameters the
-    first name is given; buffers of the state dict come last. Works while the model is parked.
+    All ranks must call it. It gathers each unit in one collective, ahead of its turn if
+    ``max_bytes`` leaves room. It copies only tensors that are cast, fused, merged or a part of a
+    larger tensor. Tied parameters have their first name; buffers of the state dict come last. It
+    works while the model is parked.
 
     Args:
         max_bytes: of a bucket, unless one tensor is larger.
-        to: ``"all"`` ranks get buckets, and take all of them, or all stop at the same one; or one
-            rank of the model does, which may stop: it then completes the others' collectives.
+        to: with ``"all"``, all ranks get buckets, and take all of them or stop at the same one.
+            With a rank of the model, only it gets buckets; it may stop, and then completes the
+            others' collectives.
         names, dtype, merge: as for :func:`export_info`.
-        since: :attr:`Export.token` of an earlier export: only what has changed since.
-        info: from :func:`export_info`, in the place of names, dtype and merge.
+        since: :attr:`Export.token` of an earlier export, to get only weights that have changed.
+        info: from :func:`export_info`, instead of names, dtype and merge.
 
     Raises:
-        ValueError: as :func:`export_info`, ``to`` is no rank, or ``info`` is of another model.
+        ValueError: as :func:`export_info`; ``to`` is not a rank; ``info`` is of another model.
         RuntimeError: this process was forked from the one that sharded the model.
     """
     state = ready_state_of(model)
@@ -98,17 +100,17 @@ def export(
     earlier = state.kept.get(_OPEN, lambda: None)()
     if earlier is not None:
         earlier.close()
-    made = Export(state, model, info, nbytes, to, since)
-    state.kept[_OPEN] = ref(made)
-    return made
+    result = Export(state, model, info, nbytes, to, since)
+    state.kept[_OPEN] = ref(result)
+    return result
 
 
 def _checked(state: ShardState, info: ExportInfo | None, max_bytes: str | int, to: Any) -> int:
-    """Bytes of a bucket; raises ValueError if an argument does not fit the model."""
+    """Returns the bytes of a bucket; raises ValueError if an argument does not fit the model."""
     if to != "all" and to not in range(state.world_size):
         raise ValueError(f'to must be "all" or a rank of the model, got {to!r}')
     if info is not None and info.owner is not owner_of(state):
-        raise ValueError("info is of another model, or of this one before it was sharded anew")
+        raise ValueError("info belongs to another model, or to an earlier sharding of this one")
     return parse_nbytes(max_bytes, "max_bytes")
 
 
@@ -130,9 +132,9 @@ class Export(Iterator[Bucket]):
     ) -> None:
         self.token: Token = _versions(state, info)
         before = since or {}
-        units = [_changed(each, self.token, before) for each in info.units]
-        units = [each for each in units if each.entries]
-        self._copied = {each.name for unit in units for each in unit.entries if each.copies}
+        units = [_changed(unit, self.token, before) for unit in info.units]
+        units = [unit for unit in units if unit.entries]
+        self._copied = {entry.name for unit in units for entry in unit.entries if entry.copies}
         self._device = state.device
         self._takes = to in ("all", state.rank)
         self._is_for_one = to != "all"
@@ -146,9 +148,9 @@ class Export(Iterator[Bucket]):
         return self
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, one at a time, for receivers that hold several: they stay valid.
+        """Yields names and tensors, one at a time; the tensors stay valid.
 
-        Views are copied. The stream that is current at a turn waits for that of the turn before.
+        Views are copied. The current stream at each turn waits for the stream of the turn before.
         """
         stream = self._stream()
         for bucket in self:
@@ -164,9 +166,9 @@ class Export(Iterator[Bucket]):
         return torch.get_device_module(self._device).current_stream()
 
     def close(self) -> None:
-        """Ends the export before its last bucket; frees what is gathered."""
+        """Ends the export before its last bucket, and frees gathered units."""
         if self._is_for_one and self._takes:
-            for bucket in self:  # the other ranks go on
+            for bucket in self:  # completes the other ranks' collectives
                 bucket.release()
         self._buckets.close()
 
@@ -184,7 +186,7 @@ def _versions(state: ShardState, info: ExportInfo) -> Token:
 
 
 def _changed(unit: UnitExport, token: Token, since: Token) -> UnitExport:
-    """The part of a unit's tensors that have other versions; buffers have none."""
+    """Returns the unit with only the tensors whose versions differ; buffers have no versions."""
     if not since:
         return unit
     changed = [
@@ -196,7 +198,7 @@ def _changed(unit: UnitExport, token: Token, since: Token) -> UnitExport:
 def _recycling(
     state: ShardState, buckets: Generator[Bucket, None, None]
 ) -> Generator[Bucket, None, None]:
-    """The buckets, whose units take memory of the ones before."""
+    """Yields the buckets; units reuse the memory of earlier ones."""
     state.engine.set_recycling(True)
     try:
         yield from buckets
@@ -250,33 +252,33 @@ def _run(
 
 
 class _Source:
-    """Where the tensors of a unit come from: here, the model's buffers."""
+    """The source of a unit's tensors: here, of the model's buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def begin(self) -> None:
-        """Begins to gather."""
+        """Begins the gather."""
         self.buffers = self.model.state_dict(keep_vars=True)
 
     def wait(self) -> None:
-        """Values may be read behind it."""
+        """Waits for the gather; values may be read afterwards."""
 
     def drop(self) -> None:
-        """They may not any more."""
+        """Frees the gathered memory; values may not be read any more."""
 
     def asks_others(self, entry: Exported) -> bool:
-        """Whether all ranks have to take part in reading the value."""
+        """Whether to read the value is collective."""
         return False
 
     def value(self, entry: Exported) -> Tensor:
-        """A full tensor."""
+        """Returns a full tensor."""
         return cast(Tensor, self.buffers[entry.key]).detach()
 
 
 @dataclass
 class _Gather(_Source):
-    """The engine's gather of all of a unit."""
+    """The engine's gather of a whole unit."""
 
     state: ShardState
     unit: Unit
@@ -309,7 +311,7 @@ class _Gather(_Source):
         return merged.to(entry.dtype)
 
     def whole(self, position: int) -> Tensor:
-        """A parameter as in the state dict, in the dtype that layers compute with."""
+        """Returns a parameter as in the state dict, in the dtype that layers compute with."""
         param = self.unit.params[position]
         if not is_whole(param):
             return cast(Tensor, param.shard.full_tensor().detach().to(param.types.model))
@@ -317,7 +319,7 @@ class _Gather(_Source):
         return full if is_view(param) else param.shard.place.whole_of(full)
 
     def full(self, position: int, param: Param) -> Tensor:
-        """The full value of the engine's parameter."""
+        """Returns the full value of the engine's parameter."""
         full, place = param.full.detach(), place_in_unit(param)
         if place.strides is None or not is_rows(param):
             return full
@@ -326,8 +328,8 @@ class _Gather(_Source):
 
 @dataclass
 class _Sum(_Gather):
-    """An all-reduce of the parameters that are read, where these are a small part of the unit: each
-    rank's elements, zero elsewhere, as bytes."""
+    """An all-reduce of only the exported parameters, if these are a small part of the unit: the
+    sum, as bytes, of each rank's elements with zeros elsewhere."""
 
     read: list[int]
     flat: Tensor | None = None

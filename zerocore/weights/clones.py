@@ -1,4 +1,4 @@
-"""Frozen copies of sharded models, as reference policies and target networks are."""
+"""Makes frozen copies of sharded models, such as reference policies and target networks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def clone_sharded(model: _Model, make: Callable[[], _Model] | None = None) -> _Model:
-    """A frozen copy of a sharded model, in ``eval`` mode, sharded alike; all ranks call.
+    """Makes a frozen copy of a sharded model, in ``eval`` mode, sharded alike; all ranks call it.
 
-    No rank holds more than its shards of the copy: it is made on the meta device. It has no
-    gradients, main weights or optimizer states, and lies on the device.
+    The copy is made on the meta device, so a rank never holds more than its shards. It has no
+    gradients, main weights or optimizer states, and is on the device.
 
     Args:
         make: makes a plain model of the same kind; by default ``type(model)(model.config)``, as
-            models of ``transformers`` are made.
+            for models of ``transformers``.
 
     Raises:
-        ValueError: the model is not sharded; has parts that only some ranks share, or parameters
-            that gather themselves; or what ``make`` has made has other parameters.
+        ValueError: the model is not sharded; it has parts that only some ranks share, or parameters
+            that gather themselves; or the model from ``make`` has different parameters.
         TypeError: ``make`` is needed.
     """
     state = ready_state_of(model)
@@ -38,8 +38,8 @@ def clone_sharded(model: _Model, make: Callable[[], _Model] | None = None) -> _M
     if make is None:
         if not hasattr(model, "config"):
             raise TypeError(
-                f"clone_sharded({type(model).__name__}): pass make=, which makes a plain model of "
-                "the same kind"
+                f"clone_sharded({type(model).__name__}): pass make=, a function that makes a plain "
+                "model of the same kind"
             )
         make = lambda: type(model)(model.config)  # noqa: E731
     with torch.device("meta"):
@@ -56,17 +56,17 @@ def clone_sharded(model: _Model, make: Callable[[], _Model] | None = None) -> _M
 
 def _check(state: ShardState) -> None:
     if state.tensor_ranks is not None or (len(state.meshes) > 1 and not state.kind.by_rows):
-        raise ValueError("clone_sharded takes no model with groups= or tensor parallelism")
+        raise ValueError("clone_sharded does not support groups= or tensor parallelism")
     if state.extensions:
         raise ValueError(
-            f"parameter '{state.extensions[0].fqn}' says itself what is gathered of it; "
-            "clone_sharded takes no such parameters"
+            f"parameter '{state.extensions[0].fqn}' gathers itself, which clone_sharded does not "
+            "support"
         )
 
 
 def _shard_alike(model: nn.Module, state: ShardState, copied: nn.Module) -> None:
-    given = state.config.communication
-    communication = Communication(prefetch=given.prefetch, sync_buffers=given.sync_buffers)
+    options = state.config.communication
+    communication = Communication(prefetch=options.prefetch, sync_buffers=options.sync_buffers)
     config = replace(state.config, communication=communication, sync_params=False, offload=None)
     shard_model(
         copied,
@@ -79,46 +79,46 @@ def _shard_alike(model: nn.Module, state: ShardState, copied: nn.Module) -> None
 
 
 def _buffers_of(source: nn.Module, target: nn.Module) -> Callable[[nn.Module], None]:
-    """Gives a module of ``target`` the buffers of its twin in ``source``."""
+    """Returns a function that copies to a module of ``target`` its twin's buffers in ``source``."""
     twins = dict(zip(target.modules(), source.modules(), strict=False))
 
     def fill(module: nn.Module) -> None:
         for name, buffer in module._buffers.items():
-            given = twins[module]._buffers.get(name)
-            if buffer is not None and given is not None:
-                buffer.copy_(given)
+            original = twins[module]._buffers.get(name)
+            if buffer is not None and original is not None:
+                buffer.copy_(original)
 
     return fill
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Gives ``target`` the weights and buffers of ``source``, two sharded models; all ranks call.
+    """Copies weights and buffers from ``source`` to ``target``, two sharded models; all ranks call.
 
-    Each rank copies its elements where both lie alike; else ``source`` is exported.
+    Each rank copies its elements if both have the same layout; else it exports ``source``.
 
     Raises:
-        ValueError: one is not sharded, or they have other parameters; on all ranks, before anything
-            is changed.
+        ValueError: one is not sharded, or their parameters differ; on all ranks, before anything is
+            changed.
     """
-    ours, theirs = ready_state_of(source), ready_state_of(target)
-    params = {param.fqn: param.shard for param in theirs.params()}
-    own = {param.fqn: param.shard for param in ours.params()}
-    beside, others = _beside(source, ours), _beside(target, theirs)
-    lacking = others.keys() - beside.keys()
-    if lacking or _shapes(ours) != _shapes(theirs):
-        odd = sorted(own.keys() ^ params.keys() | lacking) or sorted(own)
-        raise ValueError(f"the two models have other parameters, such as '{odd[0]}'")
-    theirs.finish_reads()
-    if _layouts(ours) == _layouts(theirs):
-        for name, shard in params.items():
-            own_elements(shard).copy_(own_elements(own[name], reads_only=True))
+    source_state, target_state = ready_state_of(source), ready_state_of(target)
+    from_params = {param.fqn: param.shard for param in source_state.params()}
+    to_params = {param.fqn: param.shard for param in target_state.params()}
+    from_plain, to_plain = _unsharded(source, source_state), _unsharded(target, target_state)
+    lacking = to_plain.keys() - from_plain.keys()
+    if lacking or _shapes(source_state) != _shapes(target_state):
+        odd = sorted(from_params.keys() ^ to_params.keys() | lacking) or sorted(from_params)
+        raise ValueError(f"the two models have different parameters, such as '{odd[0]}'")
+    target_state.finish_reads()
+    if _layouts(source_state) == _layouts(target_state):
+        for name, shard in to_params.items():
+            own_elements(shard).copy_(own_elements(from_params[name], reads_only=True))
     else:
         for bucket in export(source):
-            for name in bucket.keys() & params.keys():
-                own_elements(params[name]).copy_(_own_part(params[name], bucket[name]))
-    for name, value in others.items():
-        value.copy_(beside[name])
+            for name in bucket.keys() & to_params.keys():
+                own_elements(to_params[name]).copy_(_own_part(to_params[name], bucket[name]))
+    for name, value in to_plain.items():
+        value.copy_(from_plain[name])
 
 
 def _shapes(state: ShardState) -> dict[str, torch.Size]:
@@ -132,20 +132,20 @@ def _own_part(shard: Any, whole: Tensor) -> Tensor:
     return part
 
 
-def _beside(model: nn.Module, state: ShardState) -> dict[str, Tensor]:
-    """Buffers, and parameters that ``fully_shard`` was told to ignore."""
+def _unsharded(model: nn.Module, state: ShardState) -> dict[str, Tensor]:
+    """Returns the buffers, and parameters that ``fully_shard`` ignores."""
     shards = {id(param.object) for param in state.params()}
-    ignored = () if state.kind.has_all else model.named_parameters()
-    found = {name: param for name, param in ignored if id(param) not in shards}
-    return found | dict(model.named_buffers())
+    named = () if state.kind.has_all else model.named_parameters()
+    ignored = {name: param for name, param in named if id(param) not in shards}
+    return ignored | dict(model.named_buffers())
 
 
 def _layouts(state: ShardState) -> list[object]:
-    found: list[object] = []
+    layouts: list[object] = []
     for unit in state.units:
         layout = state.engine.layout(unit.index)
         places = [(place.region, place.offset) for place in layout.places]
         params = [(param.fqn, getattr(param.shard, "placements", None)) for param in unit.params]
         members = state.ranks_of(unit.index).members
-        found.append((layout.by_rows, layout.num_shards, members, places, params))
-    return found
+        layouts.append((layout.by_rows, layout.num_shards, members, places, params))
+    return layouts

@@ -1,8 +1,8 @@
-"""Steps of an export in their order, and the most bytes that they take; integers only.
+"""Computes the steps of an export, and the most bytes that they take, from integers only.
 
-All ranks derive the same steps from the same sizes. A unit's gather begins ahead of its turn where
-the bytes held leave room for it, so the peak is ``max_nbytes`` and one unit: two where shards are
-rows that are copied to their places, and more where one tensor alone is larger.
+All ranks derive the same steps from the same sizes. A unit's gather begins ahead of its turn if the
+memory held leaves room. So the peak is ``max_nbytes`` and one unit; two units if shards are rows,
+which are copied after their gather, and more if one tensor alone is larger.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ DEFAULT_BUCKET = "1GiB"
 
 
 class Op(Enum):
-    """A step: of a unit, of an entry, or of the bucket."""
+    """The operation of a step."""
 
-    BEGIN = "begin"  # the unit's gather
-    WAIT = "wait"  # for it
-    ADD = "add"  # an entry to the bucket
-    YIELD = "yield"  # the bucket
-    DROP = "drop"  # the unit
+    BEGIN = "begin"  # begins a unit's gather
+    WAIT = "wait"  # waits for the gather
+    ADD = "add"  # adds an entry to the bucket
+    YIELD = "yield"  # yields the bucket
+    DROP = "drop"  # frees a unit
 
 
 class Step(NamedTuple):
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of an exported tensor, and whether it is a copy; else it is a view of its unit."""
+    """The bytes of an exported tensor, and whether it is a copy or a view of its unit."""
 
     nbytes: int
     copies: bool
@@ -42,11 +42,12 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """A unit as an export sees it.
+    """The sizes of a unit in an export.
 
     Attributes:
-        held_nbytes: bytes that it takes until its drop, from its gather on.
-        received_nbytes: bytes from its gather until these are copied out of them; 0 for none.
+        held_nbytes: bytes that it takes from its gather to its drop.
+        received_nbytes: bytes that its gather receives into first, until they are copied; 0 if it
+            gathers in place.
         entries: its exported tensors.
     """
 
@@ -56,12 +57,12 @@ class Load:
 
 
 def export_steps(loads: Sequence[Load], max_nbytes: int) -> list[Step]:
-    """The steps of an export whose buckets have at most ``max_nbytes``, or one tensor."""
+    """Returns the steps of an export whose buckets have at most ``max_nbytes``, or one tensor."""
     return _Steps(loads, max_nbytes).run()
 
 
 def peak_nbytes(loads: Sequence[Load], max_nbytes: int) -> int:
-    """The most bytes of device memory that an export takes at a time, beside the model's own."""
+    """Returns the most device memory that an export takes at a time, beside the model's own."""
     now = copied = peak = 0
     for step in export_steps(loads, max_nbytes):
         load = loads[step.load]
@@ -87,8 +88,8 @@ class _Steps:
         self.steps: list[Step] = []
         self.num_begun = 0
         self.held: set[int] = set()
-        self.done: set[int] = set()  # all entries are in a bucket
-        self.shown: set[int] = set()  # views of it are in the bucket
+        self.done: set[int] = set()  # units whose entries are all in a bucket
+        self.shown: set[int] = set()  # units with views in the bucket
         self.filled = self.copied = 0  # bytes of the bucket, and of copies in it
         self.is_empty = True
 
@@ -98,10 +99,10 @@ class _Steps:
                 if self.used() > self.max_nbytes:
                     self.flush()
                 self.begin()
-            copies = sum(each.nbytes for each in load.entries if each.copies)
+            copies = sum(sizes.nbytes for sizes in load.entries if sizes.copies)
             self.begin_next(min(copies, self.max_nbytes))
             self.steps.append(Step(Op.WAIT, number))
-            has_views = any(not each.copies for each in load.entries)
+            has_views = any(not sizes.copies for sizes in load.entries)
             if has_views and self.used() > self.max_nbytes:
                 self.flush()
             for entry in range(len(load.entries)):
@@ -126,7 +127,7 @@ class _Steps:
 
     def add(self, number: int, entry: int) -> None:
         sizes = self.loads[number].entries[entry]
-        kept = sum(self.loads[each].held_nbytes for each in self.shown - {number}) + self.copied
+        kept = sum(self.loads[unit].held_nbytes for unit in self.shown - {number}) + self.copied
         if max(self.filled, kept if sizes.copies else 0) + sizes.nbytes > self.max_nbytes:
             self.flush()
         self.steps.append(Step(Op.ADD, number, entry))

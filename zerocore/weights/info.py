@@ -1,4 +1,4 @@
-"""Names, shapes, dtypes and bytes of an export, known before anything is communicated."""
+"""Computes names, shapes, dtypes and bytes of an export, before any communication."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from zerocore.weights.lora import BASE, PREFIX, Adapter, find_adapters, saved_mo
 Name = str | tuple[str, int] | None
 Names = Callable[[str], Name] | Mapping[str, Name]
 _SUM_ALIGNMENT = 16  # bytes
-_SUM_FACTOR = 3  # an all-reduce of a part moves less than a gather of all from here on
+_SUM_FACTOR = 3  # an all-reduce of less than a third of a unit moves less than its gather
 
 
 @dataclass(frozen=True)
 class Exported:
     """A tensor of an export."""
 
-    name: str  # as the receiver has it
+    name: str  # the receiver's name for it
     shape: torch.Size  # of the full tensor
-    dtype: torch.dtype  # as it is given out
-    key: str = field(repr=False)  # in the state dict, the first if there are several
+    dtype: torch.dtype  # of the exported tensor
+    key: str = field(repr=False)  # in the state dict; the first if there are several
     positions: tuple[int, ...] = field(repr=False)  # of its parameters in the unit
     adapters: tuple[Adapter, ...] = field(repr=False)
-    copies: bool = field(repr=False)  # it is no view of gathered memory
+    copies: bool = field(repr=False)  # a copy, not a view of gathered memory
 
     @property
     def nbytes(self) -> int:
@@ -43,24 +43,24 @@ class Exported:
 
     @property
     def read(self) -> set[int]:
-        """All parameters that it takes."""
+        """Positions of all parameters that it is made from."""
         return {*self.positions, *(p for a in self.adapters for p in (a.first, a.second))}
 
 
 @dataclass(frozen=True)
 class UnitExport:
-    """The part of an export that one unit gives."""
+    """The tensors of an export from one unit."""
 
     unit: int  # its index; -1 for the model's buffers, which all ranks hold
     entries: tuple[Exported, ...]
-    sums: int = 0  # bytes of an all-reduce in the place of the gather of all; 0 for the gather
-    held_nbytes: int = 0  # as of a Load
+    sums: int = 0  # bytes of an all-reduce that replaces the unit's gather; 0 for the gather
+    held_nbytes: int = 0  # as in a Load
     received_nbytes: int = 0
 
     @property
     def load(self) -> Load:
         """Its sizes."""
-        sizes = tuple(Sizes(each.nbytes, each.copies) for each in self.entries)
+        sizes = tuple(Sizes(entry.nbytes, entry.copies) for entry in self.entries)
         return Load(self.held_nbytes, self.received_nbytes, sizes)
 
 
@@ -69,12 +69,12 @@ class ExportInfo:
     """The tensors of an export; see :func:`export_info`."""
 
     units: tuple[UnitExport, ...] = field(repr=False)
-    owner: object = field(repr=False, compare=False)  # of the model, see owner_of
-    is_agreed: bool = field(default=False, repr=False, compare=False)  # after the first use
+    owner: object = field(repr=False, compare=False)  # identifies the model, see owner_of
+    is_agreed: bool = field(default=False, repr=False, compare=False)  # ranks have compared it
 
     @property
     def tensors(self) -> list[Exported]:
-        """All tensors, in the order in which they come."""
+        """All tensors, in the order of the export."""
         return [entry for unit in self.units for entry in unit.entries]
 
     @property
@@ -83,15 +83,15 @@ class ExportInfo:
         return sum(entry.nbytes for entry in self.tensors)
 
     def peak_nbytes(self, max_bytes: str | int = DEFAULT_BUCKET) -> int:
-        """The most bytes of device memory that ``export(max_bytes=...)`` takes at a time.
+        """Returns the most device memory that ``export(max_bytes=...)`` takes at a time.
 
-        Counts gathered units and copies, not the model's own memory.
+        It counts gathered units and copies, not the model's own memory.
         """
         return peak_nbytes([unit.load for unit in self.units], parse_nbytes(max_bytes, "max_bytes"))
 
     def facts(self) -> list[str]:
-        """Texts that ranks compare."""
-        return [f"{each.name} {tuple(each.shape)} {each.dtype}" for each in self.tensors]
+        """Returns texts that ranks compare."""
+        return [f"{entry.name} {tuple(entry.shape)} {entry.dtype}" for entry in self.tensors]
 
 
 def export_info(
@@ -101,21 +101,20 @@ def export_info(
     dtype: torch.dtype | None = None,
     merge: str | None = None,
 ) -> ExportInfo:
-    """The tensors that :func:`export` with the same arguments gives out; communicates nothing.
+    """Describes the tensors of :func:`export` with the same arguments; communicates nothing.
 
-    Of a model of ``zerocore.fsdp`` that has run no forward it first makes the engine, on all ranks.
+    If a ``zerocore.fsdp`` model has run no forward, it first makes the engine, on all ranks.
 
     Args:
-        names: what the receiver calls a tensor of ``model.state_dict()``: a dict, of which missing
-            names stay, or a function. None leaves the tensor out; a pair ``(name, index)`` makes it
-            a part of a tensor of that name, along the first dimension; see :func:`fused`.
-        dtype: of floating-point parameters; as layers compute with them by default.
-        merge: ``"lora"`` adds the adapters of PEFT to the weights, whose names become those of the
-            base model.
+        names: maps names in ``model.state_dict()`` to the receiver's: a dict, which keeps names
+            that it lacks, or a function. None leaves a tensor out. A pair ``(name, index)`` makes
+            it a part of a tensor of that name, along the first dimension; see :func:`fused`.
+        dtype: of floating-point parameters; by default, the dtype that layers compute with.
+        merge: ``"lora"`` adds PEFT's adapters to the weights, and uses the base model's names.
 
     Raises:
-        ValueError: the model is not sharded; two tensors of one name; parts of one tensor in
-            several units; adapters that cannot be merged.
+        ValueError: the model is not sharded; two tensors have one name; parts of one tensor are in
+            several units; adapters cannot be merged.
     """
     state = ready_state_of(model)
     _check_places(state)
@@ -127,15 +126,15 @@ def export_info(
 def fused(
     parts: Mapping[str, Sequence[str]], names: Names | None = None
 ) -> Callable[[str], tuple[str, int] | str | None]:
-    """``names=`` that makes one tensor of several layers' ones, as inference engines want them.
+    """Returns ``names=`` that fuses several layers' tensors into one, as inference engines do.
 
-    In ``fused({"gate_up_proj": ("gate_proj", "up_proj")})`` the tensors of a layer follow each
-    other along the first dimension.
+    ``fused({"gate_up_proj": ("gate_proj", "up_proj")})`` concatenates the tensors of both layers
+    along the first dimension.
 
     Args:
-        names: applied before.
+        names: a mapping to apply first.
     """
-    places = {part: (whole, at) for whole, each in parts.items() for at, part in enumerate(each)}
+    places = {part: (whole, at) for whole, own in parts.items() for at, part in enumerate(own)}
     rename = _namer(names)
 
     def name_of(name: str) -> tuple[str, int] | str | None:
@@ -153,17 +152,17 @@ def fused(
 
 
 def owner_of(state: ShardState) -> object:
-    """Always the same, and no other model's; an :class:`ExportInfo` can hold it and be pickled."""
+    """Returns an object that identifies the model; an :class:`ExportInfo` with it can pickle it."""
     return state.kept.setdefault("owner of exports", object())
 
 
 def is_whole(param: Param) -> bool:
-    """Whether gathering the parameter's unit gives the tensor of ``state_dict()``, or a part whose
-    others follow along a dimension; else the DTensor itself has to be asked."""
+    """Whether a gather of the unit yields the tensor of ``state_dict()``, or its part along one
+    dimension. If not, only the DTensor itself can gather it."""
     if not is_rows(param):
         return True
-    asks = hasattr(local_part(param.shard), "fsdp_pre_all_gather")
-    return not asks and not cuts_of(param.shard)
+    gathers_itself = hasattr(local_part(param.shard), "fsdp_pre_all_gather")
+    return not gathers_itself and not cuts_of(param.shard)
 
 
 def is_view(param: Param) -> bool:
@@ -176,7 +175,7 @@ def is_rows(param: Param) -> bool:
 
 
 def place_in_unit(param: Param) -> Place:
-    """As :func:`place_of`, of a shard."""
+    """Returns the place of a parameter's shard."""
     return cast(Place, place_of(param.shard))
 
 
@@ -189,9 +188,9 @@ def _namer(names: Names | None) -> Callable[[str], Name]:
 
 
 def _check_places(state: ShardState) -> None:
-    for each in state.extensions:
+    for extension in state.extensions:
         raise NotImplementedError(
-            f"parameter '{each.fqn}' gathers itself, which exports do not know; use "
+            f"parameter '{extension.fqn}' gathers itself, which exports do not support; use "
             "zerocore.full_state_dict"
         )
     check_has_places(state)
@@ -209,28 +208,28 @@ class _Builder:
         self.model, self.state, self.name_of, self.dtype = model, state, name_of, dtype
         self.merges = merges
         self.keys = param_keys(model, state)
-        self.sources: dict[str, str] = {}  # by name: the first that has it
+        self.sources: dict[str, str] = {}  # by exported name: the first key that has it
         self.params = {id(param.object): param for param in state.params()}
         adapters, inner = find_adapters(model) if merges else ({}, set())
         self.saved = saved_modules(model) if merges else {}
-        self.adapters = {self.params[key]: found for key, found in adapters.items()}
+        self.adapters = {self.params[key]: of_weight for key, of_weight in adapters.items()}
         self.inner = {self.params[key] for key in inner if key in self.params}
 
     def build(self) -> ExportInfo:
         units = [self.unit(unit) for unit in self.state.units]
         units.append(UnitExport(-1, tuple(self.buffers())))
-        given = tuple(unit for unit in units if unit.entries)
-        return ExportInfo(given, owner_of(self.state))
+        exported = tuple(unit for unit in units if unit.entries)
+        return ExportInfo(exported, owner_of(self.state))
 
     def buffers(self) -> list[Exported]:
-        found = []
+        entries = []
         for key, value in buffers_of(self.model, self.keys).items():
             name = self.name(key)
             if name is not None:
                 text = name if isinstance(name, str) else name[0]
                 self.claim(text, key)
-                found.append(Exported(text, value.shape, value.dtype, key, (), (), copies=False))
-        return found
+                entries.append(Exported(text, value.shape, value.dtype, key, (), (), copies=False))
+        return entries
 
     def name(self, key: str) -> Name:
         for prefix, taken in self.saved.items():
@@ -247,7 +246,7 @@ class _Builder:
         if other != source:
             raise ValueError(
                 f"names: '{other}' and '{source}' both become '{name}'; give each a name of its "
-                "own, or None to leave it out. Parts of one tensor are to be in one unit"
+                "own, or None to leave it out. Parts of one tensor must be in one unit"
             )
 
     def unit(self, unit: Unit) -> UnitExport:
@@ -264,14 +263,14 @@ class _Builder:
                 if index in parts.setdefault(text, {}):
                     raise ValueError(f"names: part {index} of '{text}' is given twice, by '{key}'")
                 parts[text][index] = position
-                break  # tied names once
-        return self.loaded(unit, [self.entry(unit, *each) for each in parts.items()])
+                break  # a tied parameter only once
+        return self.loaded(unit, [self.entry(unit, *named) for named in parts.items()])
 
     def entry(self, unit: Unit, name: str, parts: dict[int, int]) -> Exported:
         if sorted(parts) != list(range(len(parts))):
             raise ValueError(
                 f"names: '{name}' has the parts {sorted(parts)} in unit '{unit.name}'; all parts "
-                "of a fused tensor are to be in one unit, numbered from 0"
+                "of a fused tensor must be in one unit, numbered from 0"
             )
         positions = tuple(parts[index] for index in range(len(parts)))
         params = [unit.params[position] for position in positions]
@@ -281,34 +280,34 @@ class _Builder:
         adapters = self.adapters_of(unit, params[0]) if len(params) == 1 else ()
         if len(params) > 1 and any(param in self.adapters for param in params):
             raise ValueError(f"names: '{name}' is fused and has adapters; export one or the other")
-        rows = sum(each[0] for each in shapes) if len(shapes) > 1 else 0
+        rows = sum(shape[0] for shape in shapes) if len(shapes) > 1 else 0
         shape = torch.Size((rows, *shapes[0][1:])) if rows else shapes[0]
         copies = dtype != model_dtype or rows > 0 or bool(adapters) or not is_view(params[0])
         key = self.keys[params[0]][0]
         return Exported(name, shape, dtype, key, positions, adapters, copies)
 
     def adapters_of(self, unit: Unit, param: Param) -> tuple[Adapter, ...]:
-        places = {each: position for position, each in enumerate(unit.params)}
-        found = []
+        positions = {other: position for position, other in enumerate(unit.params)}
+        adapters = []
         for adapter in self.adapters.get(param, ()):
             pair = self.params[adapter.first], self.params[adapter.second]
-            if not all(each in places for each in pair):
+            if not all(matrix in positions for matrix in pair):
                 raise ValueError(
                     f"merge=\"lora\": the adapter of '{param.fqn}' is in another unit than the "
                     "weight; let units= keep a block together"
                 )
-            found.append(replace(adapter, first=places[pair[0]], second=places[pair[1]]))
-        return tuple(found)
+            adapters.append(replace(adapter, first=positions[pair[0]], second=positions[pair[1]]))
+        return tuple(adapters)
 
     def loaded(self, unit: Unit, entries: list[Exported]) -> UnitExport:
         engine = self.state.engine
         if not engine.releases(unit.index):
             return UnitExport(unit.index, tuple(entries))
         layout = engine.layout(unit.index)
-        read = set().union(*(each.read for each in entries))
+        read = set().union(*(entry.read for entry in entries))
         params = [unit.params[position] for position in read]
         sums = sum(padded_nbytes(param) for param in params)
-        # An all-reduce would move exact values where layers compute with encoded ones.
+        # An all-reduce moves exact values; with gather_dtype, layers compute with decoded ones.
         gathers = any(param.types.gather or not is_whole(param) for param in params)
         if sums * _SUM_FACTOR > layout.nbytes or gathers:
             sums = 0
@@ -317,6 +316,6 @@ class _Builder:
 
 
 def padded_nbytes(param: Param) -> int:
-    """Bytes of the parameter, as layers compute with it, in an all-reduce of several."""
+    """Returns a parameter's aligned bytes in an all-reduce, in the dtype of layers."""
     nbytes = param.full.numel() * param.types.model.itemsize
     return -(-nbytes // _SUM_ALIGNMENT) * _SUM_ALIGNMENT

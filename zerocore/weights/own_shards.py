@@ -1,4 +1,4 @@
-"""This rank's elements of each parameter, for senders that gather nothing."""
+"""Returns this rank's elements of each parameter, for programs that send shards."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Shard:
     """This rank's elements of a parameter.
 
     Attributes:
-        name: in the state dict; of tied parameters the first.
+        name: in the state dict; the first of a tied parameter.
         global_shape: of the full tensor.
-        strides: of the full tensor, in whose memory elements are counted; None for contiguous.
-        shard_range: ``(begin, end)`` of the elements; empty where this rank has none.
-        rank: this rank among those of the model.
-        tensor: the elements, 1-D, main weights where there are some; on their own memory, unless a
-            row of ``zerocore.fsdp`` is cut along another dimension than the first.
+        strides: of the full tensor, whose elements count in memory order; None if C-contiguous.
+        shard_range: ``(begin, end)`` of the elements; empty if this rank has none.
+        rank: this rank's number in the model.
+        tensor: the elements, 1-D, of the main weights if there are any. It shares their memory,
+            unless ``zerocore.fsdp`` has cut the parameter along another dimension than the first.
     """
 
     name: str
@@ -36,21 +36,21 @@ class Shard:
 
 
 def shards(model: nn.Module) -> list[Shard]:
-    """This rank's part of each parameter of a sharded model; communicates nothing.
+    """Returns this rank's part of each parameter of a sharded model; communicates nothing.
 
-    Of a model of ``zerocore.fsdp`` that has run no forward it first makes the engine, on all ranks.
+    If a ``zerocore.fsdp`` model has run no forward, it first makes the engine, on all ranks.
 
     Raises:
-        ValueError: the model is not sharded, or a parameter is a part of a larger tensor or cut in
-            several ways, by name.
+        ValueError: the model is not sharded, or a parameter (by name) is a part of a larger tensor,
+            or cut in several ways.
     """
     state = ready_state_of(model)
-    found = []
+    result = []
     for param, names in param_keys(model, state).items():
         place = place_in_unit(param)
         if place.part is not None:
             raise ValueError(f"'{param.fqn}' is a part of a larger tensor; use zerocore.export")
         elements = elements_of(param.shard, param.shard)
         facts = (place.global_shape, place.strides, place.shard_range, state.rank)
-        found += [Shard(name, *facts, elements) for name in names[:1]]
-    return found
+        result += [Shard(name, *facts, elements) for name in names[:1]]
+    return result

@@ -1,4 +1,4 @@
-"""Training state that leaves the device for a while, as for a rollout on the same device."""
+"""Moves training state off the device for a while, such as for a rollout on the same device."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from zerocore.tensor.placed import leaves
 from zerocore.tensor.rows import own_elements
 
 _ALIGNMENT = 256
-_MESSAGE = "this tensor is parked: leave `with zerocore.parked(...)` before it is used"
-# Of each unit, and behind these of what else was parked.
-# Of a state: the memory that is given back, and the host's, which stays to be used again.
+_MESSAGE = "this tensor is parked: leave `with zerocore.parked(...)` before you use it"
+# Keys in ``state.kept``: the parked memory of each unit, then of other tensors; and the host's
+# memory, which stays for the next time.
 _PARKED, _HOST = "parked", "host memory of parked"
 
 
 @dataclass
 class Memory:
-    """Memory of several tensors, on the device or in the host's copy of it."""
+    """Memory of several tensors, on the device or in copies on the host."""
 
-    tensors: list[Tensor]  # 1-D bytes, all of a storage each
-    copies: list[Tensor] = field(default_factory=list)  # on the host; none if nothing is parked
-    # Tensors over a part of the first ones with storages of their own, and these parts.
+    tensors: list[Tensor]  # 1-D bytes, each a whole storage
+    copies: list[Tensor] = field(default_factory=list)  # on the host; empty unless parked
+    # Tensors with storages of their own on parts of ``tensors``, and these parts.
     windows: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def save(self) -> None:
-        """Copies to the host."""
+        """Copies the memory to the host."""
         for tensor, copy in zip(self.tensors, self.copies, strict=True):
             copy.copy_(tensor, non_blocking=True)
 
@@ -45,7 +45,7 @@ class Memory:
                 free_memory(tensor, _MESSAGE)
 
     def bring(self, count: int | None = None, take: Callable[[Tensor], None] = take_memory) -> None:
-        """Takes memory on the device and copies what the host has, of the first ``count``."""
+        """Takes memory on the device for the first ``count`` tensors, and copies their values."""
         for tensor, copy in list(zip(self.tensors, self.copies, strict=False))[:count]:
             take(tensor)
             tensor.copy_(copy, non_blocking=True)
@@ -55,20 +55,20 @@ class Memory:
 
 
 def memory_of(state: ShardState, unit: int) -> Memory:
-    """Memory of a unit whose model is parked; without any, if it is not."""
+    """Returns the memory of a unit of a parked model; an empty one if it is not parked."""
     parked = state.kept.get(_PARKED)
     return Memory([]) if parked is None else parked[unit]
 
 
 @contextmanager
 def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterator[None]:
-    """Moves a sharded model's state off the device until the end of the block; all ranks enter.
+    """Moves a sharded model's state off the device within the block; all ranks must enter.
 
     Parameters, main weights and gradients of the model and the states of ``optimizers`` go to one
-    mapping of host memory, which stays for the next time, and their memory on the device is freed,
-    with that of the bucket pool. Afterwards all bits are the same, at other addresses. Inside, the
-    model and its optimizer may not be used; :func:`export` takes weights from the host. Of a model
-    with ``registered=True`` the group's backend gets its memory back, and NCCL keeps it.
+    mapping of host memory, which stays for the next time. Their memory on the device is freed, and
+    the bucket pool's. Afterwards all bits are the same, at other addresses. Inside, the model and
+    its optimizer may not be used; :func:`export` takes weights from the host. With
+    ``registered=True``, the group's backend gets its memory back, and NCCL keeps it.
 
     Args:
         to: ``"cpu"``, the only place so far.
@@ -82,30 +82,30 @@ def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterato
     state = ready_state_of(model)
     state.finish_reads()
     state.engine.set_parked(True)
-    made = _find(state, optimizers)
+    memories = _find(state, optimizers)
     try:
-        _give_copies(state, made)
-        for memory in made:
+        _give_copies(state, memories)
+        for memory in memories:
             memory.save()
         _synchronize(state.device)
     except BaseException:
         state.engine.set_parked(False)
         raise
-    for memory in made:
+    for memory in memories:
         memory.leave()
-    state.kept[_PARKED] = made
+    state.kept[_PARKED] = memories
     try:
         yield
     finally:
         del state.kept[_PARKED]
-        for memory in made:
+        for memory in memories:
             memory.bring(take=state.engine.take_memory)
         _synchronize(state.device)
         state.engine.set_parked(False)
 
 
 def _differ(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors on the same memory have storages of their own, as rows have."""
+    """Whether two tensors on the same memory have different storages, as rows do."""
     return tensor.untyped_storage()._cdata != other.untyped_storage()._cdata
 
 
@@ -117,27 +117,27 @@ def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> list[Memory]:
             is_plain = not hasattr(local, "__tensor_flatten__")
             if local.device.type == state.device.type and is_plain and _differ(local, part):
                 memory.windows.append((local, part.detach()))
-    found = {tensor.untyped_storage()._cdata for memory in units for tensor in memory.tensors}
-    others = []
+    storages = {tensor.untyped_storage()._cdata for memory in units for tensor in memory.tensors}
+    states = []
     for optimizer in optimizers:
-        for value in leaves([list(each.values()) for each in optimizer.state.values()]):
+        for value in leaves([list(state.values()) for state in optimizer.state.values()]):
             if not isinstance(value, Tensor):
                 continue
             plain = own_elements(value)
             storage = plain.untyped_storage()
             if (
                 plain.device.type == state.device.type
-                and storage._cdata not in found
+                and storage._cdata not in storages
                 and storage.nbytes()
             ):
-                found.add(storage._cdata)
+                storages.add(storage._cdata)
                 bytes_of: Any = torch.empty(0, dtype=torch.uint8, device=plain.device)
-                others.append(bytes_of.set_(storage, 0, (storage.nbytes(),), (1,)))
-    return [*units, Memory(others)]
+                states.append(bytes_of.set_(storage, 0, (storage.nbytes(),), (1,)))
+    return [*units, Memory(states)]
 
 
-def _give_copies(state: ShardState, made: list[Memory]) -> None:
-    tensors = [tensor for memory in made for tensor in memory.tensors]
+def _give_copies(state: ShardState, memories: list[Memory]) -> None:
+    tensors = [tensor for memory in memories for tensor in memory.tensors]
     sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
     ends = list(accumulate(sizes, initial=0))
     host = state.kept.get(_HOST)
@@ -145,7 +145,7 @@ def _give_copies(state: ShardState, made: list[Memory]) -> None:
         pinned = ends[-1] if state.device.type == "cuda" else 0
         state.kept[_HOST] = host = HostMemory(ends[-1], pinned_nbytes=pinned, inherited=True)
     views = iter([host.view(begin, t.nbytes, torch.uint8) for begin, t in zip(ends, tensors)])  # noqa: B905
-    for memory in made:
+    for memory in memories:
         memory.copies = [next(views) for _ in memory.tensors]
 
 

@@ -1,4 +1,4 @@
-"""Shards a copy of a model by rows, as the model is."""
+"""Shards a copy of a model by rows, in the same way as the model."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from zerocore.fsdp.policy import types_of
 
 def shard_rows_alike(model: nn.Module, copied: nn.Module, device: torch.device) -> None:
     """Shards ``copied``, a plain model on the meta device, over the same modules and meshes as
-    ``model``. Its shards and all that is not sharded lie on ``device`` and have no values yet.
+    ``model``. Its shards and other tensors go to ``device``, without values yet.
 
     Raises:
-        ValueError: ``copied`` lacks a parameter of ``model``, or one of ``model`` is cut by tensor
-            parallelism, too, or ``shard_placement_fn`` puts it on a mesh of its own.
+        ValueError: ``copied`` lacks a parameter of ``model``, or tensor parallelism also cuts a
+            parameter of ``model``, or ``shard_placement_fn`` puts it on a mesh of its own.
     """
     names = {module: name for name, module in model.named_modules()}
     twins = dict(copied.named_modules())
     for _, group in reversed(groups_below(model)):
         if group_of(group.modules[0]) is not group:
-            raise ValueError("clone_sharded takes no module with parameters on several meshes")
-        own = {_twin_of(param, names, twins): param for param in group.params}
-        for twin, param in own.items():  # no main weights
+            raise ValueError("clone_sharded does not support a module with several meshes")
+        params = {_twin_of(param, names, twins): param for param in group.params}
+        for twin, param in params.items():  # without main weights
             twin.data = twin.data.to(types_of(param).model)
-        _shard_group(group, [twins[names[module]] for module in group.modules], own, device)
+        _shard_group(group, [twins[names[module]] for module in group.modules], params, device)
     for module in copied.modules():
         for values in (module._parameters, module._buffers):
             for key, value in values.items():
@@ -42,41 +42,41 @@ def _twin_of(
     param: RowParam, names: Mapping[nn.Module, str], twins: Mapping[str, nn.Module]
 ) -> nn.Parameter:
     if param.rows.whole is not None or param.rows.sums:
-        raise ValueError("clone_sharded takes no model with groups= or tensor parallelism")
+        raise ValueError("clone_sharded does not support groups= or tensor parallelism")
     owner, key = param.owners[0]
-    found = getattr(twins.get(names[owner]), "_parameters", {}).get(key)
-    if found is None or found.shape != param.shard.shape:
-        raise ValueError(f"the two models have other parameters, such as '{param.name}'")
-    return found
+    twin = getattr(twins.get(names[owner]), "_parameters", {}).get(key)
+    if twin is None or twin.shape != param.shard.shape:
+        raise ValueError(f"the two models have different parameters, such as '{param.name}'")
+    return twin
 
 
 def _shard_group(
     group: Group,
     modules: list[nn.Module],
-    own: Mapping[nn.Parameter, RowParam],
+    params: Mapping[nn.Parameter, RowParam],
     device: torch.device,
 ) -> None:
-    others = {param for module in modules for param in module.parameters() if param not in own}
+    ignored = {param for module in modules for param in module.parameters() if param not in params}
     fully_shard(
         modules,
         mesh=group.mesh,
         reshard_after_forward=group.num_near if group.num_near > 1 else group.reshard_after_forward,
-        shard_placement_fn=lambda param: Shard(own[param].rows.dim),
+        shard_placement_fn=lambda param: Shard(params[param].rows.dim),
         mp_policy=group.policy,
-        ignored_params=others,
+        ignored_params=ignored,
     )
-    made = group_of(modules[0])
-    assert made is not None
-    for param in made.params:
+    new_group = group_of(modules[0])
+    assert new_group is not None
+    for param in new_group.params:
         shard = _empty(param.shard, device)
         for owner, key in param.owners:
             owner._parameters[key] = shard
 
 
 def _empty(value: torch.Tensor, device: torch.device) -> Any:
-    """``value`` on the device, with its attributes."""
-    made: Any = torch.empty_like(value, device=device)
+    """Returns an uninitialised tensor like ``value`` on the device, with its attributes."""
+    empty: Any = torch.empty_like(value, device=device)
     if isinstance(value, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=False)
-    vars(made).update(vars(value))
-    return made
+        empty = nn.Parameter(empty, requires_grad=False)
+    vars(empty).update(vars(value))
+    return empty

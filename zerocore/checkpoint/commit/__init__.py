@@ -1,1 +1,1 @@
-"""Files on their way to the disk: written aside, flushed, agreed on by all ranks, renamed."""
+"""The commit of a save: files are written, flushed, agreed on by all ranks, then renamed."""

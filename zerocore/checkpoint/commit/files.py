@@ -1,6 +1,6 @@
-"""Every call by which checkpoints create, write, flush, rename and delete files.
+"""All calls with which checkpoints create, write, flush, rename and delete files.
 
-Callers name them through this module, so that tests can count them and let them fail.
+Callers use them as attributes of this module, so that tests can count them and make them fail.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerocore import _C
 
-# Takes the room of the bytes of a new file, where the system can; they are zeros then.
+# Reserves disk space for a new file, if the system can; its bytes are then zeros.
 reserve = _C.reserve
 flush, rename, close = os.fsync, os.rename, os.close
 
@@ -27,13 +27,13 @@ def create(path: Path) -> int:
 
 
 def writer(file: int, nbytes: int, way: _C.StreamWay = _C.StreamWay.ANY) -> _C.FileWriter:
-    """Writes to a file in large blocks; ``CACHED`` where other processes write, too."""
+    """Returns a writer of large blocks; use ``CACHED`` if other processes write the file, too."""
     return _C.FileWriter(file, nbytes, way)
 
 
 def write(file: _C.FileWriter, offset: int, data: Tensor | bytes, crc: int = 0) -> int:
-    """Writes bytes, or a contiguous tensor on the CPU; returns the CRC-32 of what ``crc`` is that
-    of, and of this."""
+    """Writes bytes, or a contiguous tensor on the CPU; returns the CRC-32 that continues ``crc``
+    with them."""
     if isinstance(data, bytes):
         data = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -44,7 +44,7 @@ def write(file: _C.FileWriter, offset: int, data: Tensor | bytes, crc: int = 0) 
 
 
 def finish(file: _C.FileWriter) -> None:
-    """Hands all that was given to the system."""
+    """Passes the writer's buffered bytes to the system."""
     file.finish()
 
 
@@ -55,7 +55,7 @@ def write_all(file: int, data: bytes) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Makes a small file of its own, and makes it durable."""
+    """Writes a new small file, durably."""
     file = create(path)
     try:
         write_all(file, data)
@@ -65,7 +65,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def memory_of(values: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which lives as long as the view."""
+    """Returns a view of the bytes of a contiguous tensor on the CPU; the view keeps it alive."""
     if values.numel() == 0:
         return memoryview(b"")
     array: Any = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
@@ -74,7 +74,7 @@ def memory_of(values: Tensor) -> memoryview:
 
 
 def flush_path(path: Path) -> None:
-    """Makes a closed file durable, or the names of files in a folder."""
+    """Makes a closed file durable, or a folder's list of names."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -83,12 +83,12 @@ def flush_path(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder that must not exist yet; those above it may."""
+    """Makes a folder that must not exist yet, and its parents if need be."""
     path.mkdir(parents=True)
 
 
 def delete_folder(path: Path, names: Iterable[str]) -> None:
-    """Deletes files, and the folder if that was all; raises the first OSError at the end."""
+    """Deletes files, then the folder, which must be empty; raises the first OSError at the end."""
     errors = []
     for name in names:
         try:

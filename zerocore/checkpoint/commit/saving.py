@@ -1,4 +1,4 @@
-"""One save on its way to the disk: files of all ranks, metadata, the rename that completes it."""
+"""One save: the files of all ranks, the metadata, and the rename that completes it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Save:
 
     final: Path  # its name when all is on disk
     saved: SavedState  # this rank's parts
-    own: bytes  # what this rank saves for itself
-    groups: Sequence[dist.ProcessGroup]  # of the ranks; none for one
-    keep: int | None  # how many checkpoints stay; None for all
-    # Whether a checkpoint is good; a damaged one may be replaced, and is none of ``keep``.
+    own: bytes  # this rank's own values, such as buffers and random streams
+    groups: Sequence[dist.ProcessGroup]  # of the ranks; empty for one rank
+    keep: int | None  # how many checkpoints to keep; None for all
+    # By checkpoint: whether it is good. A damaged one may be replaced, and ``keep`` ignores it.
     known: dict[Path, bool]
 
     def write(self, copies: Iterable[Tensor] | None) -> None:
-        """Writes this rank's files, from copies of ``saved.parts()`` on the CPU or, for None, from
-        these themselves, and on the first rank completes the checkpoint. Collective: all ranks
-        raise."""
+        """Writes this rank's files, from ``copies`` of ``saved.parts()`` on the CPU, or from the
+        parts themselves if None. The first rank completes the checkpoint. Collective: if one rank
+        fails, all raise."""
         try:
             with operation(f"Checkpoints.save of '{self.final.name}'"):
                 temporary = self._begin()
                 parts = self._together(lambda: self._write_files(temporary, copies))
-                sums = Checksums({name: each for part in parts for name, each in part.items()})
+                sums = Checksums({name: file for part in parts for name, file in part.items()})
                 self._spread(temporary, sums)
                 self._together(lambda: self._commit(temporary, sums))
             self.known[self.final] = True
@@ -52,7 +52,7 @@ class Save:
 
     @property
     def leader(self) -> int:
-        """The rank that makes and names the folder which this one writes to."""
+        """The rank that makes and names the folder that this rank writes to."""
         return 0
 
     @property
@@ -60,14 +60,14 @@ class Save:
         return self.saved.rank == self.leader
 
     def _spread(self, temporary: Path, sums: Checksums) -> None:
-        """Called when all files of all ranks are written; collective."""
+        """Does nothing; a subclass may copy files after all ranks have written; collective."""
 
     def _common(self) -> dict[str, bytes]:
-        """Small files that say what is in those of all ranks; on the first rank."""
-        found = {METADATA: self.saved.metadata()}
+        """Returns the small files that describe all ranks' files; on the first rank."""
+        small = {METADATA: self.saved.metadata()}
         if self.saved.values:
-            found[VALUES] = b"".join(self.saved.values.values())
-        return found
+            small[VALUES] = b"".join(self.saved.values.values())
+        return small
 
     @cached_property
     def _temporary(self) -> Path:
@@ -90,7 +90,7 @@ class Save:
         return self.final.with_name(names[self.leader])
 
     def _refuse_good(self) -> None:
-        """Raises FileExistsError if there is something else than a damaged checkpoint."""
+        """Raises FileExistsError unless the final name is free or a damaged checkpoint's."""
         if not self.final.exists() or self.known.get(self.final) is False:
             return
         try:
@@ -104,9 +104,9 @@ class Save:
             raise FileExistsError(f"{self.final} exists; checkpoints are never overwritten")
 
     def _write_files(self, temporary: Path, copies: Iterable[Tensor] | None) -> Checksums:
-        """This rank's files, and on the first rank the metadata of all; returns their checksums.
-        The small ones are written beside the large one, and flushed behind it: the flush of that
-        one does most of the work for them, too."""
+        """Writes this rank's files, and on the first rank the metadata; returns their checksums.
+        A thread writes small files alongside the large one. They are flushed after it, because its
+        flush does most of their work, too."""
         small: list[int] = []
         sums = Checksums()
 
@@ -114,43 +114,43 @@ class Save:
             data = {own_name(self.saved.rank): self.own}
             if self.is_leader:
                 data |= self._common()
-            for name, each in data.items():
+            for name, content in data.items():
                 small.append(files.create(temporary / name))
-                files.write_all(small[-1], each)
-                sums[name] = FileSums.of(each)
+                files.write_all(small[-1], content)
+                sums[name] = FileSums.of(content)
 
         written: list[Future[None]] = []
         parts = self.saved.parts_on_cpu() if copies is None else copies
         try:
             with ThreadPoolExecutor(1, "checkpoint-small") as thread:
-                found = write_rank_file(
+                rank_file = write_rank_file(
                     temporary, self.saved, parts, lambda: written.append(thread.submit(write_small))
                 )
-            for each in written:
-                each.result()
+            for future in written:
+                future.result()
             for file in small:
                 files.flush(file)
         finally:
             for file in small:
                 files.close(file)
-        sums[self.saved.plan.file_name(self.saved.rank)] = found
+        sums[self.saved.plan.file_name(self.saved.rank)] = rank_file
         return sums
 
     def _commit(self, temporary: Path, sums: Checksums) -> None:
-        """On a leader: gives the folder its name, as all ranks have flushed their files."""
+        """Renames the folder on the leader, after all ranks have flushed their files."""
         if not self.is_leader:
             return
-        for name, each in self._kept(sums).items():
-            found = (temporary / name).stat().st_size
-            if found != each.nbytes:
-                raise OSError(f"{temporary / name} has {found} bytes, expected {each.nbytes}")
+        for name, file in self._kept(sums).items():
+            size = (temporary / name).stat().st_size
+            if size != file.nbytes:
+                raise OSError(f"{temporary / name} has {size} bytes, expected {file.nbytes}")
         files.write_file(temporary / NAME, sums.text())
         folder.complete(temporary, self.final)
         damaged = {path for path, is_good in self.known.items() if not is_good} - {self.final}
         folder.delete_old(self.final, self.keep, damaged)
 
     def _kept(self, sums: Checksums) -> Checksums:
-        """Those of the files that are in the folder."""
+        """Returns the sums of the files that are in the leader's folder."""
         return sums
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
@@ -158,5 +158,5 @@ class Save:
 
 
 def own_name(rank: int) -> str:
-    """The file of what a rank saves for itself."""
+    """Returns the name of the file with a rank's own values."""
     return f"rank-{rank}.pt"

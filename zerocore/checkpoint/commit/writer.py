@@ -1,4 +1,4 @@
-"""The group and the threads by which the ranks of one model save, one save after the other."""
+"""The process group and the threads with which the ranks of one model save."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from zerocore.model.state import ShardState
 
 
 class Writer:
-    """Carries out saves one after the other: all ranks ask for them in the same order."""
+    """The threads that run saves one after the other; all ranks start them in the same order."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        # A gloo group of the model's ranks, none for one rank. Only the thread of ``writes``
-        # communicates in it: its collectives must not meet the training's.
+        # A gloo group of the model's ranks; empty for one rank. Only the thread of ``writes``
+        # communicates in it: its collectives must not mix with the training's.
         self.groups = groups
-        # Kept: to start a thread is to wait for it, up to 5 ms while others hold the interpreter.
+        # Kept, because a thread's start may wait 5 ms for others that hold the interpreter.
         self.writes = ThreadPoolExecutor(1, "checkpoint-write")
-        self.copies = ThreadPoolExecutor(1, "checkpoint-copy")  # for the save that is written
+        self.copies = ThreadPoolExecutor(1, "checkpoint-copy")  # for the save being written
         _living.add(self)
 
 
-_living: WeakSet[Writer] = WeakSet()  # a save keeps its own, also without its model
+_living: WeakSet[Writer] = WeakSet()  # a running save keeps its writer alive
 
 
 def finish_writes() -> None:
-    """Returns when each save that this process has begun has ended, well or not."""
+    """Waits until all saves that this process has begun have ended, with or without errors."""
     wait([writer.writes.submit(int) for writer in _living])
 
 
 @operation("Checkpoints")
 def writer_of(state: ShardState) -> Writer:
-    """The one of a model, made together; ValueError if its other ranks are emulated."""
+    """Returns a model's writer, made in a first collective call; ValueError if other ranks are
+    emulated."""
     if "writer" not in state.kept:
         state.kept["writer"] = Writer(_own_groups(state))
     writer: Writer = state.kept["writer"]
@@ -48,7 +49,7 @@ def writer_of(state: ShardState) -> Writer:
 def _own_groups(state: ShardState) -> list[dist.ProcessGroup]:
     groups = [group for group in state.ranks.groups if not is_simulated(group)]
     if state.world_size > 1 and not groups:
-        raise ValueError("an emulated model has one rank's shards only: there is nothing to save")
+        raise ValueError("an emulated model has only one rank's shards: there is nothing to save")
     if not groups:
         return []
     ranks = sorted(gather_objects(groups, [dist.get_rank()], state.device))

@@ -1,1 +1,1 @@
-"""Checkpoints in the files of ``torch.distributed.checkpoint``: saved, read in ranges, checked."""
+"""Saves, reads and checks the files of ``torch.distributed.checkpoint``."""

@@ -33,14 +33,14 @@ from zerocore.checkpoint.safe_pickles import Maker, check_stored, read_pickle
 
 
 class Stored(NamedTuple):
-    """One chunk of a tensor, or a plain value, of a key of the state: its bytes in a file."""
+    """The bytes in a file of one chunk of a tensor, or of a plain value, with its key."""
 
     key: str
     begin: int
     end: int
 
     def is_good(self, file: Any) -> bool:
-        """Whether the chunk has the checksums of ``torch.save``; its frame has none."""
+        """Whether the checksums that ``torch.save`` writes are right; they do not cover headers."""
         nbytes = self.end - self.begin
         try:
             part = io.BufferedReader(Part(file, self.begin, nbytes))
@@ -52,28 +52,27 @@ class Stored(NamedTuple):
 
 
 class Contents:
-    """The contents of the files of a checkpoint; FileNotFoundError if there is no metadata,
-    ValueError if a small file is broken, which it names."""
+    """The contents of a checkpoint's files. Raises FileNotFoundError if there is no metadata,
+    ValueError with its name if a small file is broken."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / checksums.METADATA
         if not path.exists():
             raise FileNotFoundError(
-                f"{folder} has no {checksums.METADATA}: no checkpoint, or an unfinished one"
+                f"{folder} has no {checksums.METADATA}: it is not a checkpoint, or is unfinished"
             )
         self.folder = folder
-        self.sums = checksums.read_sums(folder)  # where zerocore wrote the files
+        self.sums = checksums.read_sums(folder)  # None if torch has written the files
         data = checksums.read_checked(path, self.sums)
         with named(path):
             self.metadata: dcp.Metadata = read_metadata(data)
-        # Of zerocore's own files more is known than of torch's.
         self.is_ours = getattr(self.metadata.storage_meta, "save_id", None) == FORMAT
         if self.is_ours and self.sums is None:
             raise ValueError(f"{folder / checksums.NAME} is missing")
 
     @cached_property
     def files(self) -> dict[str, list[Stored]]:
-        """The items of each file, in the order in it."""
+        """The items of each file, in their order in the file."""
         parts: dict[str, list[Stored]] = defaultdict(list)
         for index, info in self.metadata.storage_data.items():
             item = Stored(index.fqn, info.offset, info.offset + info.length)
@@ -81,8 +80,7 @@ class Contents:
         return {name: sorted(items, key=lambda item: item.begin) for name, items in parts.items()}
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Gives tensors of the model, and the optimizer's states of these, other names; before
-        ``files`` is read."""
+        """Renames tensors of the model and their optimizer states; call it before ``files``."""
         paths: dict[str, Any] = self.metadata.planner_data or {}
         new = {}
         for key, path in paths.items():
@@ -93,25 +91,26 @@ class Contents:
         facts, places = self.metadata.state_dict_metadata, self.metadata.storage_data
         self.metadata.planner_data = dict(new.get(key, (key, path)) for key, path in paths.items())
         self.metadata.state_dict_metadata = {
-            new.get(key, (key,))[0]: each for key, each in facts.items()
+            new.get(key, (key,))[0]: tensor for key, tensor in facts.items()
         }
         self.metadata.storage_data = {
-            replace(index, fqn=new.get(index.fqn, (index.fqn,))[0]): each
-            for index, each in places.items()
+            replace(index, fqn=new.get(index.fqn, (index.fqn,))[0]): info
+            for index, info in places.items()
         }
 
     def sums_of(self, name: str) -> checksums.FileSums | None:
-        """The checksums of a file, if the folder has any; ValueError if this one has none."""
+        """Returns a file's checksums; None if the folder has none, ValueError if only it lacks
+        them."""
         if self.sums is not None and name not in self.sums:
             raise ValueError(f"{self.folder / name} is not in {checksums.NAME}")
         return None if self.sums is None else self.sums[name]
 
     def keys_in(self, name: str, ranges: list[range]) -> list[str]:
-        """The keys in ranges of bytes of a file; the damaged ones if their chunks tell."""
+        """Returns the keys in byte ranges of a file; only the damaged ones if chunks show which."""
         items = [
             item
             for item in self.files.get(name, ())
-            if any(item.begin < each.stop and each.start < item.end for each in ranges)
+            if any(item.begin < span.stop and span.start < item.end for span in ranges)
         ]
         with opened(self.folder / name) as file:
             damaged = [item.key for item in items if not item.is_good(file)]
@@ -129,8 +128,8 @@ class Contents:
         way: StreamWay = StreamWay.ANY,
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Compares the checksums of a part of all bytes, as ``check_files``. Torch's files have
-        checksums in their chunks alone, all of which the first part compares."""
+        """Compares the checksums of a part of all bytes, as ``check_files``. Torch's files only
+        have checksums in their chunks; the first part compares all of these."""
         if self.sums is not None:
             sums = dict(sorted(self.sums.items()))
             checksums.check_files(self.folder, sums, part, parts, way, self.keys_in, advance)
@@ -138,8 +137,8 @@ class Contents:
         for name, items in self.files.items() if part == 0 else ():
             path = self.folder / name
             with opened(path) as file:
-                found = in_threads(partial(Stored.is_good, file=file), items)
-                for item, is_good in zip(items, found, strict=True):
+                results = in_threads(partial(Stored.is_good, file=file), items)
+                for item, is_good in zip(items, results, strict=True):
                     if not is_good:
                         raise ValueError(f"{path} {checksums.DAMAGED} in {shown(item.key)}")
                     advance(item.end - item.begin)
@@ -150,9 +149,9 @@ def _check_size(path: Path, items: list[Stored], sums: checksums.FileSums | None
     last = None
     for item in items:
         if item.end > size:
-            found = "is missing" if size < 0 else f"has {size} bytes"
+            fault = "is missing" if size < 0 else f"has {size} bytes"
             raise ValueError(
-                f"{path} {found}, but {shown(item.key)} lies at bytes {item.begin}:{item.end}"
+                f"{path} {fault}, but {shown(item.key)} is at bytes {item.begin}:{item.end}"
             )
         if last is not None and item.begin < last.end:
             raise ValueError(f"{path}: {shown(last.key)} and {shown(item.key)} overlap")
@@ -162,7 +161,7 @@ def _check_size(path: Path, items: list[Stored], sums: checksums.FileSums | None
 
 
 class Part(io.RawIOBase):
-    """Some bytes of a file, as a file; several threads may have one each of the same file."""
+    """A byte range of a file, as a file. Threads may read parts of one file at the same time."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -191,10 +190,10 @@ Test = Callable[[Any], bool]
 
 
 def read_metadata(data: bytes) -> dcp.Metadata:
-    """The metadata that were pickled, of which nothing is run; raises ValueError if broken."""
+    """Reads pickled metadata without running code; raises ValueError if they are broken."""
     metadata = read_pickle(data, _find)
     if not isinstance(metadata, dcp.Metadata):
-        raise ValueError("it holds no metadata of a checkpoint")
+        raise ValueError("it does not hold a checkpoint's metadata")
     _check_pieces(metadata)
     return metadata
 
@@ -212,8 +211,8 @@ def _or_none(test: Test) -> Test:
 
 
 def _dict_of(key: Test, value: Test) -> Test:
-    def is_dict(found: Any) -> bool:
-        return type(found) is dict and all(map(key, found)) and all(map(value, found.values()))
+    def is_dict(items: Any) -> bool:
+        return type(items) is dict and all(map(key, items)) and all(map(value, items.values()))
 
     return is_dict
 
@@ -254,13 +253,13 @@ _FIELDS: dict[type, Mapping[str, Test]] = {
 def _fill(target: Any, state: Any) -> None:
     tests = _FIELDS[type(target)]
     if type(state) is not dict:
-        raise ValueError(f"the fields of {type(target).__name__} are no dict")
+        raise ValueError(f"the fields of {type(target).__name__} are not a dict")
     for name, value in state.items():
         if name not in tests or not tests[name](value):
             raise ValueError(f"{type(target).__name__}.{shown(name)} cannot be {shown(value)}")
     missing = tests.keys() - state.keys() if len(state) < len(tests) else ()
     for name in missing:
-        if not tests[name](None):  # some torch leaves out what may be None
+        if not tests[name](None):  # some releases of torch leave out optional fields
             raise ValueError(f"{type(target).__name__}.{name} is missing")
     target.__dict__.update(state)
 
@@ -268,7 +267,7 @@ def _fill(target: Any, state: Any) -> None:
 def _fill_properties(target: dcp.TensorProperties, state: Any) -> None:
     kinds = (torch.dtype, torch.layout, bool, dcp._MEM_FORMAT_ENCODING, bool)
     if type(state) is not tuple or list(map(type, state)) != list(kinds):
-        raise ValueError("the properties of a tensor are others")
+        raise ValueError("a tensor's properties have unexpected types")
     target.__setstate__(state)
 
 
@@ -280,17 +279,17 @@ def _size(sizes: Any) -> torch.Size:
 
 def _memory_format(number: Any) -> Any:
     if type(number) is not int:
-        raise ValueError("a memory format is no number")
+        raise ValueError("a memory format is not a number")
     return dcp._MEM_FORMAT_ENCODING(number)
 
 
 def _layout(name: Any) -> torch.layout:
     if name != "torch.strided":
-        raise ValueError(f"the layout {shown(name)} is none of a checkpoint")
+        raise ValueError(f"a checkpoint cannot have the layout {shown(name)}")
     return torch.strided
 
 
-_PATH = Maker(call=lambda *parts: None)  # where the folder once was
+_PATH = Maker(call=lambda *parts: None)  # the path that the folder had when it was saved
 _MAKERS: dict[tuple[str, str], Maker] = {
     ("torch", "Size"): Maker(call=_size),
     ("torch.serialization", "_get_layout"): Maker(call=_layout),
@@ -311,8 +310,8 @@ _MAKERS: dict[tuple[str, str], Maker] = {
 def _find(module: str, name: str) -> Any:
     if (module, name) in _MAKERS:
         return _MAKERS[module, name]
-    if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-        return found
+    if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        return dtype
     raise ValueError(
         f"it names {shown(f'{module}.{name}')}, which no checkpoint needs; if you trust the "
         "file, read it with torch.distributed.checkpoint.FileSystemReader"
@@ -320,9 +319,9 @@ def _find(module: str, name: str) -> Any:
 
 
 def _check_pieces(metadata: dcp.Metadata) -> None:
-    """Whether the pieces of each tensor are all of it, and each lies in a file."""
+    """Rejects metadata unless pieces cover each tensor, and a file has each piece."""
     count = 0
-    boxes: dict[tuple[int, int], list[tuple[Any, int]]] = {}  # of tensors that are cut alike
+    boxes: dict[tuple[int, int], list[tuple[Any, int]]] = {}  # shared by tensors cut alike
     for key, facts in metadata.state_dict_metadata.items():
         pieces, itemsize = [(None, 0)], 0
         if isinstance(facts, dcp.TensorStorageMetadata):
@@ -340,26 +339,26 @@ def _check_pieces(metadata: dcp.Metadata) -> None:
                 )
         count += len(pieces)
     if count != len(metadata.storage_data):
-        raise ValueError("it says where pieces lie that no tensor has")
+        raise ValueError("it lists stored pieces that belong to no tensor")
 
 
 def _checked_boxes(key: str, facts: dcp.TensorStorageMetadata) -> list[tuple[Any, int]]:
-    """The offsets of each piece of a tensor, and its elements."""
-    found = [(chunk.offsets, numel_of(chunk.sizes)) for chunk in facts.chunks]
+    """Returns the offsets and the number of elements of each piece; ValueError if impossible."""
+    pieces = [(chunk.offsets, numel_of(chunk.sizes)) for chunk in facts.chunks]
     for chunk in facts.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(facts.size) or any(
             begin + size > whole
             for begin, size, whole in zip(chunk.offsets, chunk.sizes, facts.size, strict=True)
         ):
-            raise ValueError(f"{shown(key)} has a piece outside of its shape {shown(facts.size)}")
-    if sum(numel for _, numel in found) != numel_of(facts.size) or _overlap(facts.chunks):
-        raise ValueError(f"the pieces of {shown(key)} are not all of its shape {shown(facts.size)}")
-    return found
+            raise ValueError(f"{shown(key)} has a piece outside its shape {shown(facts.size)}")
+    if sum(numel for _, numel in pieces) != numel_of(facts.size) or _overlap(facts.chunks):
+        raise ValueError(f"the pieces of {shown(key)} do not tile its shape {shown(facts.size)}")
+    return pieces
 
 
 def _overlap(chunks: Sequence[dcp.ChunkStorageMetadata]) -> bool:
-    """Whether boxes share elements, or lie in a way that no system saves. A dimension divides them
-    into groups, the next one each of these."""
+    """Whether boxes share elements, or are arranged in a way that no system saves. Each dimension
+    in turn divides every group of boxes into smaller groups."""
     groups = [[chunk for chunk in chunks if 0 not in chunk.sizes]]
     dims = range(len(chunks[0].sizes) if chunks else 0)
     for dim in [*dims, *dims]:
@@ -370,7 +369,7 @@ def _overlap(chunks: Sequence[dcp.ChunkStorageMetadata]) -> bool:
 def _divided(
     group: list[dcp.ChunkStorageMetadata], dim: int
 ) -> Iterator[list[dcp.ChunkStorageMetadata]]:
-    """The boxes whose intervals in one dimension touch one another."""
+    """Yields the groups of boxes whose intervals in one dimension overlap."""
     part: list[dcp.ChunkStorageMetadata] = []
     end = 0
     for chunk in sorted(group, key=lambda chunk: chunk.offsets[dim]):

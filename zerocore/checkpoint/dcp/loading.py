@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a sharded model: everything is compared first, then read in place."""
+"""Loads a checkpoint into a sharded model: checks everything first, then reads in place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("zerocore")
 
 class TrainingLoad:
     """A load of model and optimizers, in steps that all ranks take together. ``checksums``: whether
-    to compare them before; ``budget``: bytes that may be kept beside the model until then."""
+    to compare them first; ``budget``: bytes that it may keep beside the model until then."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class TrainingLoad:
         self._folder, self._state, self._checksums = folder, state, checksums
         self._model, self._optimizers = model, optimizers
         self._file = OwnFile(folder / SavePlan({}, 1).file_name(state.rank), budget)
-        self._stateless: set[str] = set()  # parameters whose states are made to be loaded
-        self._wanted: State = {}  # in the model's memory
+        self._stateless: set[str] = set()  # parameters whose states this load makes
+        self._wanted: State = {}  # the state to fill, in the model's memory
         self._saved: SavedState | None = None  # this rank's parts
-        self._targets: dict[int, Target] | None = None  # their memory, by the place in the file
+        self._targets: dict[int, Target] | None = None  # their memory, by offset in the file
         self._values: dict[str, tuple[torch.dtype, bytes]] = {}  # small tensors for all ranks
-        self.own: State = {}  # what this rank saved for itself
+        self.own: State = {}  # this rank's own values
 
     def run(self, stateful: Mapping[str, Any], rng: bool) -> None:
-        """Loads both, and what this rank saved for itself; collective. DamagedError if files cannot
-        be read, ValueError if they do not fit, by file and key, before anything is changed, if
-        checksums are compared."""
+        """Loads both, and this rank's own values; collective. DamagedError if files cannot be read,
+        ValueError with file and key if they do not fit; before it changes anything, if it compares
+        checksums."""
         try:
             have_own = self._together(lambda: self._prepare(stateful))
             self._bring(self._contents)
@@ -67,17 +67,17 @@ class TrainingLoad:
             self._state.finish_reads()
             self._together(self._read_rest)
         except BaseException:
-            # They may hold anything.
+            # The new states may be partly filled.
             training_state.drop_states(self._model, self._optimizers, self._stateless)
             raise
         training_state.load_model(self._model, self._wanted["model"])
         if self._optimizers:
-            with named(self._folder, "has states that the optimizer refuses"):
+            with named(self._folder, "has states that the optimizer rejects"):
                 training_state.load_optimizers(self._model, self._optimizers, self._wanted["optim"])
         own, state = self.own, self._state
         for name, value in stateful.items():
             value.load_state_dict(own["stateful"][name])
-        if own["world_size"] == state.world_size:  # each rank its own, as it was
+        if own["world_size"] == state.world_size:  # each rank's buffers are its own
             _restore_buffers(self._model, own["buffers"])
         if rng:
             _restore_random(own, state.rank, state.world_size)
@@ -86,13 +86,13 @@ class TrainingLoad:
         return on_all_ranks(self._state.ranks.groups, action, self._state.device)
 
     def _bring(self, contents: Contents) -> None:
-        """Called when it is known which tensors this rank needs; collective."""
+        """Does nothing; a subclass may fetch the files that this rank needs; collective."""
 
     def _check_sizes(self, contents: Contents) -> None:
         contents.check_sizes()
 
     def _prepare(self, stateful: Iterable[str]) -> bool:
-        """Compares names, shapes and sizes; whether this rank needs what its own file has."""
+        """Compares names, shapes and sizes; returns whether this rank's file has what it needs."""
         with reading(self._folder):
             self._contents = contents = Contents(self._folder)
             names = training_state.names_by_hooks(self._model, contents.metadata)
@@ -105,11 +105,11 @@ class TrainingLoad:
                 group["params"] = [names.get(name, name) for name in group["params"]]
             buffers = self.own["buffers"]
             self.own["buffers"] = {names.get(key, key): buffers[key] for key in buffers}
-            # The small files are read: they would wait behind what is read from now on.
+            # Begun only now: the small files would have waited for these reads.
             if self._checksums and self.own["world_size"] == self._state.world_size:
                 self._file.begin()
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
-            raise ValueError(f"{self._folder} has no state of {missing}")
+            raise ValueError(f"{self._folder} has no state for {missing}")
         self._wanted = training_state.training_state(self._model, ())
         wanted = self._wanted["model"]
         self._wanted["model"] = training_state.resized(wanted, contents.metadata)
@@ -133,27 +133,27 @@ class TrainingLoad:
 
     def _check_buffers(self) -> None:
         for key, value in self.own["buffers"].items():
-            own = self._wanted["model"].get(key)
-            if not isinstance(own, Tensor) or getattr(value, "shape", None) != own.shape:
-                raise ValueError(f"{self._folder}: the model has no such buffer as {shown(key)}")
+            buffer = self._wanted["model"].get(key)
+            if not isinstance(buffer, Tensor) or getattr(value, "shape", None) != buffer.shape:
+                raise ValueError(f"{self._folder}: the model has no buffer like {shown(key)}")
 
     def _new_keys(self) -> set[str]:
-        """Keys of states that nobody has used yet."""
+        """Returns the keys of states that this load has made."""
         states = self._wanted["optim"]["state"] if "optim" in self._wanted else {}
         return {
-            f"optim.state.{name}.{what}"
+            f"optim.state.{name}.{key}"
             for name, values in states.items()
             if name in self._stateless
-            for what in values
+            for key in values
         }
 
     def _verify(self, all_have_own: bool) -> dict[str, tuple[torch.dtype, bytes]]:
-        """Compares checksums, reading what has memory to land in; values that others need."""
+        """Compares checksums, and reads chunks that have memory; returns values for other ranks."""
         with reading(self._folder):
             if not all_have_own:
                 self._targets = None
                 rank, world_size = self._state.rank, self._state.world_size
-                self._contents.verify(rank, world_size, StreamWay.CACHED)  # to be read again
+                self._contents.verify(rank, world_size, StreamWay.CACHED)  # a second read follows
                 return {}
             assert self._targets is not None
             self._file.verify(self._contents, self._targets)
@@ -163,13 +163,13 @@ class TrainingLoad:
             return values_of(self._targets) if self._state.rank == 0 else {}
 
     def _flat(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state to be read, by keys, and the place of each key in the nested one."""
+        """Returns the state to read, by key, and each key's path in the nested state."""
         wanted, paths = flatten_state_dict(self._wanted)
         return {k: v for k, v in wanted.items() if paths[k][1] != "param_groups"}, paths
 
     @torch.no_grad()
     def _read_rest(self) -> None:
-        """Reads all that is left: from this rank's file, and with torch's reader from any."""
+        """Reads the rest: from this rank's file, then from any file with torch's reader."""
         with reading(self._folder):
             wanted, paths = self._flat()
             if self._targets is not None and self._saved is not None:
@@ -181,15 +181,15 @@ class TrainingLoad:
             if wanted:
                 load_tensors(wanted, self._contents)
             for key, value in wanted.items():
-                if not isinstance(value, Tensor):  # of get_extra_state
+                if not isinstance(value, Tensor):  # a get_extra_state() value
                     set_element(self._wanted, paths[key], value)
 
 
 def read_groups(contents: Contents) -> list[dict[str, Any]]:
-    """The saved options of optimizers, and the names of their parameters."""
+    """Reads the options of the saved parameter groups, and the names of their parameters."""
     groups = contents.metadata.planner_data or {}
     paths = {key: path for key, path in groups.items() if path[:2] == ("optim", "param_groups")}
-    found: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
     for name, items in contents.files.items():
         stored = [item for item in items if item.key in paths]
         begin, end = (stored[0].begin, stored[-1].end) if stored else (0, 0)
@@ -200,18 +200,18 @@ def read_groups(contents: Contents) -> list[dict[str, Any]]:
             value = data[item.begin - begin : item.end - begin]
             with named(file, f"cannot be read at {shown(item.key)}"):
                 number, option = path[2:]
-                found.setdefault(number, {})[option] = load_plain(io.BytesIO(value), len(value))
+                by_number.setdefault(number, {})[option] = load_plain(io.BytesIO(value), len(value))
     if paths:
         key = next(iter(paths))
-        raise ValueError(f"{contents.folder / METADATA}: {shown(key)} is no group's option")
-    groups = [found.get(number, {}) for number in range(len(found))]
+        raise ValueError(f"{contents.folder / METADATA}: no file has the option {shown(key)}")
+    groups = [by_number.get(number, {}) for number in range(len(by_number))]
     if not all(type(group.get("params")) is list for group in groups):
         raise ValueError(f"{contents.folder / METADATA} lacks parameters of the optimizer's groups")
     return groups
 
 
 def read_own(contents: Contents, rank: int) -> dict[str, Any]:
-    """The values that a rank saved for itself, or the first one if there was none."""
+    """Reads a rank's own values; the first rank's if that rank has saved none."""
     path = contents.folder / own_name(rank)
     if not (path.exists() or (contents.sums is not None and path.name in contents.sums)):
         path = path.with_name(own_name(0))
@@ -221,7 +221,7 @@ def read_own(contents: Contents, rank: int) -> dict[str, Any]:
         tests = {"step": is_count, "world_size": is_count, "buffers": _is_dict}
         tests["stateful"] = _is_dict
         if not _is_dict(own) or not all(key in own and tests[key](own[key]) for key in tests):
-            raise ValueError("it is not what a rank saves for itself")
+            raise ValueError("it does not hold a rank's own values")
         if own["rng"] is not None:
             training_state.check_random_state(own["rng"])
     return dict(own)
@@ -233,14 +233,14 @@ def _is_dict(value: Any) -> bool:
 
 @torch.no_grad()
 def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Sets buffers to what this rank had; running means of other batches differ between ranks."""
-    own = model.state_dict()
+    """Sets buffers to this rank's saved ones: running means differ from rank to rank."""
+    state = model.state_dict()
     for key, value in buffers.items():
-        own[key].copy_(value)
+        state[key].copy_(value)
 
 
 def _restore_random(own: dict[str, Any], rank: int, world_size: int) -> None:
-    """Continues this rank's random streams, or begins new ones on another number of ranks."""
+    """Continues this rank's random streams; begins new ones on another number of ranks."""
     if own["rng"] is None:
         return
     if own["world_size"] == world_size:
@@ -251,7 +251,7 @@ def _restore_random(own: dict[str, Any], rank: int, world_size: int) -> None:
     torch.manual_seed((seed + 1_000_003 * step + rank) % (1 << 63))
     if rank == 0:
         _log.warning(
-            "the checkpoint was saved on %d ranks: on %d ranks the random streams are new ones",
+            "the checkpoint was saved on %d ranks: on %d ranks, new random streams begin",
             own["world_size"],
             world_size,
         )

@@ -1,8 +1,8 @@
-"""Places in ``torch.distributed.checkpoint`` that know DTensor by name and are told of shards here.
+"""Patches of ``torch.distributed.checkpoint``: its helpers support DTensors, and here also shards.
 
 Its plans ask every tensor for its chunks. Its helpers do not ask: they copy, gather and make states
-for plain tensors and DTensors alone. Each is replaced when its module is imported, as some take a
-second.
+only for plain tensors and DTensors. Each one is replaced when its module is imported, because some
+imports take a second.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MARK = "_zerocore_wrapped"
 
 @around
 def _gathers(original: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
-    """Of ``full_state_dict=True``: shards become full tensors, one after the other."""
+    """Gathers shards into full tensors, one after the other, for ``full_state_dict=True``."""
     only = options.get("ranks_only") or ()
     keep = not only or dist.get_rank(options.get("pg")) in only
 
     def full(value: Tensor) -> Tensor:
         if not isinstance(value, Placed):
             return value
-        # Torch broadcasts the memory of a tensor as it is, in any order.
+        # Torch broadcasts a tensor's memory, whatever its strides.
         whole = value.whole_tensor().contiguous()
         if not keep:
             return torch.empty(0, device="cpu")
@@ -49,7 +49,7 @@ def _gathers(original: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
 
 @around
 def _makes_states(original: Any, optim: Any, *args: Any) -> Any:
-    """Torch takes a step without gradients, which leaves it counted."""
+    """Makes states of shards without a step; torch would take one, and leave it counted."""
     if not is_of_shards(optim):
         return original(optim, *args)
     if not any(optim.state.values()):
@@ -62,7 +62,7 @@ def _stages(original: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Placed):
         return original(self, x, *args, **kwargs)
     local = original(self, local_of(x), *args, **kwargs)
-    return as_shard(local, x.place.without_groups())  # it may travel to another process
+    return as_shard(local, x.place.without_groups())  # another process may receive it
 
 
 @around
@@ -73,14 +73,14 @@ def _copies(original: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         places.append(value.place if isinstance(value, Placed) else None)
         return local_of(value) if isinstance(value, Placed) else value
 
-    created = original(tree_map_only(Tensor, unwrap, state_dict), *args, **kwargs)
+    copied = original(tree_map_only(Tensor, unwrap, state_dict), *args, **kwargs)
     remaining = iter(places)
 
     def wrap(value: Tensor) -> Tensor:
         place = next(remaining)
         return value if place is None else as_shard(value, place.without_groups())
 
-    return tree_map_only(Tensor, wrap, created)
+    return tree_map_only(Tensor, wrap, copied)
 
 
 @around
@@ -89,7 +89,7 @@ def _refuses(original: Any, self: Any, plan: Any, planner: Any, *args: Any, **kw
     for item in plan.items:
         if isinstance(state.get(item.index.fqn), Placed):
             raise TypeError(
-                f"HuggingFaceStorageWriter keeps one piece of a tensor in a file, and a shard "
+                f"HuggingFaceStorageWriter writes one piece of a tensor per file, and the shard "
                 f"of '{item.index.fqn}' may be several. Call zerocore.save_safetensors(model, "
                 "folder), which writes the same files"
             )
@@ -97,7 +97,7 @@ def _refuses(original: Any, self: Any, plan: Any, planner: Any, *args: Any, **kw
 
 
 class _Part:
-    """A part of a larger tensor, for plans of a load, which compare shapes."""
+    """A part that shows the shape of its larger tensor, because load plans compare shapes."""
 
     def __init__(self, shard: Any) -> None:
         self._shape: torch.Size = shard.place.whole_shape
@@ -119,7 +119,7 @@ def _plans(original: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any)
 
 
 _BASE = "torch.distributed"
-# module: (what is replaced in it, and how)
+# By module: the functions to replace, with their wrappers.
 _SEAMS: dict[str, Sequence[tuple[str, _Wrapper]]] = {
     f"{_BASE}._state_dict_utils": [("_create_cpu_state_dict", _copies)],
     f"{_BASE}.checkpoint.staging": [("_create_cpu_state_dict", _copies)],
@@ -144,7 +144,7 @@ def _replace(module: ModuleType) -> None:
         for part in owners:
             owner = getattr(owner, part, None)
         original = getattr(owner, name, None)
-        # Where a torch lacks one, the rules of shards refuse what it would have done.
+        # If a torch lacks one, the shards' rules reject the operations in it.
         if original is not None and not hasattr(original, _MARK):
             wrapped = wrapper(original)
             setattr(wrapped, _MARK, True)
@@ -168,7 +168,7 @@ class _AfterImport(MetaPathFinder):
 
 
 def watch_imports() -> None:
-    """Replaces the helpers now or when they are imported; called once."""
+    """Replaces the helpers, now or when they are imported; called once."""
     for name in _SEAMS:
         if name in sys.modules:
             _replace(sys.modules[name])

@@ -1,10 +1,10 @@
-"""Loads where each rank needs what its own file holds: no plan is needed, and bytes are read once.
+"""Loads each rank's own file if it holds all that the rank needs: without a plan, in one pass.
 
-The file is read from its begin to its end, and each block is summed while the next ones come. A
-resumed run makes the states of its optimizer to load them: nothing is lost if they are filled
-before all ranks know that all files are good. Weights in use are read past the page cache and kept
-beside the model until then, if all of them may be. Else they are read once more, from the page
-cache: that takes no new memory, which costs more than bytes that are there.
+The file is read from begin to end, and each block is summed while the next ones arrive. A resumed
+run makes new optimizer states, so they may be filled before all ranks know that all files are
+good. Weights in use are read past the page cache and kept beside the model until then, if the
+budget allows. Else they are read a second time, from the page cache, which takes no new memory: to
+allocate memory costs more than to read cached bytes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, chunk_nbytes, has_
 from zerocore.checkpoint.safe_files import opened, size_of
 from zerocore.layout.place import Place
 
-_AHEAD_NBYTES = 64 << 20  # what a disk gives while names and shapes are compared
+_AHEAD_NBYTES = 64 << 20  # a disk reads this much while names and shapes are compared
 _ALIGNMENT = 64
-_VALUE_NBYTES, _VALUES_NBYTES = 1 << 10, 1 << 20  # of a small tensor, and of all of them
+_VALUE_NBYTES, _VALUES_NBYTES = 1 << 10, 1 << 20  # limits of a small tensor, and of all of them
 
 
 @dataclass
@@ -42,16 +42,16 @@ class Target:
 
     key: str  # of the state
     memory: Tensor  # plain, 1-D and contiguous, on the CPU
-    form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # that the chunk must have
-    # May be filled before all files are known to be good: ``memory`` where nobody has used it yet,
-    # or as much beside it; None if neither.
+    form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, sizes, strides to expect
+    # Memory to fill before all files are verified: ``memory`` itself if it is new, or as much
+    # beside it; None without either.
     landing: Tensor | None
-    fits: bool = False  # the chunk is of its form
-    is_read: bool = False  # ``landing`` holds the values of the file, and in the end ``memory``
-    is_value: bool = False  # the memory is no shard, but a copy of a small tensor for all ranks
+    fits: bool = False  # the chunk has the expected form
+    is_read: bool = False  # ``landing``, and finally ``memory``, has the values of the file
+    is_value: bool = False  # the memory is a copy of a small tensor for all ranks, not a shard
 
     def read(self, file: Any, offset: int) -> None:
-        """Fills the memory, if the chunk at ``offset``, which is intact, is of its form."""
+        """Fills ``memory`` from the intact chunk at ``offset`` if it fits, or from ``landing``."""
         if not self.is_read and self.fits:
             read_into(file.fileno(), offset + HEAD_NBYTES, self.memory.dtype, self.memory)
             self.is_read = True
@@ -63,8 +63,9 @@ class Target:
 def own_targets(
     saved: SavedState, contents: Contents, new: Container[str]
 ) -> dict[int, Target] | None:
-    """Memory of the shards on the CPU, by the places of their chunks in this rank's file. None if
-    this rank needs other bytes: it was saved on other ranks. ``new``: keys of unused memory."""
+    """Returns the memory of the shards on the CPU, by offsets of their chunks in this rank's file;
+    None if other ranks saved them, so that the rank needs other files. ``new``: keys of new
+    memory."""
     plan, rank, metadata = saved.plan, saved.rank, contents.metadata
     names = {VALUES, *(plan.file_name(rank) for rank in range(plan.world_size))}
     if not (contents.is_ours and set(contents.files) <= names):
@@ -94,7 +95,7 @@ def own_targets(
 
 
 def values_of(targets: dict[int, Target]) -> dict[str, tuple[torch.dtype, bytes]]:
-    """The small tensors that were read; together no larger than a message should be."""
+    """Returns the small tensors that were read, up to the size of a message."""
     values, nbytes = {}, 0
     for target in targets.values():
         nbytes += target.memory.nbytes if target.is_value else 0
@@ -105,7 +106,7 @@ def values_of(targets: dict[int, Target]) -> dict[str, tuple[torch.dtype, bytes]
 
 
 def keep_beside(waiting: Sequence[Target]) -> None:
-    """Gives memory to land in to targets in use."""
+    """Allocates the ``landing`` of targets whose memory is in use."""
     ends = list(accumulate(-(-target.memory.nbytes // _ALIGNMENT) for target in waiting))
     memory = HostMemory(_ALIGNMENT * ends[-1] if ends else 0)
     for target, begin in zip(waiting, [0, *ends], strict=False):
@@ -114,15 +115,15 @@ def keep_beside(waiting: Sequence[Target]) -> None:
 
 
 class OwnFile:
-    """This rank's file, if there is one; ``budget`` bytes may be kept beside the model."""
+    """This rank's file, if there is one; it may keep ``budget`` bytes beside the model."""
 
     def __init__(self, path: Path, budget: int) -> None:
         self.path, self._budget = path, budget
         self._stream: FileStream | None = None
 
     def begin(self) -> None:
-        """Begins to read what :meth:`verify` will need; the file is known to be this rank's."""
-        # Of a larger one some may have to be read twice, the second time from the page cache.
+        """Begins to read ahead for :meth:`verify`; the file must be this rank's."""
+        # Parts of a larger file may need a second read, from the page cache.
         if self.path.exists() and size_of(self.path) <= self._budget:
             self._stream = self._open(StreamWay.ANY)
 
@@ -131,10 +132,10 @@ class OwnFile:
         return FileStream(str(self.path), ahead, num_threads(), way)
 
     def verify(self, contents: Contents, targets: dict[int, Target]) -> None:
-        """Compares all checksums, and reads what has memory to land in."""
+        """Compares all checksums, and fills each target's ``landing``."""
         name = self.path.name
         if name not in contents.files:
-            return  # this rank would have saved nothing
+            return  # this rank has no shards in the checkpoint
         sums = contents.sums_of(name)
         if sums is None:
             return
@@ -142,7 +143,7 @@ class OwnFile:
         if self._stream is None:
             fits = sum(target.memory.nbytes for target in in_use) <= self._budget
             self._stream = self._open(StreamWay.ANY if fits else StreamWay.CACHED)
-        if self._stream.is_direct:  # else the page cache has what is read a second time
+        if self._stream.is_direct:  # else the second read comes from the page cache
             keep_beside(in_use)
         runs: list[tuple[int, Tensor]] = []
         heads: list[tuple[Tensor, Target]] = []
@@ -156,19 +157,18 @@ class OwnFile:
         for head, target in heads:
             target.fits = has_form(bytes(memory_of(head)), *target.form)
             if target.fits and target.landing is not None:
-                target.landing[:0].zero_()  # the version counter does not see what is read
+                target.landing[:0].zero_()  # raises the version, which the read has not done
                 target.is_read = True
 
     def read_rest(self, saved: SavedState, targets: dict[int, Target]) -> set[str]:
-        """Fills the memory of all shards, and says the keys of which all is read, or nothing is
-        this rank's."""
+        """Fills the memory of all shards; returns the keys that need no other file."""
         self._stream = None
         shards = {at: target for at, target in targets.items() if not target.is_value}
         if shards:
             with opened(self.path) as file:
-                for _ in in_threads(lambda one: one[1].read(file, one[0]), shards.items()):
+                for _ in in_threads(lambda item: item[1].read(file, item[0]), shards.items()):
                     pass
-        found: Counter[str] = Counter()
+        num_read: Counter[str] = Counter()
         for target in shards.values():
-            found[target.key] += target.memory.numel() if target.is_read else 0
-        return {key for key, (local, _) in saved.tensors.items() if found[key] == local.numel()}
+            num_read[target.key] += target.memory.numel() if target.is_read else 0
+        return {key for key, (local, _) in saved.tensors.items() if num_read[key] == local.numel()}

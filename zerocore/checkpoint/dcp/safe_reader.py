@@ -1,7 +1,7 @@
-"""Reads tensors of ``torch.distributed.checkpoint``: those bytes of them that are needed.
+"""Reads tensors of ``torch.distributed.checkpoint``: only the bytes that a rank needs.
 
-``torch.load`` reads chunks whole, and torch's reader has means that could run code. Here a chunk is
-found by the list of its parts, and what is not plain is refused.
+``torch.load`` reads whole chunks, and torch's reader can run code from a file. This reader finds a
+tensor by the chunk's list of parts, and rejects anything that is not plain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zerocore.layout.boxes import memory_order
 
 
 class SafeReader(FileSystemReader):
-    """As ``FileSystemReader``, of contents that are known, with chunks read in part."""
+    """A ``FileSystemReader`` with known metadata that reads parts of chunks."""
 
     def __init__(self, contents: Contents) -> None:
         super().__init__(contents.folder)
@@ -44,7 +44,7 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises OSError or ValueError that names file and key."""
+        """Reads the plan's items; an OSError or ValueError names file and key."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -61,11 +61,11 @@ class SafeReader(FileSystemReader):
         on_cpu = all(target.device.type == "cpu" for _, target in wanted)
         with opened(path) as file:
 
-            def read(one: tuple[ReadItem, Tensor]) -> None:
-                with named(path, f"cannot be read at '{one[0].storage_index.fqn}'"):
-                    self._read_tensor(file, *one)
+            def read(pair: tuple[ReadItem, Tensor]) -> None:
+                with named(path, f"cannot be read at '{pair[0].storage_index.fqn}'"):
+                    self._read_tensor(file, *pair)
 
-            # A device's copies go to this thread's stream.
+            # Copies to a device must use this thread's current stream.
             done: Iterator[None] = in_threads(read, wanted) if on_cpu else map(read, wanted)
             for (item, target), _ in zip(wanted, done, strict=True):
                 planner.commit_tensor(item, target)
@@ -80,28 +80,28 @@ class SafeReader(FileSystemReader):
         info = self.storage_data[item.storage_index]
         facts: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
         if info.transform_descriptors:
-            raise ValueError("it went through an extension of torch's writer, which is not known")
+            raise ValueError("an extension of torch's writer has encoded it; this is not supported")
         offset = item.storage_index.offset
         form = next((tuple(chunk.sizes) for chunk in facts.chunks if chunk.offsets == offset), None)
         chunk = locate(file.fileno(), info.offset, info.length)
         if chunk is not None:
             if (chunk.dtype, chunk.sizes) != (facts.properties.dtype, form):
-                raise ValueError(f"it is {chunk.dtype} {chunk.sizes}, not what .metadata says")
+                raise ValueError(f"it is {chunk.dtype} {chunk.sizes}, unlike in .metadata")
             read_box(file.fileno(), chunk, item.storage_offsets, item.lengths, target)
             return
         loaded = load_plain(Part(file, info.offset, info.length), info.length)
         if not isinstance(loaded, Tensor) or tuple(loaded.shape) != form:
-            raise ValueError("it is no tensor of the shape that .metadata says")
+            raise ValueError("it is not a tensor of the shape in .metadata")
         for dim, (begin, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             loaded = loaded.narrow(dim, begin, size)
         target.copy_(loaded)
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """As ``DefaultLoadPlanner``; plain values are read as ``torch.load`` does by default."""
+    """A ``DefaultLoadPlanner`` that loads plain values with ``weights_only=True``."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        """Raises UnpicklingError if the value is of an unknown type."""
+        """Loads a plain value; raises UnpicklingError for an unknown type."""
         loaded = load_plain(value, value.getbuffer().nbytes)
         plain = type(value)()
         torch.save(loaded, plain)
@@ -110,7 +110,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def load_tensors(state: dict[str, Any], contents: Contents) -> None:
-    """Reads what this rank needs of the tensors; asks no other rank. Errors name file and key."""
+    """Reads this rank's parts of the tensors, without other ranks. Errors name file and key."""
     with quiet():
         try:
             load(state, storage_reader=SafeReader(contents), planner=SafePlanner(), no_dist=True)
@@ -121,15 +121,15 @@ def load_tensors(state: dict[str, Any], contents: Contents) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Torch warns where one process saves for itself, as it is told to."""
+    """Suppresses torch's warning that a process loads or saves without the other ranks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
-_TAIL_NBYTES = 1024  # of a chunk, which hold the list of its parts
+_TAIL_NBYTES = 1024  # the end of a chunk, with the list of its parts
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
-_WIDE = 0xFFFFFFFF  # stands for a size in another place: above 4 GiB
+_WIDE = 0xFFFFFFFF  # marks a size above 4 GiB, which is in another field
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class Chunk:
 def locate(file: int, offset: int, length: int) -> Chunk | None:
     """Finds the tensor in the chunk of ``length`` bytes at ``offset``.
 
-    None if it is of another form than ``torch.save`` gives to a plain tensor below 4 GiB; so is
-    a broken chunk.
+    Returns None if the chunk is broken, or not what ``torch.save`` makes of a plain tensor below
+    4 GiB.
     """
     count = min(length, _TAIL_NBYTES)
     parts = _listed_parts(os.pread(file, count, offset + length - count))
@@ -158,20 +158,21 @@ def locate(file: int, offset: int, length: int) -> Chunk | None:
     if max(begin + size, data + data_nbytes) > offset + length:
         return None
     try:
-        found = read_pickle(os.pread(file, size, begin), _find, _dtype_of)
+        chunk = read_pickle(os.pread(file, size, begin), _find, _dtype_of)
     except ValueError:
         return None
-    if not isinstance(found, Chunk):
+    if not isinstance(chunk, Chunk):
         return None
-    steps = zip(found.sizes, found.strides, strict=True)
-    numel = 0 if 0 in found.sizes else found.begin + 1 + sum((n - 1) * step for n, step in steps)
-    if numel * found.dtype.itemsize > data_nbytes:
+    steps = zip(chunk.sizes, chunk.strides, strict=True)
+    numel = 0 if 0 in chunk.sizes else chunk.begin + 1 + sum((n - 1) * step for n, step in steps)
+    if numel * chunk.dtype.itemsize > data_nbytes:
         return None
-    return replace(found, begin=data + found.begin * found.dtype.itemsize)
+    return replace(chunk, begin=data + chunk.begin * chunk.dtype.itemsize)
 
 
 def _listed_parts(tail: bytes) -> dict[str, tuple[int, int]]:
-    """``(offset of the header, size)`` of each part of a zip file, by name; none if unclear."""
+    """Returns ``(offset of the header, size)`` of each part of a zip file, by name; an empty dict
+    if unclear."""
     parts: dict[str, tuple[int, int]] = {}
     end = tail.rfind(b"PK\5\6")
     if end < 0 or len(tail) < end + 20:
@@ -190,18 +191,18 @@ def _listed_parts(tail: bytes) -> dict[str, tuple[int, int]]:
 
 
 def _begin_of(file: int, header: int) -> int:
-    """Where the bytes of a part begin, by the place of its header."""
+    """Returns the offset of a part's bytes, from the offset of its header."""
     return header + 30 + sum(struct.unpack("<2H", os.pread(file, 4, header + 26).ljust(4, b"\0")))
 
 
 def _chunk(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> Chunk:
-    """Of ``(requires_grad, hooks)``, and of the dtype where the storage does not say it. It begins
-    at an element, not yet at a byte."""
+    """Makes a chunk from the arguments of torch's rebuild function. ``rest`` is ``(requires_grad,
+    hooks)``, and the dtype of an untyped storage. ``begin`` counts elements, not yet bytes."""
     dtype = storage or rest[2]
     if not (isinstance(dtype, torch.dtype) and type(sizes) is type(strides) is tuple):
-        raise ValueError("a tensor's dtype or shape is none")
+        raise ValueError("a tensor's dtype or shape is not one")
     if len(sizes) != len(strides) or not all(map(is_count, [offset, *sizes, *strides])):
-        raise ValueError("a tensor's place is no whole numbers")
+        raise ValueError("a tensor's offset, shape and strides must be non-negative integers")
     return Chunk(dtype, sizes, strides, offset)
 
 
@@ -217,7 +218,7 @@ def _find(module: str, name: str) -> Any:
         return name
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
-    raise ValueError(f"{module}.{name} is no part of a plain tensor")
+    raise ValueError(f"{module}.{name} is not part of a plain tensor")
 
 
 _DTYPE_OF_STORAGE = {
@@ -226,8 +227,8 @@ _DTYPE_OF_STORAGE = {
 
 
 def _dtype_of(pid: Any) -> torch.dtype | None:
-    """The dtype in a storage's persistent id; None if unknown."""
-    if type(pid) is not tuple or type(pid[1]) is not str:  # hashing others may never end
+    """Returns the dtype in a storage's persistent id; None if unknown."""
+    if type(pid) is not tuple or type(pid[1]) is not str:  # the hash of another type may not end
         raise ValueError("a storage has no type")
     return _DTYPE_OF_STORAGE.get(pid[1])
 
@@ -241,7 +242,7 @@ def read_box(
     order = memory_order(sizes, chunk.strides)
     wanted = torch.empty_strided(tuple(sizes), chunk.strides, dtype=chunk.dtype, device="meta")
     turned = target.permute(order)
-    if wanted.permute(order).is_contiguous() and turned.is_contiguous():  # so is what is empty
+    if wanted.permute(order).is_contiguous() and turned.is_contiguous():  # or empty
         read_into(file, begin, chunk.dtype, turned.view(-1))
         return
     span = 1 + sum((n - 1) * step for n, step in zip(sizes, chunk.strides, strict=True))

@@ -1,6 +1,6 @@
-"""Which rank writes which boxes of which tensors, and where: the same on all ranks, asked of none.
+"""Plans which rank writes which boxes of which tensors, and where; without communication.
 
-Every rank's ranges follow from the layout. So the first rank writes all metadata alone.
+Every rank's ranges follow from the layout, so the first rank writes all metadata alone.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from zerocore.checkpoint.dcp.torch_chunks import MAX_NBYTES, chunk_nbytes
 from zerocore.layout.boxes import Box, boxes_of, memory_order
 from zerocore.layout.save_ownership import SavedRanges
 
-VALUES = "__0_1.distcp"  # the file of the plain values, named as one of torch's own
-FORMAT = "zerocore-1"  # the save_id of files whose chunks are framed as torch_chunks does
+VALUES = "__0_1.distcp"  # the file of the plain values, named like torch's own files
+FORMAT = "zerocore-1"  # the save_id of files whose chunks torch_chunks has framed
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Which elements of a tensor each rank writes."""
+    """The elements of a tensor that each rank writes."""
 
     shape: tuple[int, ...]  # of the full tensor
-    ranges: SavedRanges | None = None  # of its elements, None if ``parts`` have them
-    # Of a tensor that is not C-contiguous, whose elements count in memory order.
+    ranges: SavedRanges | None = None  # of its elements; None if ``parts`` have them
+    # Of a tensor that is not C-contiguous: its elements count in memory order.
     strides: tuple[int, ...] | None = None
-    # Where the tensor is those of several parameters: the place of each, and its own.
+    # Of a larger tensor: the origin and the spread of each of its parts.
     parts: tuple[tuple[tuple[int, ...], Spread], ...] = ()
 
     def pieces(self, itemsize: int, only: int | None = None) -> list[tuple[int, Box]]:
-        """``(rank, box)`` of all ranks or one; a box without elements for an empty tensor."""
+        """Returns ``(rank, box)`` of all ranks or one; an empty tensor has one empty box."""
         if prod(self.shape) == 0:
             return [(0, Box((0,) * len(self.shape), self.shape, 0))] if not only else []
         most = MAX_NBYTES // itemsize  # elements of a chunk
-        own = [
+        pieces = [
             (rank, box)
             for rank, begin, end in self._ranges(only)
             for start in range(begin, end, most)
             for box in boxes_of(self.shape, start, min(start + most, end), self.strides)
         ]
-        return own + [
+        return pieces + [
             (rank, box.moved(origin))
             for origin, part in self.parts
             if prod(part.shape) > 0
@@ -59,44 +59,44 @@ class Spread:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor in a file, its elements one after the other in memory order."""
+    """A box of a tensor in a file; its elements are in memory order."""
 
     key: str
     box: Box
-    offset: int  # of its chunk, in the file
+    offset: int  # of its chunk in the file
     nbytes: int  # of its elements
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Where all tensors go: dtype of each, and how it is spread, in the order in the files."""
+    """The files of a save: each tensor's dtype and spread, in the order in the files."""
 
     tensors: Mapping[str, tuple[torch.dtype, Spread]]
     world_size: int
     _pieces: dict[int, list[Piece]] = field(default_factory=dict, compare=False, repr=False)
 
     def file_name(self, rank: int) -> str:
-        """As torch's own writer calls it."""
+        """Returns the name that torch's own writer gives to a rank's file."""
         return f"__{rank}_0.distcp"
 
     def pieces_of(self, rank: int) -> list[Piece]:
-        """The pieces of one rank, in the order in its file."""
+        """Returns the pieces of one rank, in the order in its file."""
         if rank in self._pieces:
             return self._pieces[rank]
-        found, offset = [], 0
+        pieces, offset = [], 0
         for key, (dtype, spread) in self.tensors.items():
             for _, box in spread.pieces(dtype.itemsize, rank):
                 piece = Piece(key, box, offset, box.numel * dtype.itemsize)
-                found.append(piece)
+                pieces.append(piece)
                 offset += chunk_nbytes(piece.nbytes)
-        self._pieces[rank] = found
-        return found
+        self._pieces[rank] = pieces
+        return pieces
 
     def file_nbytes(self, rank: int) -> int:
         return sum(chunk_nbytes(piece.nbytes) for piece in self.pieces_of(rank))
 
     def form_of(self, piece: Piece) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
-        """Its dtype, sizes, and strides, as its elements lie in the tensor's memory order."""
+        """Returns a piece's dtype, sizes and strides; its elements are in the tensor's order."""
         dtype, spread = self.tensors[piece.key]
         sizes, strides, step = piece.box.sizes, [0] * len(spread.shape), 1
         for dim in reversed(memory_order(spread.shape, spread.strides)):
@@ -107,8 +107,8 @@ class SavePlan:
     def metadata(
         self, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]
     ) -> dcp.Metadata:
-        """The metadata for torch's reader, with ``(offset, length)`` of plain values in their
-        file."""
+        """Returns the metadata for torch's reader. ``values`` has ``(offset, length)`` of each
+        plain value in their file."""
         entries: dict[str, Any] = {}
         places: dict[dcp.MetadataIndex, Any] = {}
         offsets = [0] * self.world_size
@@ -116,14 +116,14 @@ class SavePlan:
         for key, (offset, length) in values.items():
             entries[key] = dcp.BytesStorageMetadata()
             places[dcp.MetadataIndex(key)] = _StorageInfo(VALUES, offset, length)
-        # A pickle has an object once: weights and moments are spread alike.
+        # Weights and moments are spread alike: shared objects appear only once in the pickle.
         kinds = {dtype: dcp.TensorProperties(dtype=dtype) for dtype, _ in self.tensors.values()}
         known: dict[tuple[int, int], Any] = {}
         for key, (dtype, spread) in self.tensors.items():
             kind = (id(spread), dtype.itemsize)
             if kind not in known:
-                found = _chunks(spread, dtype.itemsize)
-                known[kind] = (torch.Size(spread.shape), [chunk for _, _, chunk in found], found)
+                chunks = _chunks(spread, dtype.itemsize)
+                known[kind] = (torch.Size(spread.shape), [chunk for _, _, chunk in chunks], chunks)
             shape, boxes, chunks = known[kind]
             for rank, nbytes, chunk in chunks:
                 index = dcp.MetadataIndex(key, chunk.offsets)
@@ -135,7 +135,7 @@ class SavePlan:
 
 
 def _chunks(spread: Spread, itemsize: int) -> list[tuple[int, int, dcp.ChunkStorageMetadata]]:
-    """``(rank, bytes of the chunk, its box)`` of each."""
+    """Returns ``(rank, bytes of the chunk, its box)`` of each chunk."""
     return [
         (
             rank,

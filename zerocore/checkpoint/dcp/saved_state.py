@@ -1,6 +1,6 @@
-"""The part of a nested state that a rank saves: tensors, plain values, and the plan of all.
+"""The part of a nested state that a rank saves: tensors, plain values, and the plan of all ranks.
 
-The next save of the same tensors uses the plan and metadata of the last one.
+The next save of the same tensors reuses the plan and the metadata.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import ShardState
 from zerocore.tensor.placed import Placed, local_of
 
-PART_NBYTES = 8 << 20  # what is copied and written at a time
+PART_NBYTES = 8 << 20  # of one copy and one write
 _SMALL_NBYTES = 64 << 10
 
-Facts = Mapping[str, tuple[torch.dtype, Place | torch.Size]]  # of each tensor: place or shape
+Facts = Mapping[str, tuple[torch.dtype, Place | torch.Size]]  # each tensor's dtype, place or shape
 
 
 class KeptPlan:
-    """The plan of the last save of a model, and its metadata as they stand in the file."""
+    """The plan of a model's last save, and its pickled metadata."""
 
     def __init__(self, state: ShardState) -> None:
         self._places = {
@@ -51,14 +51,14 @@ class KeptPlan:
         self._parts = state.part_ranges
         check_has_places(state)
         self._spreads: dict[Any, Spread] = {}
-        self._lock = threading.Lock()  # one thread copies by the plan, another one writes by it
+        self._lock = threading.Lock()  # the copying thread and the writing one use the plan
         self._facts: Facts = {}
         self._plan = SavePlan({}, state.ranks.world_size)
         self._written: tuple[Any, ...] = ()
         self._metadata = b""
 
     def plan_of(self, facts: Facts) -> SavePlan:
-        """The plan of a save; the same object as long as the same tensors are saved."""
+        """Returns the plan of a save; the same object as long as the tensors are the same."""
         with self._lock:
             if facts is not self._facts:
                 tensors = {key: (dtype, self._spread(of)) for key, (dtype, of) in facts.items()}
@@ -70,22 +70,22 @@ class KeptPlan:
     def metadata(
         self, plan: SavePlan, values: Mapping[str, tuple[int, int]], paths: Mapping[str, Any]
     ) -> bytes:
-        """``plan.metadata(values, paths)`` pickled; kept as long as they are the same."""
+        """Returns ``plan.metadata(values, paths)`` pickled; reuses it while these are equal."""
         if (plan, values, paths) != self._written:
             self._metadata = pickle.dumps(plan.metadata(values, paths))
             self._written = plan, values, paths
         return self._metadata
 
     def _spread(self, of: Place | torch.Size) -> Spread:
-        """One object for all tensors that are spread alike."""
+        """Returns how a tensor is spread; the same object for all that are spread alike."""
         key: Any = of
         if isinstance(of, Place):
             key = (of.fqn, of.whole_shape, of.strides, of.shard_range, of.group is None)
         if key not in self._spreads:
-            self._spreads[key] = self._found(of)
+            self._spreads[key] = self._new_spread(of)
         return self._spreads[key]
 
-    def _found(self, of: Place | torch.Size) -> Spread:
+    def _new_spread(self, of: Place | torch.Size) -> Spread:
         if not isinstance(of, Place):
             return Spread(tuple(of), SavedRanges(Cut.whole(of.numel())))
         if of.part is not None:
@@ -101,12 +101,12 @@ class KeptPlan:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state as it goes into the files. Most of it is made later than training waits."""
+    """A state to write. Threads compute most of it, so training does not wait for it."""
 
-    kept: KeptPlan  # of this save and those before
+    kept: KeptPlan  # shared with the previous saves
     facts: Facts  # the same on all ranks
-    tensors: Mapping[str, tuple[Tensor, int]]  # this rank's elements, 1-D, and where they begin
-    plain: Mapping[str, Any]  # what is no tensor, copied; on the first rank
+    tensors: Mapping[str, tuple[Tensor, int]]  # this rank's elements, 1-D, and the first's index
+    plain: Mapping[str, Any]  # copies of values that are not tensors; on the first rank
     paths: Mapping[str, Any]  # of every key in the nested state
 
     @property
@@ -115,12 +115,12 @@ class SavedState:
 
     @property
     def plan(self) -> SavePlan:
-        """The same on all ranks."""
+        """The plan, the same on all ranks."""
         return self.kept.plan_of(self.facts)
 
     @cached_property
     def values(self) -> dict[str, bytes]:
-        """The plain values, as ``torch.save`` writes them, in the order in their file."""
+        """The plain values as ``torch.save`` writes them, in the order in their file."""
         return {key: saved_bytes(value) for key, value in self.plain.items()}
 
     def metadata(self) -> bytes:
@@ -131,7 +131,7 @@ class SavedState:
         return self.kept.metadata(self.plan, places, self.paths)
 
     def digest(self) -> str:
-        """The same on all ranks if they save the same tensors."""
+        """Returns a text that is equal on all ranks if they save the same tensors."""
         facts = [
             f"{key} {dtype} {tuple(of.whole_shape if isinstance(of, Place) else of)}"
             for key, (dtype, of) in self.facts.items()
@@ -139,18 +139,18 @@ class SavedState:
         return f"{len(facts)} tensors, {crc32(repr(facts).encode()):08x}"
 
     def watch_changes(self, state: ShardState) -> Callable[[], None]:
-        """Returns what raises RuntimeError if a tensor has changed in the meantime, or a shard of
-        the state through its ``data``."""
+        """Returns a function that raises RuntimeError if a tensor has changed since, or a shard
+        through its ``data``."""
 
-        state_ref = ref(state)  # a model of zerocore.fsdp drops it when it is moved
+        state_ref = ref(state)  # a model of zerocore.fsdp drops its state when it is moved
 
         def versions() -> dict[str, int]:
-            found = {key: _version(local) for key, (local, _) in self.tensors.items()}
+            current = {key: _version(local) for key, (local, _) in self.tensors.items()}
             state = state_ref()
             for unit in () if state is None else state.units:
                 assert state is not None
-                found[f"unit {unit.name}"] = state.engine.shards_version(unit.index)
-            return found
+                current[f"unit {unit.name}"] = state.engine.shards_version(unit.index)
+            return current
 
         before = versions()
 
@@ -158,14 +158,14 @@ class SavedState:
             for key, version in versions().items():
                 if before[key] != version:
                     raise RuntimeError(
-                        f"'{key}' was changed while it was being saved, and not by an optimizer's "
-                        "step, which waits. Call wait() of what save returned before changing it"
+                        f"'{key}' was changed during a background save, and not by an optimizer's "
+                        "step, which waits. Call wait() on the result of save before you change it"
                     )
 
         return check
 
     def parts(self) -> Iterator[Tensor]:
-        """The memory that this rank writes, in the order in its file, in small parts."""
+        """Yields the memory that this rank writes, in the order in its file, in small parts."""
         for piece in self.plan.pieces_of(self.rank):
             local, begin = self.tensors[piece.key]
             start = piece.box.begin - begin
@@ -175,9 +175,9 @@ class SavedState:
                 )
 
     def parts_on_cpu(self) -> Iterator[Tensor]:
-        """The same on the CPU, for tensors that nobody changes until all is written."""
+        """Yields copies of :meth:`parts` on the CPU; the tensors must not change until the end."""
         for device in {local.device for local, _ in self.tensors.values()}:
-            if device.type not in ("cpu", "meta"):  # this thread has streams of its own
+            if device.type not in ("cpu", "meta"):  # this thread has another current stream
                 torch.get_device_module(device).synchronize(device)
         return (part.cpu() for part in self.parts())
 
@@ -187,8 +187,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedState:
-    """The state of a model's ranks, on its own memory. ``copy``: what is no shard, which may
-    change."""
+    """Returns the state to save, on the model's memory. ``copy``: copies tensors that are not
+    shards, because they may change."""
     flat, paths = flatten_state_dict(nested)
     is_first = kept.ranks.rank == 0
     facts: dict[str, tuple[torch.dtype, Place | torch.Size]] = {}
@@ -210,8 +210,8 @@ def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedStat
 def write_rank_file(
     folder: Path, saved: SavedState, copies: Iterable[Tensor], begun: Callable[[], None]
 ) -> FileSums:
-    """Writes a rank's durable file from copies of ``saved.parts()``; ``begun`` is called when it
-    has room."""
+    """Writes a rank's file, durably, from copies of ``saved.parts()``; calls ``begun`` when the
+    file has its disk space."""
     plan, rank = saved.plan, saved.rank
     file = files.create(folder / plan.file_name(rank))
     try:
@@ -222,7 +222,7 @@ def write_rank_file(
         parts = iter(copies)
         for piece in plan.pieces_of(rank):
             _write_piece(writer, plan, piece, parts)
-        for _ in parts:  # its end says whether all was well
+        for _ in parts:  # the iterator's end raises the errors of the copies
             raise AssertionError("a part is left")
         files.finish(writer)
         files.flush(file)

@@ -1,4 +1,4 @@
-"""Copies of a state before training goes on to change it: read ahead, in little memory."""
+"""Copies a state before training changes it: ahead of the writer, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class StreamedCopy:
-    """Copies of tensors on the CPU, made by one thread ahead of another one, which takes them.
+    """Copies of tensors on the CPU: one thread makes them ahead of another, which takes them.
 
-    ``parts`` are small plain tensors of ``device``, in the order in which they are taken. They must
-    not change until :meth:`wait_read` returns: ``check`` is called when all are read, and raises if
-    one has. ``budget``: bytes that copies take at most at a time; more than any one part.
+    ``parts`` are small plain tensors on ``device``, in the order in which they are taken. They must
+    not change until :meth:`wait_read` returns: ``check`` runs after the last copy, and raises if
+    one has changed. ``budget``: the most bytes of copies at a time; more than any one part.
     """
 
     def __init__(
@@ -31,22 +31,22 @@ class StreamedCopy:
         self.peak_nbytes = 0
         self._pins = device.type == "cuda"
         self._stream = None
-        if device.type != "cpu":  # beside what computes, but after what was ordered until now
+        if device.type != "cpu":  # alongside later work, but after the work issued so far
             self._stream = torch.Stream(device)
             self._stream.wait_stream(torch.accelerator.current_stream(device))
 
     def wait_read(self) -> None:
-        """Returns when the tensors may change: all are copied, or nobody takes copies any more."""
+        """Waits until the tensors may change: all are copied, or the copy is closed."""
         self._is_read.wait()
 
     def close(self) -> None:
-        """Says that nobody takes copies any more."""
+        """Ends the copying: no copy will be taken any more."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The copies in order, each until the next is asked for; raises errors of reading."""
+        """Yields the copies in order, each valid until the next; raises errors of :meth:`run`."""
         while (part := self._next()) is not None:
             yield part
             with self._changed:
@@ -62,14 +62,14 @@ class StreamedCopy:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Makes the copies, in a thread of its own; raises nothing."""
+        """Makes the copies in a thread of its own; leaves its error to :meth:`__iter__`."""
         try:
             for part in self._parts:
                 if not self._reserve(part.nbytes):
                     return
-                made = self._copied(part)
+                copied = self._copied(part)
                 with self._changed:
-                    self._copies.append(made)
+                    self._copies.append(copied)
                     self._changed.notify_all()
             self._check()
         except BaseException as error:
@@ -81,7 +81,7 @@ class StreamedCopy:
                 self._changed.notify_all()
 
     def _reserve(self, nbytes: int) -> bool:
-        """Waits until the budget has room; False if nobody takes copies any more."""
+        """Waits until the budget has room; returns False if the copy is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._held + nbytes <= self._budget)
             self._held += nbytes
@@ -92,7 +92,7 @@ class StreamedCopy:
         if self._stream is None:
             return part.clone()
         with self._stream:
-            made = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=self._pins)
-            made.copy_(part, non_blocking=True)
+            host = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=self._pins)
+            host.copy_(part, non_blocking=True)
             self._stream.synchronize()
-        return made
+        return host

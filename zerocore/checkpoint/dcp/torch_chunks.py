@@ -1,7 +1,7 @@
-"""Chunks of torch's checkpoint files: each is what ``torch.save`` makes of one tensor, a zip file.
+"""Chunks of torch's checkpoint files: each is the zip file that ``torch.save`` makes of one tensor.
 
-A chunk that is written here has its parts at fixed places, so that its length follows from the
-tensor's bytes alone and its other bytes from dtype, shape and checksum. Zip files of a tensor hold
+The chunks that this module makes have their parts at fixed offsets. So a chunk's length follows
+from the tensor's bytes, and its other bytes from dtype, shape and checksum. Its parts are
 
     data.pkl | data/0 (the tensor's memory) | byteorder | version | list of the four with checksums
     | comment: zeros
@@ -20,8 +20,8 @@ from zlib import crc32
 
 import torch
 
-MAX_NBYTES = 1 << 30  # of a chunk's data; zip files above 4 GiB have another form
-HEAD_NBYTES = 768  # of a chunk before the data; room for the shape of a tensor of 24 dimensions
+MAX_NBYTES = 1 << 30  # of a chunk's data; zip files above 4 GiB have another format
+HEAD_NBYTES = 768  # of a chunk before the data: fits the shape of a 24-D tensor
 _ALIGNMENT = 64
 _ORDER = (b"archive/byteorder", b"little")
 _VERSION = (b"archive/version", b"3\n")
@@ -38,14 +38,14 @@ _TAIL_NBYTES = (
 
 
 def chunk_nbytes(data_nbytes: int) -> int:
-    """Bytes of the chunk around a tensor of that many bytes."""
+    """Returns the size of the chunk around a tensor of that many bytes."""
     return -(-(HEAD_NBYTES + data_nbytes + _TAIL_NBYTES) // _ALIGNMENT) * _ALIGNMENT
 
 
 def frame(
     dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], crc: int
 ) -> tuple[bytes, bytes]:
-    """The bytes before and behind a tensor whose memory has no gaps and the checksum ``crc``."""
+    """Returns the bytes before and after a dense tensor with the checksum ``crc``."""
     numel = torch.Size(sizes).numel()
     nbytes = numel * dtype.itemsize
     pickled = _pickled(dtype, tuple(sizes), tuple(strides), numel)
@@ -57,9 +57,9 @@ def frame(
     head = _local(*facts[0]) + pickled
     padding = HEAD_NBYTES - len(head) - len(_local(*facts[1])) - 4
     if padding < 0:
-        raise ValueError(f"a tensor of {len(sizes)} dimensions has too many for a checkpoint")
+        raise ValueError(f"a tensor has {len(sizes)} dimensions, too many for a checkpoint")
     offsets = [0, len(head)]
-    # As torch does it, the padding is an extra field of the name "FB".
+    # As in torch's files, the padding is an extra field named "FB".
     head += _local(*facts[1], b"FB" + struct.pack("<H", padding) + bytes(padding))
     tail = b""
     for fact, (_, data) in zip(facts[2:], (_ORDER, _VERSION), strict=True):
@@ -79,7 +79,7 @@ def frame(
 def has_form(
     head: bytes, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]
 ) -> bool:
-    """Whether a good head is that of a tensor of this form."""
+    """Whether an intact head belongs to a tensor of this form."""
     begin = _LOCAL.size + len(_PICKLE_NAME)
     return head.startswith(_pickled(dtype, sizes, strides, torch.Size(sizes).numel()), begin)
 
@@ -90,15 +90,15 @@ def _local(name: bytes, crc: int, size: int, extra: bytes = b"") -> bytes:
 
 
 class _Storage:
-    """Stands for the memory of the tensor."""
+    """A stand-in for the tensor's memory."""
 
 
 class _Tensor:
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
-        self._made = (function, args)
+        self._reduced = (function, args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._made
+        return self._reduced
 
 
 class _Pickler(pickle.Pickler):
@@ -108,7 +108,7 @@ class _Pickler(pickle.Pickler):
         return self.storage if isinstance(obj, _Storage) else None
 
 
-@lru_cache(4096)  # a weight and its moments have one form
+@lru_cache(4096)  # a weight and its moments have the same form
 def _pickled(
     dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int
 ) -> bytes:

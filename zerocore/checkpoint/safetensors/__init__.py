@@ -1,1 +1,1 @@
-"""Models from and to safetensors files."""
+"""Loads and saves models as safetensors files."""

@@ -1,4 +1,4 @@
-"""The safetensors format: headers of files, folders of files with an index, plans of new ones."""
+"""The safetensors format: file headers, folders with an index, plans of new files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zerocore.checkpoint.safe_files import (
 )
 
 INDEX_NAME = "model.safetensors.index.json"
-_MAX_HEADER_NBYTES = 100_000_000  # what safetensors itself reads
+_MAX_HEADER_NBYTES = 100_000_000  # the limit of safetensors itself
 DTYPE_OF = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -43,7 +43,7 @@ Facts = Mapping[str, tuple[torch.dtype, Sequence[int]]]  # dtype and shape of te
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: C-contiguous, its bytes at ``begin:end``."""
+    """A C-contiguous tensor in a file, at bytes ``begin:end``."""
 
     file: Path
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Entry:
     name: str
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """All of it on the CPU, cast to ``dtype``."""
+        """Reads all of it to the CPU, cast to ``dtype``."""
         values = torch.empty(self.shape, dtype=dtype, device="cpu")
         with opened(self.file) as file:
             read_into(file.fileno(), self.begin, self.dtype, values.view(-1))
@@ -61,11 +61,11 @@ class Entry:
 
 
 def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str, Entry]:
-    """The tensors of a folder by name: those of its index, or of all of its files; or of one file.
+    """Returns a folder's tensors by name, from its index or all of its files; or one file's.
     ``verify``: compare the checksums of index and headers, if the folder has any.
 
-    FileNotFoundError if there is no such file, or none in the folder; ValueError if a file is no
-    safetensors file, is truncated or damaged, or lacks a tensor of the index.
+    Raises FileNotFoundError if there is no such file, or none in the folder; ValueError if a file
+    is not a safetensors file, is truncated or damaged, or lacks a tensor of the index.
     """
     path = Path(folder)
     sums = checksums.read_sums(path.parent if path.is_file() else path) if verify else None
@@ -80,10 +80,10 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
     data = checksums.read_checked(
         index, sums if sums and index.name in sums else None, _MAX_HEADER_NBYTES
     )
-    with named(index, "is no index of safetensors files"):
+    with named(index, "is not an index of safetensors files"):
         weight_map: dict[str, str] = parsed_json(data)["weight_map"]
         if bad := [file for file in weight_map.values() if not is_plain_name(file)]:
-            raise ValueError(f"{shown(bad[0])} is no name of a file in this folder")
+            raise ValueError(f"{shown(bad[0])} is not the name of a file in this folder")
     headers = {file: read_header(path / file, sums) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
@@ -94,10 +94,10 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
 
 
 def read_header(path: Path, sums: checksums.Checksums | None = None) -> dict[str, Entry]:
-    """The tensors of one file, by the rules of safetensors; a ValueError names the file."""
+    """Reads the tensors in a file's header, by the rules of safetensors; a ValueError names it."""
     listed = None if sums is None else sums.get(path.name)
     size = size_of(path)
-    with named(path, "is no safetensors file"):
+    with named(path, "is not a safetensors file"):
         if listed is not None and listed.nbytes != size:
             raise ValueError(f"it has {size} bytes, expected {listed.nbytes}")
         length = int.from_bytes(checksums.read_range(path, listed, 0, 8), "little")
@@ -109,7 +109,7 @@ def read_header(path: Path, sums: checksums.Checksums | None = None) -> dict[str
         if type(metadata) is not dict or not all(
             isinstance(value, str) for value in metadata.values()
         ):
-            raise ValueError("its free metadata is no text")
+            raise ValueError("its metadata must be a dict of texts")
         entries = {name: _entry(path, 8 + length, name, facts) for name, facts in header.items()}
         _check_places(entries, 8 + length, size)
     return entries
@@ -117,10 +117,10 @@ def read_header(path: Path, sums: checksums.Checksums | None = None) -> dict[str
 
 def _entry(path: Path, base: int, name: str, facts: Mapping[str, Any]) -> Entry:
     if facts.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{shown(name)} has other facts than dtype, shape and offsets")
+        raise ValueError(f"{shown(name)} has other fields than dtype, shape and data_offsets")
     shape, offsets, dtype = facts["shape"], facts["data_offsets"], DTYPE_OF.get(facts["dtype"])
     if dtype is None:
-        raise ValueError(f"{shown(name)} is of dtype {shown(facts['dtype'])}, which is not known")
+        raise ValueError(f"{shown(name)} has the unknown dtype {shown(facts['dtype'])}")
     if not (type(shape) is type(offsets) is list and all(map(is_count, [*shape, *offsets]))):
         raise ValueError(f"{shown(name)} has the shape {shown(shape)} at {shown(offsets)}")
     begin, end = offsets
@@ -132,7 +132,7 @@ def _entry(path: Path, base: int, name: str, facts: Mapping[str, Any]) -> Entry:
 
 
 def _check_places(entries: Mapping[str, Entry], begin: int, size: int) -> None:
-    """Whether tensors follow each other, from the header to the end of the file."""
+    """Rejects tensors that leave gaps or overlap between the header and the end of the file."""
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.end > size:
             raise ValueError(
@@ -147,7 +147,7 @@ def _check_places(entries: Mapping[str, Entry], begin: int, size: int) -> None:
 
 @dataclass(frozen=True)
 class Held(Entry):
-    """A tensor of a file that hooks of loading have changed: in memory."""
+    """A tensor in memory: loading hooks have made it from a file's tensor."""
 
     value: Tensor
 
@@ -157,7 +157,7 @@ class Held(Entry):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file that is to be written: its header, what lies where, its size."""
+    """A file to write: its header, its tensors with their offsets, its size."""
 
     name: str
     header: bytes
@@ -168,7 +168,7 @@ class FilePlan:
 def plan_files(
     folder: Path, tensors: Facts, max_file_nbytes: int, metadata: Mapping[str, str]
 ) -> list[FilePlan]:
-    """Which tensors go into which file, in their order; a file has one tensor at least. Raises
+    """Plans which tensors go into which file, in order; a file has at least one tensor. Raises
     ValueError for a dtype that safetensors does not know."""
     groups: list[list[str]] = []
     filled = 0
@@ -193,7 +193,7 @@ def plan_files(
 def _plan_file(path: Path, tensors: Facts, metadata: Mapping[str, str]) -> FilePlan:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    # The widest first, so that each begins on a multiple of its own size.
+    # The widest dtypes first, so that each tensor is aligned to its element size.
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
         begin, end = end, end + prod(shape) * dtype.itemsize
         facts = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [begin, end]}
@@ -206,7 +206,7 @@ def _plan_file(path: Path, tensors: Facts, metadata: Mapping[str, str]) -> FileP
 
 
 def write_lists(folder: Path, plans: Sequence[FilePlan], sums: checksums.Checksums) -> list[str]:
-    """Writes the index of several files, and the checksums of all; returns their names."""
+    """Writes the index of several files, and the list of checksums; returns both files' names."""
     lists = {}
     if len(plans) > 1:
         weight_map = {name: plan.name for plan in plans for name in plan.entries}
@@ -223,7 +223,7 @@ def write_lists(folder: Path, plans: Sequence[FilePlan], sums: checksums.Checksu
 def check_entries(
     entries: Iterable[Entry], part: int = 0, parts: int = 1, way: StreamWay = StreamWay.ANY
 ) -> int:
-    """Compares a part of the files of the entries; returns how many have checksums."""
+    """Compares a part of the entries' files; returns how many files have checksums."""
     by_file: dict[str, list[Entry]] = {}
     for entry in entries:
         by_file.setdefault(entry.file.name, []).append(entry)
@@ -235,7 +235,7 @@ def check_entries(
         return [
             entry.name
             for entry in by_file[name]
-            if any(entry.begin < each.stop and each.start < entry.end for each in ranges)
+            if any(entry.begin < span.stop and span.start < entry.end for span in ranges)
         ]
 
     if sums:

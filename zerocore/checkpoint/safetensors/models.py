@@ -1,4 +1,4 @@
-"""Sharded models from and to safetensors files, as Hugging Face lays them out; nothing gathered."""
+"""Loads and saves sharded models as Hugging Face's safetensors files, without a gather."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from zerocore.tensor.placed import local_of
 from zerocore.tensor.rows import elements_of, own_elements, part_like, place_of, shard_of
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
-Written = tuple[int, dict[int, int]]  # bytes of a file, and sums of blocks by their number
+Written = tuple[int, dict[int, int]]  # bytes of a file, and sums of blocks by index
 
 
 @operation("load_safetensors")
@@ -56,22 +56,23 @@ def load_safetensors(
     strict: bool = True,
     verify: bool = True,
 ) -> None:
-    """Loads parameters and buffers from safetensors files; every rank reads its own bytes of them.
+    """Loads parameters and buffers from safetensors files; every rank reads only its own bytes.
 
-    All ranks must call, and see the same files. Values are cast to the dtypes of the model (of its
-    main weights under mixed precision). Of tied parameters one name is enough.
+    All ranks must call it, and see the same files. Values are cast to the model's dtypes (under
+    mixed precision, to the main weights'). One name of tied parameters is enough.
 
     Args:
-        folder: with ``model.safetensors`` or an index, as ``save_pretrained`` leaves it; or a file.
-        rename: what a name in the files is called in ``model.state_dict()``: a dict, of which
-            missing names stay, or a function, which leaves out what it returns None for.
+        folder: a folder with ``model.safetensors`` or an index, as from ``save_pretrained``; or a
+            file.
+        rename: maps names in the files to names in ``model.state_dict()``. A dict keeps names that
+            it lacks; a function leaves out a name by returning None.
         strict: missing and unexpected names are errors.
         verify: before loading, compare the checksums that :func:`save_safetensors` writes.
 
     Raises:
-        ValueError: the model is not sharded; names, shapes or dtypes that do not fit, a truncated
-            or damaged file; on every rank, before anything is changed.
-        FileNotFoundError: as above, if there are no such files.
+        ValueError: the model is not sharded, names, shapes or dtypes do not fit, or a file is
+            truncated or damaged; on every rank, before anything is changed.
+        FileNotFoundError: there are no such files; on every rank, too.
         RuntimeError: this process was forked from the one that sharded the model.
     """
     state = ready_state_of(model)
@@ -79,19 +80,19 @@ def load_safetensors(
     check_engine_gathers(state.units, "load_safetensors")
     targets = _targets(model, state)
     read: dict[str, Entry] = {}
-    found: dict[str, Entry] = {}
+    loaded: dict[str, Entry] = {}
 
     def check() -> set[str]:
         if state.shown_full.total() > 0:
-            raise RuntimeError("load_safetensors inside of zerocore.unsharded; call it outside")
+            raise RuntimeError("load_safetensors inside zerocore.unsharded; call it outside")
         read.update(_renamed(read_folder(folder, verify), rename))
-        found.update(_as_loaded(model, read))
-        _check(targets, found, strict, folder)
+        loaded.update(_as_loaded(model, read))
+        _check(targets, loaded, strict, folder)
         return {f"{name} at {entry.begin} of {entry.file.name}" for name, entry in read.items()}
 
     groups, device = state.ranks.groups, state.device
-    for rank, (own, other) in enumerate(pairwise(on_all_ranks(groups, check, device)), 1):
-        if differing := sorted(own ^ other):
+    for rank, (before, files) in enumerate(pairwise(on_all_ranks(groups, check, device)), 1):
+        if differing := sorted(before ^ files):
             raise ValueError(f"rank {rank} sees other files than rank {rank - 1}: {differing[0]}")
     if verify:
         part, parts = state.rank, state.world_size
@@ -100,7 +101,7 @@ def load_safetensors(
 
     def load() -> None:
         done: set[int] = set()
-        for name, entry in found.items():
+        for name, entry in loaded.items():
             target = targets.get(name)
             if target is not None and id(target) not in done:
                 done.add(id(target))
@@ -112,21 +113,21 @@ def load_safetensors(
 
 
 def _targets(model: nn.Module, state: ShardState) -> dict[str, Tensor]:
-    """Shards of parameters, and buffers."""
+    """Returns the shards of parameters, and the buffers, by name."""
     keys = param_keys(model, state, by_name=True)
     shards = {key: param.shard for param, names in keys.items() for key in names}
     return {**shards, **buffers_of(model, keys)}
 
 
 def _as_loaded(model: nn.Module, read: Mapping[str, Entry]) -> Mapping[str, Entry]:
-    """The tensors as hooks of loading make them, which are shown whole ones."""
+    """Returns the tensors as the model's loading hooks change them; the hooks see full tensors."""
     if not has_own_loading(model) or not read:
         return read
-    given = {name: entry.read(entry.dtype) for name, entry in read.items()}
+    values = {name: entry.read(entry.dtype) for name, entry in read.items()}
     path = next(iter(read.values())).file
     return {
         name: Held(path, value.dtype, tuple(value.shape), 0, value.nbytes, name, value)
-        for name, value in as_loaded(model, given).items()
+        for name, value in as_loaded(model, values).items()
     }
 
 
@@ -146,17 +147,17 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, E
 
 
 def _check(
-    targets: Mapping[str, Tensor], found: Mapping[str, Entry], strict: bool, folder: object
+    targets: Mapping[str, Tensor], entries: Mapping[str, Entry], strict: bool, folder: object
 ) -> None:
-    loaded = {id(target) for name, target in targets.items() if name in found}
+    loaded = {id(target) for name, target in targets.items() if name in entries}
     missing = sorted(name for name, target in targets.items() if id(target) not in loaded)
-    unexpected = sorted(set(found) - set(targets))
+    unexpected = sorted(set(entries) - set(targets))
     if strict and (missing or unexpected):
         raise ValueError(
             f"{folder} does not fit the model: missing {shown(missing)}, unexpected "
             f"{shown(unexpected)}; rename= maps names, strict=False leaves them out"
         )
-    for name, entry in found.items():
+    for name, entry in entries.items():
         if name not in targets:
             continue
         target = targets[name]
@@ -170,17 +171,17 @@ def _check(
 
 
 def _kind(dtype: torch.dtype) -> int:
-    """Whole numbers become floating-point ones, and these complex ones; never the other way."""
+    """Ranks dtypes: integers may be loaded as floats, floats as complex numbers, never back."""
     return 2 if dtype.is_complex else int(dtype.is_floating_point)
 
 
 def _shape_of(target: Tensor) -> tuple[int, ...]:
-    """In the files."""
+    """Returns the target's shape in the files."""
     return tuple(target.place.whole_shape if isinstance(target, ShardedParameter) else target.shape)
 
 
 def _begin_in_file(place: Place) -> int | None:
-    """Where the elements of a shard begin in C order; None if they do not follow each other."""
+    """Returns the index in C order of a shard's first element; None if it is not contiguous."""
     if place.strides is not None or (place.part is not None and place.part.dim != 0):
         return None
     before = 0 if place.part is None else place.part.begin * prod(place.part.shape[1:])
@@ -197,7 +198,7 @@ def _read_target(entry: Entry, target: Tensor) -> None:
             offset = entry.begin + begin * entry.dtype.itemsize
             read_into(file.fileno(), offset, entry.dtype, elements_of(target, target))
         return
-    full = entry.read(target.dtype)  # its elements are in another order in memory
+    full = entry.read(target.dtype)  # the shard's elements are not contiguous in the file
     if isinstance(target, ShardedParameter):
         local_of(target).copy_(place.part_of(place.part_of_whole(full)))
     else:
@@ -214,18 +215,18 @@ def save_safetensors(
 ) -> None:
     """Saves parameters and buffers as Hugging Face does; every rank writes its own bytes.
 
-    All ranks must call, and see the same file system. The folder gets ``model.safetensors``, or
-    several files and ``model.safetensors.index.json``, the index last, when all are on disk; a save
-    that fails leaves nothing. Main weights are saved; of tied parameters the first name, as
+    All ranks must call it, and share a file system. The folder gets ``model.safetensors``, or
+    several files and then ``model.safetensors.index.json``, when all are on disk; a failed save
+    leaves nothing. It saves main weights, and tied parameters under their first name, as
     ``save_pretrained`` does.
 
     Args:
         folder: made if need be; may hold other files, such as a configuration.
-        dtype: of floating-point values in the files; None keeps each.
+        dtype: of floating-point values in the files; None keeps each value's dtype.
         max_file_size: of a file, in bytes or as text; a larger tensor has a file of its own.
 
     Raises:
-        ValueError: the model is not sharded, or a dtype that safetensors does not know.
+        ValueError: the model is not sharded, or safetensors does not know a dtype.
         FileExistsError: the folder has safetensors files already.
         RuntimeError: this process was forked from the one that sharded the model.
     """
@@ -241,7 +242,7 @@ def save_safetensors(
 
     def prepare() -> None:
         for old in (old for name in ("*.safetensors", INDEX_NAME, NAME) for old in path.glob(name)):
-            raise FileExistsError(f"{old} exists; nothing is overwritten, delete it first")
+            raise FileExistsError(f"{old} exists and is not overwritten; delete it first")
         _check_can_be_saved(model)
         nbytes = parse_nbytes(max_file_size, "max_file_size")
         metadata = {"format": "pt", **_first_names(_targets(model, state), targets)}
@@ -261,7 +262,7 @@ def save_safetensors(
 def _check_can_be_saved(model: nn.Module) -> None:
     kinds = {k: v for k, v in model.state_dict().items() if not isinstance(v, Tensor)}
     for key in (*kinds, *changed_by_hooks(model)):
-        reason = "is no tensor" if key in kinds else "is changed by a hook of state_dict"
+        reason = "is not a tensor" if key in kinds else "is changed by a state_dict hook"
         raise ValueError(
             f"'{key}' {reason}, which save_safetensors does not write; save with "
             "zerocore.Checkpoints, or zerocore.full_state_dict(model)"
@@ -270,7 +271,7 @@ def _check_can_be_saved(model: nn.Module) -> None:
 
 @contextmanager
 def _nothing_left(temporary: Path | None) -> Iterator[list[Path]]:
-    """Deletes the folder, and the files of the list that it yields, if the block fails."""
+    """Yields a list of files; deletes these and the folder if the block fails."""
     moved: list[Path] = []
     try:
         yield moved
@@ -285,12 +286,12 @@ def _nothing_left(temporary: Path | None) -> Iterator[list[Path]]:
 def _commit(
     state: ShardState, temporary: Path, plans: list[FilePlan], sums: Checksums, moved: list[Path]
 ) -> None:
-    """Rank 0 renames the temporary files to their final names and appends each to ``moved``."""
+    """Renames the temporary files on rank 0, and appends each final name to ``moved``."""
     if state.rank != 0:
         return
     folder = temporary.parent
     lists = write_lists(temporary, plans, sums)
-    for name in [*(file.name for file in plans), *reversed(lists)]:  # an index is last
+    for name in [*(file.name for file in plans), *reversed(lists)]:  # the index last
         os.replace(temporary / name, folder / name)
         moved.append(folder / name)
     temporary.rmdir()
@@ -298,31 +299,30 @@ def _commit(
 
 
 def _first_names(all_targets: Mapping[str, Tensor], kept: dict[str, Tensor]) -> dict[str, str]:
-    """Fills ``kept`` with one name of each tensor; returns the others, and what they stand for."""
+    """Fills ``kept`` with tensors by their first names; returns the other names, with the first."""
     first: dict[int, str] = {}
-    others = {}
+    aliases = {}
     for name, target in all_targets.items():
         if id(target) in first:
-            others[name] = first[id(target)]
+            aliases[name] = first[id(target)]
         else:
             first[id(target)] = name
             kept[name] = target
-    return others
+    return aliases
 
 
 def _facts(targets: Mapping[str, Tensor], dtype: torch.dtype | None) -> Facts:
     facts = {}
     for name, target in targets.items():
-        own = target.dtype
-        chosen = dtype if dtype is not None and own.is_floating_point else own
-        facts[name] = (chosen, _shape_of(target))
+        casts = dtype is not None and target.is_floating_point()
+        facts[name] = (dtype if casts else target.dtype, _shape_of(target))
     return facts
 
 
 def _write_all(
     state: ShardState, folder: Path, plans: list[FilePlan], targets: Mapping[str, Tensor]
 ) -> list[dict[str, Written]]:
-    """Writes the parts of this rank; returns the sums of the blocks to which each rank wrote."""
+    """Writes this rank's parts; returns each rank's sums of the blocks that it has written to."""
     written: dict[str, Written] = {}
     errors: list[OSError] = []
 
@@ -341,7 +341,7 @@ def _write_all(
                 if state.rank == 0:
                     files.write(writer, 0, plan.header)
             for name, entry in plan.entries.items():
-                values, begin = _own_part(state, targets[name])  # may be collective: on all ranks
+                values, begin = _own_part(state, targets[name])  # may be collective: not skipped
                 with noted():
                     if not errors:
                         offset = entry.begin + begin * entry.dtype.itemsize
@@ -371,17 +371,17 @@ def _joined(parts: list[dict[str, Written]]) -> Checksums:
 
 
 def _own_part(state: ShardState, target: Tensor) -> tuple[Tensor, int]:
-    """The elements in C order that this rank writes, plain and 1-D, and where they begin."""
+    """Returns the elements that this rank writes, plain and 1-D, and the index of the first."""
     if (place := place_of(target)) is None:
         flat = target.detach().contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
     local, shard = elements_of(target, target), shard_of(target)
     first = _begin_in_file(place)
-    if first is None:  # pieces of it are scattered over the file
+    if first is None:  # not contiguous in the file
         flat = place.whole_of(place.gather(local)).contiguous().view(-1)
         return (flat if state.rank == 0 else flat[:0]), 0
     assert shard is not None
-    is_spread = state.tensor_ranks is not None and place.part is None  # all ranks hold the same
+    is_spread = state.tensor_ranks is not None and place.part is None  # tensor ranks share the work
     ranks = state.ranks if is_spread else state.ranks_of(shard.unit)
     copies = ranks.num_replicas if place.group is not None else ranks.world_size
     index = ranks.rank // ranks.num_shards if place.group is not None else ranks.rank
