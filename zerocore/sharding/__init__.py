@@ -1,1 +1,1 @@
-"""Turns a model into a sharded one: what is asked for is checked first, then built."""
+"""Turns a model into a sharded one: checks the model and the options first, then builds."""

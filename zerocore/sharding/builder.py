@@ -1,7 +1,7 @@
-"""The one builder: from the units of a model to its state, for either kind of shards.
+"""Builds the state of a model from its units, for both kinds of shards.
 
-A collector finds parameters, units and meshes, and checks them: ``shard`` has one, ``fully_shard``
-another. The ranks agree on what theirs have found, and the engine is made and bound to the shards.
+A collector finds and checks parameters, units and meshes; ``shard`` and ``fully_shard`` each have
+one. The ranks compare the results. The builder then makes the engine and binds it to the shards.
 """
 
 from __future__ import annotations
@@ -33,64 +33,64 @@ from zerocore.tensor.shown import ShownView
 
 @dataclass(frozen=True)
 class Sharding:
-    """A model and how it is sharded. Each step towards its state returns one that says more."""
+    """A model and how to shard it. Each step of the way returns one with more facts."""
 
     model: nn.Module
-    called: Sequence[nn.Module]  # from outside: the model, or several of one unit
+    called: Sequence[nn.Module]  # modules that programs call: the model, or several of one unit
     kind: Kind
     config: ShardConfig
     units: Sequence[UnitPlanned]
-    ranks: Ranks  # all of the model, those of tensor parallelism as more replicas
-    meshes: tuple[Ranks, ...]  # of data parallelism, and those of units on others
-    device: torch.device  # where layers compute
-    # How long ranks wait for each other: 0 for ever, None for as long as the process group does.
+    ranks: Ranks  # all ranks of the model; tensor-parallel ranks count as replicas
+    meshes: tuple[Ranks, ...]  # the data-parallel ranks, then the ranks of units on other meshes
+    device: torch.device  # the device of layers
+    # How long ranks wait for each other: 0 forever, None for the process group's timeout.
     stall_seconds: float | None
-    name: str = ""  # the same on all ranks and no other model's, once they have agreed
-    parts: tuple[ModelPart, ...] = ()  # parameters that not all ranks of data parallelism share
+    name: str = ""  # the same on all ranks, and unique to the model, after :func:`agreed`
+    parts: tuple[ModelPart, ...] = ()  # parameters that not all data-parallel ranks share
     tensor_ranks: ProcessGroup | None = None  # of tensor parallelism
-    init_fn: InitFn | None = None  # initialises one module that is on the meta device
+    init_fn: InitFn | None = None  # initialises a module on the meta device
 
 
 class Kind(ShardKind):
-    """How a kind of shards is made."""
+    """The functions that make one kind of shards."""
 
-    sets_values: ClassVar[bool]  # full values are given to the engine, not each rank's part of them
+    sets_values: ClassVar[bool]  # it passes full values to the engine, not this rank's part
 
     @abstractmethod
     def facts(self, sharding: Sharding, mesh: int) -> list[object]:
-        """Facts that the ranks of a mesh compare; mesh 0 has all units."""
+        """Returns facts that the ranks of a mesh compare; mesh 0 has all units."""
 
     def with_extensions(self, sharding: Sharding) -> Sharding:
-        """Asks parameters that gather themselves what is gathered; collective."""
+        """Asks parameters that gather themselves for their tensors; collective."""
         return sharding
 
     @abstractmethod
     def unit_param(self, config: ShardConfig, unit: UnitPlanned, param: Any, /) -> UnitParam:
-        """A parameter for the engine."""
+        """Describes a parameter to the engine."""
 
     def values(self, sharding: Sharding, state: ShardState, unit: UnitPlanned) -> list[Tensor]:
-        """The full parameters of a unit; none if they are not known."""
+        """Returns the full parameters of a unit; an empty list if they are unknown."""
         return []
 
     @abstractmethod
     def make_shard(self, state: ShardState, unit: Unit, position: int, param: Any, /) -> Param:
-        """Puts a shard in the place of a parameter; :func:`bind_shard` gives it to the engine."""
+        """Replaces a parameter by its shard, and binds it to the engine by :func:`bind_shard`."""
 
     def bind_extensions(self, state: ShardState, unit: Unit, planned: UnitPlanned) -> None:
-        """Gives memory of the engine to parameters that gather themselves."""
+        """Binds the engine's memory to parameters that gather themselves."""
         for each in planned.extensions:
             each.bind(state.engine, unit)
 
     @abstractmethod
     def set_calls(self, sharding: Sharding, state: ShardState, units_of: UnitsOf) -> None:
-        """Gives modules their calls."""
+        """Makes modules enter units when called."""
 
 
 def agreed(
     ranks: Ranks, collect: Callable[[], Sharding], device: torch.device | None = None
 ) -> Sharding:
-    """The result of ``collect``, with a name; collective. An error of one rank is raised on all,
-    and a ValueError where the ranks' facts differ. ``device``: as of :func:`agree`."""
+    """Returns the result of ``collect`` with a name; collective. All ranks raise an error of one
+    rank, and a ValueError if their facts differ. ``device``: as in :func:`agree`."""
     found = named(ranks, collect, lambda found: found.kind.facts(found, 0), device)
     for mesh, others in enumerate(found.meshes[1:], 1):
         agree(others.groups, None, found.kind.facts(found, mesh), found.device)
@@ -103,7 +103,7 @@ def named(
     facts_of: Callable[[Sharding], list[Any]],
     device: torch.device | None = None,
 ) -> Sharding:
-    """The same, but ``ranks`` compare only the facts that ``facts_of`` gives."""
+    """Does the same as :func:`agreed`, but ``ranks`` compare only the facts of ``facts_of``."""
     found: Sharding | None = None
     facts: list[Any] = []
     error: Exception | None = None
@@ -118,8 +118,8 @@ def named(
 
 
 def build(sharding: Sharding) -> ShardState:
-    """Shards a model on which its ranks have agreed, in place; collective. Returns its state, with
-    which functions of zerocore find it."""
+    """Shards a model in place, after its ranks have agreed; collective. Returns its state, which it
+    also attaches to the model."""
     sharding = _with_groups(sharding)
     sharding = sharding.kind.with_extensions(sharding)
     kind, config, device = sharding.kind, sharding.config, sharding.device
@@ -144,7 +144,7 @@ def build(sharding: Sharding) -> ShardState:
 
 
 def _with_groups(sharding: Sharding) -> Sharding:
-    """With the groups that gathers and reductions need; collective."""
+    """Makes the groups that gathers and reductions need; collective."""
     config, device = sharding.config, sharding.device
     meshes = [make_near(ranks, device) for ranks in sharding.meshes]
     if config.communication.replicas_share is not None:
@@ -177,8 +177,8 @@ def bind_shard(
     local: Tensor | None = None,
     view: ShownView | None = None,
 ) -> Param:
-    """Gives the unit's next parameter to the engine. ``local``: the memory of a shard that is a
-    DTensor; ``view``: what modules see in the place of the full parameter."""
+    """Binds the unit's next parameter to the engine. ``local``: the memory of a shard that is a
+    DTensor; ``view``: the view that modules see instead of the full parameter."""
     engine, index, position = state.engine, unit.index, len(unit.params)
     engine.bind(index, position, param.hidden, param.object, grad, local)
     if view is not None:
@@ -190,7 +190,7 @@ def bind_shard(
 def unit_call(
     state: ShardState, modules: Sequence[nn.Module], units: tuple[int, ...], **options: Any
 ) -> UnitCall:
-    """The call of ``modules``, which enters ``units``; ``options`` are fields of it."""
+    """Makes the unit call of ``modules``, which enters ``units``; ``options`` are its fields."""
     views = tuple(view for unit in units for view in state.units[unit].views)
     has_any = bool(views) or "before_units" in options
     is_lookup = len(modules) == 1 and not (has_any or backward_reads(modules[0]))
@@ -240,14 +240,14 @@ def _take_host_memory(
     engine: Engine, config: ShardConfig, ranks: Ranks, device: torch.device
 ) -> None:
     if config.offload is not None and config.offload.path is not None:
-        with together(ranks.groups, device):  # the room of this rank's file is taken
+        with together(ranks.groups, device):  # reserves the disk space of this rank's file
             engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
     if config.leaves("states") or config.leaves("gradients"):
         _map_host_memory(engine, ranks, device)
 
 
 def _map_host_memory(engine: Engine, ranks: Ranks, device: torch.device) -> None:
-    """Takes this rank's memory on the host; raises MemoryError if there is none for all ranks."""
+    """Takes this rank's memory on the host; raises MemoryError if a rank cannot have its own."""
     with together(ranks.groups, device):
         check_obtainable(engine.host_memory_nbytes, local_ranks())
         try:

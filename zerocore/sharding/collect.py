@@ -1,9 +1,9 @@
-"""The collector of ``shard``: finds units and meshes, checks them, and hands them to the builder.
+"""The collector of ``shard``: finds units and meshes, checks them, and passes them to the builder.
 
-A mistake on one rank is an error on all. The module also compares the ranks' parameters before the
-first rank's values overwrite those of the others. Most programs want that: they set no seed, or
-load on the first rank only. Programs whose ranks hold parts of their own do not: experts, or parts
-of matrices. See docs/behaviour.md for the rule.
+A mistake on one rank is an error on all. It also compares the ranks' parameters before the first
+rank's values overwrite the others'. Most programs want that: they set no seed, or load on the first
+rank only. But ranks may hold parts of their own, such as experts or parts of matrices, which would
+be lost. docs/behaviour.md has the rule.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def shard_model(
     memory_budget: str | int | None = None,
     groups: Any = None,
 ) -> ShardState:
-    """Shards ``model`` in place; arguments as of :func:`zerocore.shard`. A mistake is an error on
-    every rank, also of ``make_config``, which may fail on one rank only."""
+    """Shards ``model`` in place; arguments as in :func:`zerocore.shard`. Every rank raises a
+    mistake of one rank, also if only its ``make_config`` fails."""
 
     def collect() -> Sharding:
         found = _collected(model, make_config(), ranks, units, device)
@@ -80,7 +80,7 @@ def shard_model(
         check_same_values(sharding)
     find_sizes(sharding.units, sharding.parts, sharding.device)
     if (mixed := sharding.config.mixed_precision) is not None:
-        cast_around_kept(model, mixed)  # by the dtypes that parameters have now
+        cast_around_kept(model, mixed)  # now: it reads the parameters' original dtypes
     state = build(sharding)
     state.part_ranges = find_ranges(state)
     materialize_buffers(model, state.device, init_fn)
@@ -93,7 +93,7 @@ def shard_model(
 
 
 def _without_modules(model: nn.Module, units: Sequence[UnitChoice]) -> Sequence[UnitChoice]:
-    """The same choice of units for a copy of the model: modules are named."""
+    """Replaces modules among the chosen units by their names, for a copy of the model."""
     if not any(isinstance(unit, nn.Module) for unit in units):
         return units
     names = {module: name for name, module in model.named_modules()}
@@ -107,10 +107,10 @@ def _collected(
     units: Sequence[UnitChoice] | None,
     device: torch.device | None,
 ) -> Sharding:
-    """All parameters, by unit."""
+    """Collects all parameters, by unit."""
     _check_model(model)
     ranks = _with_near(ranks, config)
-    known = replace(config.communication, regather=ranks.num_near)  # ranks compare no groups
+    known = replace(config.communication, regather=ranks.num_near)  # a group cannot be compared
     config = replace(config, communication=known)
     check_kinds(model, ranks.world_size)
     chosen = split_several(choose_units(model, units), config)
@@ -128,7 +128,7 @@ def _collected(
 
 
 def _on_meshes(sharding: Sharding, groups: Any) -> Sharding:
-    """With the meshes of parameters that not all ranks share, each unit on one of them."""
+    """Adds the meshes of parameters that not all ranks share, and puts each unit on one mesh."""
     ranks, units = sharding.ranks, sharding.units
     parts = find_parts(groups, ranks)
     check_apart(
@@ -143,7 +143,7 @@ def _on_meshes(sharding: Sharding, groups: Any) -> Sharding:
 
 
 def _checked(sharding: Sharding) -> Sharding:
-    """Itself; raises for options that its parameters or meshes do not take."""
+    """Rejects options that the parameters or meshes do not support; returns ``sharding``."""
     config = sharding.config
     if config.communication.replicas_share is not None:
         _check_shared(sharding)
@@ -155,7 +155,7 @@ def _checked(sharding: Sharding) -> Sharding:
 
 
 def _over_all(sharding: Sharding, group: ProcessGroup, memory_budget: str | int | None) -> Sharding:
-    """With a mesh of the ranks of tensor parallelism, too, which agree; collective."""
+    """Adds a mesh with the tensor-parallel ranks, which must agree, too; collective."""
     ranks = with_tensor_ranks(sharding.ranks, group, sharding.device)
     found = replace(sharding, ranks=ranks, meshes=(*sharding.meshes, ranks))
     facts = [found.config, *(unit.name for unit in found.units)]
@@ -163,7 +163,7 @@ def _over_all(sharding: Sharding, group: ProcessGroup, memory_budget: str | int 
 
 
 def _within(sharding: Sharding, memory_budget: str | int | None) -> Sharding:
-    """Itself; raises ValueError if it takes more than the budget."""
+    """Rejects a model that takes more memory than the budget; returns ``sharding``."""
     if memory_budget is not None:
         budget = parse_nbytes(memory_budget, "memory_budget")
         facts = sharding.model, sharding.units, sharding.config, sharding.meshes
@@ -215,7 +215,7 @@ def _find_device(units: Sequence[UnitPlanned], device: torch.device | None) -> t
         raise ValueError(f"parameters are on different devices: {places}; move the model to one")
     if device is not None:
         chosen = torch.device(device)
-        # Memory of "cuda" without an index would count as of another device than "cuda:0".
+        # "cuda" without an index does not compare equal to "cuda:0".
         if chosen.type not in ("cpu", "meta") and chosen.index is None:
             is_cuda = chosen.type == "cuda"
             index = torch.get_device_module(chosen).current_device()
@@ -238,8 +238,8 @@ _log = logging.getLogger("zerocore")
 
 
 def check_same_values(sharding: Sharding) -> None:
-    """Says which parameters have other values on other ranks; collective. Raises ValueError if
-    groups of ranks hold values of their own; names parameters and ranks."""
+    """Warns of parameters whose values differ between ranks; collective. Raises ValueError, with
+    parameters and ranks, if groups of ranks hold values of their own."""
     own = [choices_on(sharding.units, mesh) for mesh in range(len(sharding.meshes))]
     plain = [choice for choice in own[0] if choice.spec is None]
     own[0] = [choice for choice in own[0] if choice.spec is not None]
@@ -259,13 +259,13 @@ def _compare_values(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.d
     tables = gather_objects(ranks.groups, [own], device)
     same = [choice for place, choice in enumerate(chosen) if place not in set(places)]
     if all(_is_constant(choice.tensor) for choice in same):
-        return  # nothing was the same but by its rule: the ranks have drawn all numbers
+        return  # only constants are the same: the ranks have drawn all their random numbers
     classes = {
         chosen[place].fqns[0]: ranks_by_value(enumerate(column))
         for place, column in zip(places, zip(*tables, strict=True), strict=True)
     }
     _refuse_parts(classes)
-    # Where the others agree with each other, the first rank has loaded what they have not.
+    # If all ranks but the first agree, the first has loaded weights that the others lack.
     ambiguous = [name for name, parts in classes.items() if parts[0] != [0] or len(parts) != 2]
     if len(tables) == 2:
         ambiguous = list(classes)
@@ -302,6 +302,6 @@ def _listed(names: Sequence[str] | dict[str, list[list[int]]]) -> str:
 
 
 def _is_constant(param: torch.Tensor) -> bool:
-    """Whether all elements are equal, as biases and norms are when they are made."""
+    """Whether all elements are equal, as in newly made biases and norms."""
     bits = bits_of(param)
     return bool((bits == bits[:1]).all())

@@ -1,8 +1,8 @@
-"""Parameters that gather themselves in a model of ``shard``: which there are, and their place.
+"""Finds and binds parameters that gather themselves, in a model of ``shard``.
 
-At stage 3 their unit is laid out by rows, and other tensors are gathered in their place. Those that
-are trained are plain main weights between steps, those that consist of several tensors this rank's
-rows of their class. At other stages a parameter is gathered as it is, and modules see its class
+At stage 3 their unit is laid out by rows, and the engine gathers the tensors that they return.
+Between steps, a trained one is a plain main weight, and one of several tensors is this rank's rows,
+in its class. At other stages the engine gathers the plain parameter, and modules see its class
 around it.
 """
 
@@ -35,8 +35,8 @@ from zerocore.tensor.wrapped import own_chunk, wrapper_of
 
 @cache
 def _fsdp_state() -> SimpleNamespace:
-    """Of a module's group, as TransformerEngine's tensors read it: they are asked once for the
-    forward and the backward."""
+    """Returns the state of a module's group that TransformerEngine's tensors read: it tells them
+    that they are encoded once for forward and backward."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # takes a second
 
     group = SimpleNamespace(_reshard_after_forward=False, _training_state=TrainingState.FORWARD)
@@ -44,8 +44,8 @@ def _fsdp_state() -> SimpleNamespace:
 
 
 def split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[UnitPlanned]:
-    """The units with parameters that consist of several tensors apart from the others. They are
-    left alone, in no unit, where parameters are not sharded."""
+    """Separates each unit's parameters of several tensors from its others. If the stage does not
+    shard parameters, they belong to no unit and are left alone."""
     units = []
     for unit in planned:
         several = [choice for choice in unit.params if choice.consists_of_several]
@@ -57,7 +57,7 @@ def split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[U
 
 
 def check_options(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
-    """Raises NotImplementedError for an option that parameters which gather themselves lack."""
+    """Rejects an option that parameters which gather themselves do not support."""
     if not config.placements.parameters:
         return
     for choice in (choice for unit in planned for choice in (*unit.params, *unit.several)):
@@ -79,9 +79,9 @@ def check_options(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
 
 
 def with_extensions(sharding: Sharding) -> Sharding:
-    """With those that are gathered so, which say now what they gather; collective. Raises
-    AssertionError if one does not do as FSDP2's interface says, or gives other tensors than
-    elsewhere."""
+    """Adds the extensions of parameters that gather themselves, and asks for their tensors;
+    collective. Raises AssertionError if a function's signature is not FSDP2's, ValueError if the
+    tensors differ between ranks."""
     units = []
     with together(sharding.meshes[0].groups, sharding.device) as facts:
         for unit in sharding.units:
@@ -111,7 +111,7 @@ def _of_unit(
         mixed.param_dtype, reduce, mixed.output_dtype, cast_forward_inputs=cast
     )
     for owner in (owner for choice in choices for owner, _ in choice.owners):
-        owner._get_fsdp_state = _fsdp_state  # of the object
+        owner._get_fsdp_state = _fsdp_state  # on the object, not its class
     return [
         Extension(
             choice.fqns[0],
@@ -130,7 +130,7 @@ def _of_unit(
 def _first_rows(
     choice: ParamChoice, ranks: Ranks, config: ShardConfig, device: torch.device
 ) -> Tensor:
-    """This rank's rows, of values that are not yet known where the unit keeps them."""
+    """Returns this rank's rows; zeros if the unit will have the values later."""
     if (wrapper := choice.wrapper) is None:
         full: Any = choice.tensor.detach()
         if config.sync_params:
@@ -144,7 +144,7 @@ def _first_rows(
 
 
 def bind_extensions(state: ShardState, unit: Unit, planned: UnitPlanned) -> None:
-    """Takes the engine's memory, and puts rows in the place of what consists of several tensors."""
+    """Takes the engine's memory, and replaces parameters of several tensors by this rank's rows."""
     engine, unit.extensions = state.engine, list(planned.extensions)
     known = {param.fqn: position for position, param in enumerate(unit.params)}
     for each in unit.extensions:

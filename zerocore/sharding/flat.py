@@ -1,4 +1,4 @@
-"""Flat shards, which ``zerocore.shard`` puts in the place of a model's parameters."""
+"""Makes flat shards, by which ``zerocore.shard`` replaces a model's parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zerocore.tensor.wrapped import show_made
 
 
 def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
-    """The dtypes of a parameter; raises ValueError if mixed precision cannot keep it in them."""
+    """Returns a parameter's dtypes; raises ValueError if mixed precision cannot use them."""
     param, mixed = choice.param, config.mixed_precision
     return choice.with_gather(
         param_types(mixed, choice.fqns[0], param.dtype, param.requires_grad), mixed
@@ -37,7 +37,7 @@ def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
 
 
 def _fact(choice: ParamChoice, uneven: int | None = None) -> str:
-    """``uneven``: a dimension whose size is another one on other ranks."""
+    """Describes a parameter. ``uneven``: a dimension whose size differs between ranks."""
     shape: list[object] = list(choice.tensor.shape)
     if uneven is not None and uneven < len(shape):
         shape[uneven] = "any"
@@ -61,7 +61,7 @@ def _unit_param(config: ShardConfig, unit: UnitPlanned, choice: ParamChoice) -> 
 
 def _make_shard(state: ShardState, unit: Unit, position: int, choice: ParamChoice) -> Param:
     engine, param = state.engine, choice.param
-    types = types_of(choice, state.config)  # of the parameter as it was
+    types = types_of(choice, state.config)  # first: become_shard() changes the parameter
     made = engine.make_full(unit.index, position)
     kind: Any = type(param)
     full: nn.Parameter = as_parameter(made, shown_class(kind), param.requires_grad)
@@ -89,7 +89,7 @@ def _make_shard(state: ShardState, unit: Unit, position: int, choice: ParamChoic
 def _facts(
     state: ShardState, unit: Unit, position: int, choice: ParamChoice, place: Place
 ) -> dict[str, Any]:
-    """Attributes of a :class:`ShardedParameter`, by name."""
+    """Returns the attributes of a :class:`ShardedParameter`, by name."""
     on_host = state.engine.is_updated_on_host(unit.index, position)
     return {
         "place": place,
@@ -121,7 +121,7 @@ def _place_of(
 
 
 def _view_of(choice: ParamChoice, place: Place) -> Callable[[Tensor], Tensor] | None:
-    """Makes of the full parameter what modules see; None where that is itself."""
+    """Returns a function from the full parameter to the view that modules see; None without one."""
     if choice.spec is not None:
         from zerocore.tensor.dtensors import show_dtensor  # late: takes a second
 
@@ -162,7 +162,7 @@ def _load(
     state: ShardState, unit: Unit, given: Mapping[int, Tensor | None], broadcast: bool
 ) -> None:
     full: list[Tensor | None] = [None] * len(unit.params)
-    if len(given) < len(full):  # the others stay as they are
+    if len(given) < len(full):  # the other parameters keep their values
         full = [*state.engine.full_values(unit.index)[: len(full)]]
     for index, value in given.items():
         param, full[index] = unit.params[index], value
@@ -181,7 +181,7 @@ def _load(
 
 
 class Flat(Kind):
-    """A shard is a range of a parameter's elements."""
+    """The kind of model whose shards are ranges of each parameter's elements."""
 
     face: ClassVar[str] = "zerocore.shard"
     by_rows: ClassVar[bool] = False
@@ -212,7 +212,7 @@ class Flat(Kind):
         values = full_values(unit.params, state.device, sharding.init_fn)
         if state.config.sync_params and unit.mesh == 0 and state.tensor_ranks is not None:
             for index, choice in enumerate(unit.params):
-                if choice.spec is None:  # those of the first rank of tensor parallelism
+                if choice.spec is None:  # take the values of the first tensor-parallel rank
                     shape, like = choice.tensor.shape, values[index]
                     values[index] = spread(state.tensor_ranks, like, shape, like)
         return values

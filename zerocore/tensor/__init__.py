@@ -1,4 +1,4 @@
-"""A sharded parameter as torch sees it: where it lies, and what torch functions mean on it."""
+"""Sharded tensors as torch sees them: their place, and the rules of torch functions on them."""
 
 from zerocore.layout.place import Place
 from zerocore.tensor.parameter import ShardedGrad

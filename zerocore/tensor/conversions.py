@@ -1,4 +1,4 @@
-"""Torch functions that take a tensor without asking its class: shards go by their rules."""
+"""Applies the shards' rules in torch functions that bypass ``__torch_function__``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of, re
 
 _enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 
-# Modules or classes, and names of functions.
+# Pairs of a module or class, and the name of a function.
 CONVERSIONS = (
     *(("torch", name) for name in ("tensor", "as_tensor", "asarray", "to_dlpack")),
     *(("torch.Tensor", name) for name in ("new_tensor", "new", "set_")),
     ("torch.utils.dlpack", "to_dlpack"),
 )
-# They wrap a tensor for a transform of torch.func.
+# Functions that wrap a tensor for a transform of torch.func.
 TRANSFORMS = (
     ("torch._functorch.vmap", "_add_batch_dim"),
     ("torch._functorch.eager_transforms", "_wrap_for_grad"),
@@ -34,7 +34,7 @@ TRANSFORMS = (
 
 @around
 def converts_in_full(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function that makes a tensor of a tensor: of a parameter in full, of other shards never."""
+    """Wraps a function that converts a tensor: unshards parameters, rejects other shards."""
     if not any(isinstance(value, Placed) for value in (*args, *kwargs.values())):
         return function(*args, **kwargs)
     if not _enabled():
@@ -42,12 +42,12 @@ def converts_in_full(function: Any, *args: Any, **kwargs: Any) -> Any:
     if name_of(function) in ("as_tensor", "asarray"):
         result = function(*args, **kwargs)
         if isinstance(result, Placed):
-            return result  # the same tensor
+            return result  # the argument itself
     return rules.call(function, args, kwargs)
 
 
 def asks_in_full(call: Any) -> Any:
-    """The call of a scripted or traced function, or another one that is given lists of tensors."""
+    """Wraps the call of a scripted or traced function, or another one that takes lists."""
 
     @wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -61,16 +61,16 @@ def asks_in_full(call: Any) -> Any:
 
 @around
 def transforms_no_shards(wrap: Any, tensor: Any, *args: Any) -> Any:
-    """Wraps a tensor for a transform, which would be given the elements of one rank."""
+    """Rejects a shard in a torch.func transform, which would see only one rank's elements."""
     if isinstance(tensor, Placed):
         refuse("torch.func transform", tensor)
     return wrap(tensor, *args)
 
 
 def constructs_in_full(make: Any) -> Any:
-    """``__new__`` of ``torch.Tensor`` and ``torch.autograd.Variable``."""
+    """Wraps ``__new__`` of ``torch.Tensor`` and ``torch.autograd.Variable``."""
 
-    def new(*args: Any, **kwargs: Any) -> Any:  # of any signature, as Dynamo compares it
+    def new(*args: Any, **kwargs: Any) -> Any:  # Dynamo compares the signature
         if len(args) > 1 and isinstance(args[1], Placed) and _enabled():
             kind = torch.Tensor if args[0] is torch.Tensor else torch.autograd.Variable
             return rules.call(kind, args[1:], kwargs)
@@ -80,14 +80,14 @@ def constructs_in_full(make: Any) -> Any:
 
 
 def typed_in_full(kind: Any, args: Any) -> Any:
-    """The tensor that ``torch.FloatTensor`` and the like make of a shard, else None."""
+    """Returns the tensor that ``torch.FloatTensor`` and the like make of a shard, else None."""
     if isinstance(args[0], Placed) and _enabled():
         return rules.call(kind, args, {})
     return None
 
 
 def subclasses_in_full(make: Any) -> Any:
-    """``Tensor._make_subclass``, which would put a class around one rank's elements."""
+    """Wraps ``Tensor._make_subclass``, which would put a class around one rank's elements."""
 
     # Dynamo compares the signature.
     def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **kwargs: Any) -> Any:
@@ -104,17 +104,17 @@ def subclasses_in_full(make: Any) -> Any:
 
 @around
 def keeps_class(as_subclass: Any, tensor: Any, cls: Any) -> Any:
-    """``Tensor.as_subclass``, by which a shard would get rid of its rules."""
+    """Wraps ``Tensor.as_subclass``, which would drop a shard's rules."""
     if isinstance(tensor, Placed) and not issubclass(cls, Placed) and _enabled():
         return rules.call(as_subclass, (tensor, cls), {})
     return as_subclass(tensor, cls)
 
 
 def takes_full_data(old: Any) -> property:
-    """``Tensor.data``, read and set.
+    """Wraps ``Tensor.data``.
 
-    Writes to the ``data`` of a view of a parameter count as writes to the parameter. A plain
-    tensor whose ``data`` is set to a parameter gets the full value.
+    Writes to the ``data`` of a parameter's view count as writes to the parameter. If a plain
+    tensor's ``data`` is set to a parameter, it gets the full value.
     """
 
     def get_data(tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""A parameter that tensor parallelism has cut, as its module sees it: a DTensor."""
+"""Shows a parameter that tensor parallelism has cut as a DTensor to its module."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 def show_dtensor(
     local: Tensor, spec: DTensorSpec, reduced: tuple[int, ...] = (), *, sums: bool = False
 ) -> Tensor:
-    """The DTensor over a local tensor, a view in autograd; made anew for each call.
+    """Returns a DTensor over a local tensor, a view in autograd; each call needs a new one.
 
-    ``local`` is this rank's part, as the engine gathers it; the DTensor has its dtype and the rest
-    of ``spec``. The engine reduces gradients as they are over dimensions ``reduced`` of the mesh;
-    with ``sums`` they are summed over it later, so that each rank may give a summand.
+    ``local`` is this rank's part, as the engine gathers it. The DTensor has its dtype, and ``spec``
+    otherwise. Over dimensions ``reduced`` of the mesh, the engine reduces gradients without a
+    redistribution. With ``sums``, it sums them over the mesh, so each rank may return a summand.
     """
     return cast(Tensor, _Shown.apply(local, spec_as(spec, local.dtype), reduced, sums))
 
 
 def spec_as(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The spec of a DTensor of another dtype."""
+    """Returns a spec with another dtype."""
     meta = cast(TensorMeta, spec.tensor_meta)
     meta = TensorMeta(meta.shape, meta.stride, dtype)
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 class _Shown(torch.autograd.Function):
-    """The DTensor over a local tensor; its gradient is brought to the same placements."""
+    """A DTensor over a local tensor; its gradient is redistributed to the same placements."""
 
     @staticmethod
     def forward(
@@ -54,8 +54,8 @@ class _Shown(torch.autograd.Function):
 
 
 def _summand(grad: DTensor) -> Tensor:
-    """This rank's term of a sum over the mesh, which is the gradient. Where all ranks have the
-    gradient itself the first one gives it, so that the sum is exact."""
+    """Returns this rank's term of a sum over the mesh that yields the gradient. If all ranks have
+    the gradient itself, only the first returns it, and the sum is exact."""
     if all(placement == Partial() for placement in grad.placements):
         return waited(grad._local_tensor)
     whole = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
@@ -64,5 +64,5 @@ def _summand(grad: DTensor) -> Tensor:
 
 
 def waited(tensor: Any) -> Any:
-    """The result of a functional collective, once it has arrived."""
+    """Waits for a functional collective, and returns its result."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

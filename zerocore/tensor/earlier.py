@@ -1,8 +1,8 @@
-"""Parameters from before ``fully_shard``: DTensors have taken their places in modules.
+"""Parameters from before ``fully_shard``, which DTensors have replaced in modules.
 
-Memory of a DTensor has other parts than that of a parameter, so it cannot be the same object, as a
-parameter of ``shard`` is. The earlier object stands for the DTensor, and optimizers get that in its
-place.
+A parameter cannot become a DTensor in place, as it becomes a shard in ``shard``: the classes have
+different memory layouts. So the earlier object forwards to the DTensor, and optimizers get the
+DTensor instead of it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore.tensor.functions import Args, Function, Kwargs
 
-_ROWS = "_zerocore_fsdp_replaced_by"  # of an earlier parameter: its name, and the DTensor
+_ROWS = "_zerocore_fsdp_replaced_by"  # on an earlier parameter: its name, and the DTensor
 
 
 class EarlierParameter(nn.Parameter):
-    """Stands for the DTensor, in lists and dicts of parameters, with all attributes."""
+    """An earlier parameter: in a program's lists and dicts, it forwards all to the DTensor."""
 
     @classmethod
     def __torch_function__(
@@ -47,20 +47,20 @@ class EarlierParameter(nn.Parameter):
 
 
 def current(param: Any) -> Any:
-    """The DTensor that has taken the place of ``param``; any other parameter itself."""
+    """Returns the DTensor that has replaced ``param``; any other parameter itself."""
     return getattr(param, "__dict__", {}).get(_ROWS, ("", param))[1]
 
 
 def stands_for(param: nn.Parameter, fqn: str, rows: nn.Parameter) -> None:
-    """``rows``, a DTensor, has taken the place of ``param``."""
+    """Makes ``param`` forward to ``rows``, the DTensor that has replaced it."""
     vars(param)[_ROWS] = fqn, rows
     if type(param) is nn.Parameter:
         param.__class__ = EarlierParameter
 
 
 def give_rows(optimizer: Optimizer) -> None:
-    """Puts DTensors into the groups of an optimizer in place of earlier parameters; ValueError if
-    it has states of one."""
+    """Replaces earlier parameters in an optimizer's groups by DTensors; raises ValueError if it has
+    states of one."""
     for group in optimizer.param_groups:
         for number, param in enumerate(group["params"]):
             fqn, rows = vars(param).get(_ROWS, ("", None))
@@ -76,14 +76,14 @@ def give_rows(optimizer: Optimizer) -> None:
 
 
 def live_optimizers() -> Iterator[Optimizer]:
-    """All that this process has."""
+    """Yields all optimizers of this process."""
     for each in gc.get_objects():
         if issubclass(type(each), Optimizer) and {"param_groups", "state"} <= vars(each).keys():
             yield each
 
 
 def give_rows_to_all() -> None:
-    """As :func:`give_rows`, of all optimizers; one with states raises in its next step."""
+    """Applies :func:`give_rows` to all optimizers; one with states raises in its next step."""
     for each in live_optimizers():
         try:
             give_rows(each)

@@ -1,4 +1,4 @@
-"""Functions that work on a shard's elements alone: what may stand beside it, what comes out."""
+"""Runs element-wise functions on local elements: fits their arguments, and wraps their results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zerocore.tensor.placed import Placed, PlacedParameter, keep_place, local_of
 
 
 class NotLocal(Exception):
-    """These arguments do not go together element by element; the text says why."""
+    """The error of arguments that do not fit together element by element; the text says why."""
 
 
 def apply(func: Function, name: str, base: str, args: Args, kwargs: Kwargs) -> Any:
-    """Calls ``func`` on local elements, with shards as results; NotLocal if nothing was done."""
+    """Calls ``func`` on local elements, and returns shards; raises NotLocal before any change."""
     if is_foreach(name):
         return _apply_foreach(func, name, args, kwargs)
     if base in functions.VIEWS:
@@ -40,13 +40,13 @@ def _apply_one(func: Function, name: str, args: Args, kwargs: Kwargs, is_copy: b
         **{key: replaced.get(id(value), value) for key, value in kwargs.items()},
     )
     for old, new in replaced.items():
-        if result is new:  # a function in place returns what it was given
+        if result is new:  # an in-place function returns its argument
             return next(tensor for tensor in tensors if id(tensor) == old)
     return _wrapped(result, source)
 
 
 def source_of(tensors: Iterable[Any]) -> Placed:
-    """The one that gives results their place."""
+    """Returns the shard whose place the results have."""
     sources = [value for value in tensors if isinstance(value, Placed)]
     return next((value for value in sources if value.place.group is not None), sources[0])
 
@@ -58,7 +58,7 @@ def _wrapped(result: Any, source: Placed) -> Any:
 
 
 def apply_operator(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:
-    """As :func:`apply`, for an operator that was declared to work element by element."""
+    """Does the same as :func:`apply` for an operator that a program has declared element-wise."""
     tensors = [value for value in changed if isinstance(value, Tensor)]
     for tensor in tensors:
         if not isinstance(tensor, Placed):
@@ -67,9 +67,9 @@ def apply_operator(func: Function, args: Args, kwargs: Kwargs, changed: list[Any
                 "(torch.zeros_like of the parameter makes one that knows its place)"
             )
     for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)  # a kernel need not count, nor on all ranks
+        torch.autograd.graph.increment_version(tensor)  # a kernel may not, or not on all ranks
     if functions.returns_nothing(func) and not any(local_of(tensor).numel() for tensor in tensors):
-        return None  # kernels need not expect tensors without elements
+        return None  # kernels may not support empty tensors
     has_lists = any(_is_list(value) for value in (*args, *kwargs.values()))
     run = _apply_foreach if has_lists else _apply_one
     return run(func, name_of(func), args, kwargs)
@@ -108,15 +108,15 @@ def _fit_row(name: str, row: Sequence[Any]) -> list[Any]:
 
 
 def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> list[Tensor]:
-    """Plain local tensors for each of ``tensors``, or full ones if they change a full one.
+    """Returns plain local tensors for ``tensors``, or full ones if they change a full one.
 
-    Shards that lie elsewhere than the one that is changed, or the first one, are moved to its
-    place: all ranks must call. A plain tensor may have one element, the full shape (this
-    rank's part of it is taken) or the shape of the shard. If the first one is changed, is plain
-    and has the full shape, the shards are gathered: all ranks must call. Raises NotLocal.
+    Moves shards to the place of the changed one, or of the first one; if their places differ, all
+    ranks must call. A plain tensor may have one element, the full shape (this rank takes its part)
+    or the shard's shape. If the changed one is plain and has the full shape, the shards are
+    gathered, and all ranks must call. Raises NotLocal.
     """
     sources = [tensor for tensor in tensors if isinstance(tensor, Placed)]
-    sources.sort(key=lambda source: source.place.group is None)  # who knows the ranks comes first
+    sources.sort(key=lambda source: source.place.group is None)  # a shard with a group comes first
     changed = out if out is not None else tensors[0] if in_place else None
     first = changed if isinstance(changed, Placed) else sources[0]
     place, local_shape = first.place, local_of(first).shape
@@ -130,7 +130,7 @@ def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> lis
             return [place.gather(local_of(t)) if isinstance(t, Placed) else t for t in tensors]
         if changed.shape != local_shape:
             raise NotLocal(f"; what is changed has shape {tuple(changed.shape)}")
-    # A plain tensor that is changed in place is not broadcast.
+    # A plain tensor that is changed in place stays the same object.
     kept = None if isinstance(changed, Placed) else changed
     return [t if t is kept else _fit_one(t, place, local_shape) for t in tensors]
 
@@ -144,10 +144,10 @@ def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
         return tensor.view(-1) if tensor.dim() > 1 else tensor
     is_vector = tensor.dim() == 1 and len(place.global_shape) > 1
     is_row = is_vector and tensor.numel() == place.global_shape[-1] and place.group is not None
-    is_column = is_vector and place.global_shape[-1] == 1  # with which a vector makes a matrix
+    is_column = is_vector and place.global_shape[-1] == 1  # a vector broadcasts to a matrix
     if tensor.shape == local_shape and not is_row and not is_column:
         return tensor
-    # A row of the full matrix and local elements may look alike, on this rank only.
+    # On one rank, a row of the full matrix may have the shape of the local elements.
     raise NotLocal(
         f"; a plain tensor of shape {tuple(tensor.shape)} stands beside it (torch.zeros_like of "
         "the parameter makes one that knows its place)"
@@ -155,8 +155,8 @@ def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
 
 
 def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
-    """Whether a plain tensor that is changed is a full one; the same on all ranks. One rank may own
-    all elements of a vector, so that its shape says nothing: the ranks tell each other."""
+    """Whether a changed plain tensor is a full one; the same on all ranks. If one rank owns all of
+    a vector, the shape alone does not tell, so the ranks exchange what they know."""
     is_full, is_local = changed.shape == place.global_shape, changed.shape == local_shape
     if place.group is None or len(place.global_shape) != 1:
         return is_full
@@ -174,10 +174,10 @@ def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
 
 
 def _view(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """The same local elements, which are a part of another shape."""
+    """Returns the same local elements as a part of a tensor of another shape."""
     source: Any = source_of((*args, *kwargs.values()))
     if isinstance(source, PlacedParameter):
-        raise NotLocal("")  # the full one, as its elements have a place in what it is put into
+        raise NotLocal("")  # reads the full one: its elements have a place in the other tensor
     before = outline_of(source)
     outlines = {key: outline_of(value) for key, value in kwargs.items()}
     after = func(*(outline_of(value) for value in args), **outlines)
@@ -191,7 +191,7 @@ def _view(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def get_items(shard: Any, index: Any) -> Any:
-    """``shard[:]``, and of a vector every slice: a view, in the same order; else NotLocal."""
+    """Returns ``shard[:]``, or any slice of a vector, as a view in the same order, or NotLocal."""
     shape = shard.place.global_shape
     if isinstance(shard, PlacedParameter) or not isinstance(shard, Placed):
         raise NotLocal("")
@@ -200,7 +200,7 @@ def get_items(shard: Any, index: Any) -> Any:
     if not isinstance(index, slice) or len(shape) != 1 or (index.step or 1) < 1:
         raise NotLocal("")
     whole = range(shape[0])[index]
-    # Of the slice, the elements from `first` to `last` lie here.
+    # This rank has the slice's elements from `first` to `last`.
     first, last = (
         len(range(whole.start, min(whole.stop, bound), whole.step)) for bound in shard.shard_range
     )
@@ -220,9 +220,9 @@ def get_items(shard: Any, index: Any) -> Any:
 
 
 def draw(func: Function, name: str, shard: Placed, args: Any, kwargs: Any) -> Tensor:
-    """This rank's part of what a random function gives for the full shape, plain.
+    """Draws random numbers for the full shape, and returns this rank's part, plain.
 
-    So that the same seed gives the same numbers as on a model that is not sharded.
+    So the same seed gives the same numbers as on a model that is not sharded.
     """
     local = local_of(shard)
     if any(isinstance(value, Placed) for value in (*args[1:], *kwargs.values())):

@@ -1,6 +1,6 @@
-"""Which torch functions may see a shard, and how: by name, aliases of one function as one.
+"""Classifies torch functions by name: which may see a shard, and how.
 
-Of operators their schema says which arguments they change.
+All aliases of a function count as one. The schema of an operator tells which arguments it changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Stay on the shard whatever happens around them: they are about the tensor that was given.
+# Always read or change the shard itself, never the full tensor.
 ON_THE_SHARD = _names(
     """
     grad grad= requires_grad requires_grad= requires_grad_ is_leaf grad_fn detach detach_ data data=
@@ -37,23 +37,23 @@ ON_THE_SHARD = _names(
     __setstate__ _grad _grad= _cdata _is_zerotensor grad_dtype grad_dtype=
     """
 )
-# About the shape, which is that of the full tensor.
+# Read the shape; the answer is the full tensor's.
 SHAPES = _names(
     """
     shape size dim ndimension ndim numel nelement stride storage_offset is_contiguous nbytes
     __len__ is_non_overlapping_and_dense
     """
 )
-# Addresses and storages are never those of the full value outside of a call.
+# Read addresses and storages, which a full value does not have outside a call.
 MEMORY = _names(
     """
     data_ptr const_data_ptr untyped_storage storage _typed_storage storage_type share_memory_
     __dlpack__ __cuda_array_interface__ swap_tensors to_dlpack _to_dlpack set_
     """
 )
-# Make plain tensors of a shape that is given; nothing of the shard is read but dtype and device.
+# Make plain tensors of a given shape; they read only the shard's dtype and device.
 FACTORIES = _names("new_zeros new_empty new_ones new_full new_tensor new_empty_strided")
-# Take nothing of a tensor but how it is made; autograd records none of them.
+# Read only a tensor's shape, dtype and device; autograd records none of them.
 LIKES = _names("zeros_like ones_like empty_like full_like rand_like randn_like randint_like")
 RANDOM = _names(
     """
@@ -68,11 +68,11 @@ GLOBAL = _names(
     _amp_foreach_non_finite_check_and_unscale
     """
 )
-# Other shapes of the same elements in the same order.
+# Show the same elements, in the same order, in another shape.
 VIEWS = _names("flatten ravel view reshape")
-# Give the same values, perhaps elsewhere.
+# Return the same values, perhaps in other memory.
 CLONES = _names("clone contiguous cpu cuda to half bfloat16 float double detach data")
-# Another tensor among their arguments gives a dtype and a device only.
+# Read only the dtype and device of another tensor among their arguments.
 COPIES = _names("to type_as")
 ELEMENTWISE = VIEWS | COPIES | _names(
     """
@@ -112,13 +112,13 @@ _IN_PLACE = frozenset({f"__i{name}__" for name in _OPERATORS} | {"__setitem__"})
 
 @cache
 def name_of(func: Function) -> str:
-    """The function's name; ``name`` and ``name=`` for reads and writes of a property."""
+    """Returns the function's name; ``name`` and ``name=`` for reads and writes of a property."""
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__", "__delete__"):
         owner: Any = getattr(func, "__self__", None)
         prop = getattr(owner, "__name__", None) or getattr(owner.fget, "__name__", "")
         return f"{prop}=" if name != "__get__" else str(prop)
-    # Of somebody else's operators and functions a short name says nothing.
+    # Operators and functions of other libraries keep their full names.
     schema = getattr(func, "_schema", None)
     full = getattr(func, "_qualified_op_name", "aten") if schema is None else schema.name
     if full.partition("::")[0] not in ("aten", "prims"):
@@ -130,7 +130,7 @@ def name_of(func: Function) -> str:
 
 @cache
 def base_of(name: str) -> str:
-    """The function that ``name`` is a variant of: in place, of lists, an operator."""
+    """Returns the function that ``name`` is an in-place, foreach or Python-operator variant of."""
     if name.startswith("__"):
         return _DUNDERS.get(name, name)
     base = name if name.startswith("_amp_") else name.removeprefix("_foreach_")
@@ -139,7 +139,7 @@ def base_of(name: str) -> str:
 
 @cache
 def is_in_place(name: str) -> bool:
-    """Whether the function changes its first argument, by its name; an operator has a schema."""
+    """Whether the function changes its first argument, by its name. Operators have a schema."""
     named = name.endswith("_") and not name.endswith("__") and "::" not in name
     return name in _IN_PLACE or named
 
@@ -148,7 +148,7 @@ def is_foreach(name: str) -> bool:
     return name.startswith(("_foreach_", "_amp_foreach_"))
 
 
-# Full names of operators, and functions that have none.
+# Full names of operators, and function objects without a name.
 _elementwise: set[Any] = {
     *(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad")),
     "bitsandbytes::optimizer_update_32bit",
@@ -156,17 +156,17 @@ _elementwise: set[Any] = {
 
 
 def register_elementwise(operator: Callable[..., Any] | str) -> None:
-    """Declares that an operator computes each element from the elements at its place alone.
+    """Declares that an operator computes each element only from the elements at the same index.
 
-    On shards it then runs on the local elements of all its tensors, and may change them. A tensor
-    of one element is given as it is. One that takes norms, rows or blocks is not elementwise.
+    On shards it then runs on the local elements of all its tensors, and may change them. It gets a
+    one-element tensor unchanged. An operator that takes norms, rows or blocks is not elementwise.
 
     Args:
-        operator: ``torch.ops.mylib.update``, what ``torch.library.custom_op`` returns, a full name
-            such as ``"mylib::update"``, or a Python function that asks ``has_torch_function``.
+        operator: ``torch.ops.mylib.update``, a result of ``torch.library.custom_op``, a full name
+            such as ``"mylib::update"``, or a Python function that calls ``has_torch_function``.
 
     Raises:
-        TypeError: ``operator`` is none of these.
+        TypeError: ``operator`` is something else.
     """
     if isinstance(operator, str) and "::" in operator:
         _elementwise.add(operator)
@@ -180,14 +180,14 @@ def register_elementwise(operator: Callable[..., Any] | str) -> None:
 
 
 def is_elementwise(func: Function | str) -> bool:
-    """Whether ``func``, or the operator of this name, was declared to work element by element."""
+    """Whether ``func``, or the operator of this name, is declared element-wise."""
     return _key(func) in _elementwise
 
 
 @cache
 def _key(func: Any) -> Any:
-    """The operator's full name; the function itself if it has none."""
-    func = getattr(func, "_opoverload", func)  # of torch.library.custom_op
+    """Returns the operator's full name; the function itself if it has none."""
+    func = getattr(func, "_opoverload", func)  # a result of torch.library.custom_op has it
     if isinstance(func, OpOverload):
         return func._schema.name
     if isinstance(func, OpOverloadPacket):
@@ -197,7 +197,7 @@ def _key(func: Any) -> Any:
 
 
 def changed_by(func: Function, args: Args, kwargs: Kwargs) -> list[Any]:
-    """The arguments that ``func`` changes: by its name, ``out=``, and by its schema."""
+    """Returns the arguments that ``func`` changes: by its name, by ``out=`` and by its schema."""
     changed = [args[0]] if args and is_in_place(name_of(func)) else []
     if "out" in kwargs:
         changed.append(kwargs["out"])
@@ -218,7 +218,7 @@ def returns_nothing(func: Function) -> bool:
 
 @cache
 def _changed_arguments(func: Any) -> list[tuple[int, str]]:
-    """Position and name of all arguments that an overload changes; -1 for those without one."""
+    """Returns position and name of the arguments that an overload changes; -1 for keyword-only."""
     return list(
         dict.fromkeys(
             (-1 if arg.kwarg_only else position, arg.name)
@@ -239,7 +239,7 @@ def _schemas(func: Any) -> list[Any]:
     else:
         name = f"aten::{getattr(func, '__name__', '')}"
     found = torch._C._jit_get_schemas_for_operator(name)
-    # TorchScript's own overloads, those of lists, have no kernel.
+    # TorchScript's own overloads, which take lists, have no kernel.
     names = [f"{schema.name}.{schema.overload_name}".removesuffix(".") for schema in found]
     has_kernel = map(torch._C._dispatch_has_kernel, names)
     return [schema for schema, has in zip(found, has_kernel, strict=True) if has]

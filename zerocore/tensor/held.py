@@ -1,4 +1,4 @@
-"""Parameters that this rank has in full between calls: reads of them ask no other rank."""
+"""Reads parameters that this rank has in full between calls, without other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of, sh
 
 
 def param_of(shard: Any) -> Any:
-    """The parameter that ``shard`` is, or whose values it has; None if there is none."""
+    """Returns the parameter that ``shard`` is, or whose values it has; None without one."""
     if isinstance(shard, PlacedParameter):
         return shard
     param = shard_in(getattr(shard, "owner", lambda: None)())
@@ -23,35 +23,35 @@ def param_of(shard: Any) -> Any:
 
 
 def stays_whole(param: Any, state: Any) -> bool:
-    """Whether each rank keeps the full parameter between steps, of the type of its shard."""
+    """Whether each rank keeps the full parameter between steps, in the dtype of its shard."""
     is_plain = param.place.part is None and param.make_view is None
     is_same = param.full.dtype == local_of(param).dtype
     return is_plain and is_same and not state.config.placements.parameters
 
 
 def is_old(shard: Any, param: Any, state: Any) -> bool:
-    """Whether ``shard`` is a copy of values that the parameter does not have any more."""
+    """Whether ``shard`` is a copy of old values: the parameter has changed since."""
     version = state.engine.param_version(param.unit, param.position)
     return bool(getattr(shard, "version", version) != version)
 
 
-_DEEPEST = 8  # functions of functions; each keeps those before it in memory
+_DEEPEST = 8  # nested functions; each recipe keeps the ones before it in memory
 
 
 class Recipe(NamedTuple):
-    """How a shard was computed from nothing but parameters that this rank has in full."""
+    """The way a shard was computed, only from parameters that this rank has in full."""
 
     func: Function
     values: tuple[Args, Kwargs]
     params: list[Any]
-    versions: list[int]  # of these, of the result and of what it was computed from
+    versions: list[int]  # of ``params``, of the other arguments and of the result
     depth: int
 
     def is_current(self, result: Any) -> bool:
         return self.versions == _versions(self.params, (self.values, result))
 
     def full(self, result: Any) -> Any:
-        """The full result; None if this rank lacks a value, or one has changed."""
+        """Computes the full result; None if this rank lacks a value, or one has changed."""
         shards = {id(v): v for v in leaves(self.values) if isinstance(v, Placed)}
         fulls = {k: held_full(v) if self.is_current(result) else None for k, v in shards.items()}
         if None in fulls.values():
@@ -62,7 +62,7 @@ class Recipe(NamedTuple):
 
 
 def keep_recipe(func: Function, args: Args, kwargs: Kwargs, result: Any) -> None:
-    """Notes how a shard was computed, if no other rank knows more of it."""
+    """Notes how a shard was computed, if this rank has the full values of all arguments."""
     params, depth = [], 1
     for value in (each for each in leaves((args, kwargs)) if isinstance(each, Tensor)):
         param, recipe = param_of(value), getattr(value, "recipe", None)
@@ -75,7 +75,7 @@ def keep_recipe(func: Function, args: Args, kwargs: Kwargs, result: Any) -> None
         elif isinstance(value, Placed) or value.dim() > 0:
             return
         if value is result:
-            return  # of the same dtype, or shape
+            return  # the function has changed nothing: the dtype or shape was right already
     versions = _versions(params, ((args, kwargs), result))
     result.recipe = Recipe(func, (args, kwargs), params, versions, depth)
 
@@ -88,15 +88,15 @@ def _versions(params: list[Any], values: Any) -> list[int]:
 
 
 def held_full(shard: Any) -> Tensor | None:
-    """The full values of a shard, in the memory of its parameter or computed from these; None where
-    this rank lacks some of them. Torch functions are off."""
+    """Returns the full values of a shard, in its parameter's memory or computed from it; None if
+    this rank lacks some. The caller has disabled torch functions."""
     param = param_of(shard)
     state = None if param is None else param.state_ref()
     if state is None and hasattr(shard, "recipe"):
         return shard.recipe.full(shard)
     if state is None or not stays_whole(param, state) or is_old(shard, param, state):
         return None
-    pending_host_updates.finish()  # gathers behind a step
+    pending_host_updates.finish()  # gathers after a step
     if not state.engine.holds_values(param.unit, param.position):
         return None
     full: Tensor = param.full.detach().to(shard.dtype)
@@ -104,10 +104,10 @@ def held_full(shard: Any) -> Tensor | None:
 
 
 def call_held(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Calls a function that only reads with full values, asking no rank.
+    """Calls a function that only reads, with full values, without other ranks.
 
-    NotImplemented if this rank lacks values of a shard, or a plain tensor stands beside it: that
-    may be a shard of another rank's view.
+    Returns NotImplemented if this rank lacks values of a shard, or if another argument is a plain
+    tensor, which may hold only local elements.
     """
     found = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
     if not found or any(not isinstance(value, Placed) and value.dim() > 0 for value in found):

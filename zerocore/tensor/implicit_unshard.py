@@ -1,4 +1,4 @@
-"""Reads of parameters outside of a module's call: with the full values, as a call of the unit."""
+"""Unshards parameters that a program reads outside a module's call, as a call of the unit would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
 
 
 class FullCopy(Tensor):
-    """A copy of what would be a view of a parameter; a change of it would be lost, and raises."""
+    """A copy of a parameter in place of a view: a change of it would be lost, so it raises."""
 
     fqn: str
 
@@ -32,7 +32,7 @@ class FullCopy(Tensor):
                     "change"
                 )
             if any(isinstance(value, Placed) for value in leaves((args, kwargs))):
-                return NotImplemented  # its own rules know what this is beside a shard
+                return NotImplemented  # the shards' rules handle it together with a shard
             result = func(*args, **(kwargs or {}))
             sources = [value for value in leaves(args) if isinstance(value, FullCopy)]
             return tree_map_only(
@@ -47,20 +47,20 @@ class FullCopy(Tensor):
 
 
 def as_copy(tensor: Tensor, fqn: str) -> FullCopy:
-    """``tensor`` as a copy of the parameter of that name, or of a part of it."""
+    """Marks ``tensor`` as a copy of the parameter of that name, or of a part of it."""
     copy = tensor.as_subclass(FullCopy)
     copy.fqn = fqn
     return copy
 
 
 def in_call(param: PlacedParameter) -> bool:
-    """Whether a forward of the parameter's model runs."""
+    """Whether a forward of the parameter's model is running."""
     state = param.state_ref()
     return state is not None and state.engine.in_call
 
 
 def is_recorded(values: Any) -> bool:
-    """Whether autograd would record a function of these."""
+    """Whether autograd would record a function of these values."""
     return torch.is_grad_enabled() and any(
         isinstance(value, Tensor) and value.requires_grad for value in leaves(values)
     )
@@ -69,9 +69,9 @@ def is_recorded(values: Any) -> bool:
 def call_with_full(
     func: Function, args: Args, kwargs: Kwargs, params: Sequence[PlacedParameter]
 ) -> Any:
-    """Calls ``func`` with full parameters in the place of sharded ones, as a call of their units.
+    """Calls ``func`` with full parameters instead of sharded ones, as a call of their units would.
 
-    All ranks must call. Inside of a forward the units stay with the module that is running.
+    All ranks must call it. Within a forward, the running module's call adopts the units.
     """
     units = {(id(param.state_ref()), param.unit): param for param in params}
     entered: list[tuple[Any, int]] = []
@@ -105,11 +105,11 @@ def call_with_full(
 
 
 def version_of(tensor: Tensor) -> int:
-    """The number of changes that autograd knows of."""
+    """Returns the version of a tensor; 0 for an inference tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-# How errors call a shard, its full value, and the version of that.
+# The kind and name of a shard for errors, its full value, and the version of that.
 _Full = tuple[tuple[str, str], Tensor, int]
 
 
@@ -125,7 +125,7 @@ def _is_copied(value: Any) -> bool:
 
 
 def check_unchanged(func: Function, fulls: list[_Full]) -> None:
-    """Raises TypeError if a function has written to full values."""
+    """Rejects a function that has written to full values (TypeError)."""
     for (what, fqn), full, version in fulls:
         if version_of(full) != version:
             raise TypeError(
@@ -137,8 +137,7 @@ def check_unchanged(func: Function, fulls: list[_Full]) -> None:
 
 
 def _with_full(shard: Placed) -> Tensor:
-    # A shard beside a parameter is wanted in full as well. A parameter is full by now, unless
-    # modules see a view of it.
+    # Other shards among the arguments are needed in full, too.
     if isinstance(shard, PlacedParameter):
         return shard.shown()
     if _is_copied(shard):
@@ -153,7 +152,7 @@ def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:
 
 
 def without(fulls: list[_Full], output: Any) -> Any:
-    """The output with copies of what shares memory with full values."""
+    """Replaces tensors in the output that share memory with full values by copies."""
     if type(output).__name__ == "ndarray":
         return output.copy()
     plain = {Tensor, *(type(full) for _, full, _ in fulls)}

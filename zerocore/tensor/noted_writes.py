@@ -1,6 +1,6 @@
-"""Writes to shards between calls, which must be the same on all ranks.
+"""Notes writes to shards between calls: all ranks must write the same.
 
-Each rank writes its own elements, so the ranks compare the arguments of the writes.
+Each rank writes only its own elements, so the ranks compare the arguments of the writes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from zerocore.layout.place import Place
 from zerocore.tensor.functions import is_foreach
 from zerocore.tensor.placed import Placed, PlacedParameter, local_of
 
-_SAMPLE = 1 << 20  # elements of a large tensor that are compared
+_SAMPLE = 1 << 20  # the most elements of a tensor that are compared
 
 
 def note_writes(name: str, changed: Sequence[Any], given: Sequence[Any]) -> None:
     """Notes that function ``name`` has written to the shards ``changed``.
 
-    ``given`` are its other arguments, which the ranks compare in the message that ends the next
-    pass; there is no message of its own.
+    ``given`` has its other arguments. The ranks compare them in the message that ends the next
+    pass; the write itself sends none.
     """
     unique = list({id(shard): shard for shard in changed}.values())
     for number, shard in enumerate(unique):
@@ -38,14 +38,14 @@ def note_writes(name: str, changed: Sequence[Any], given: Sequence[Any]) -> None
 
 
 def note_full(param: Any, value: Tensor) -> None:
-    """Notes that ``param``, also one of ``fully_shard``, is set to its part of a full ``value``."""
+    """Notes that ``param``, of ``shard`` or ``fully_shard``, is set to its part of ``value``."""
     state = param.state_ref()
     if state is not None and state.engine.takes_notes:
         state.engine.note_write(param.unit, param.position, _sum_of(value))
 
 
 def _param_of(shard: Any) -> Any:
-    """The parameter whose memory ``shard`` has, if there is one."""
+    """Returns the parameter whose memory ``shard`` shares, if there is one."""
     if isinstance(shard, PlacedParameter):
         return shard
     param: Any = getattr(shard, "owner", lambda: None)()
@@ -56,8 +56,8 @@ def _param_of(shard: Any) -> Any:
 
 
 def _told(value: Any, place: Place) -> Any:
-    """The part of an argument that the ranks compare: numbers, and full tensors. Shards and local
-    elements differ between ranks, and no number on a device is waited for."""
+    """Returns the part of an argument that the ranks compare: numbers, and full tensors. Shards and
+    local elements differ between ranks, and a number on a device would have to be waited for."""
     if isinstance(value, list | tuple):
         return [_told(item, place) for item in value]
     if not isinstance(value, Tensor) or isinstance(value, Placed):
@@ -68,8 +68,8 @@ def _told(value: Any, place: Place) -> Any:
 
 
 def _may_be_local(place: Place) -> bool:
-    """Whether some rank owns all of a vector, so that the shape of its own elements is the full
-    one; the same on all ranks."""
+    """Whether some rank may own all of a vector: its local elements then have the full shape. The
+    answer is the same on all ranks."""
     if len(place.global_shape) != 1 or place.group is None:
         return False
     return place.cut is None or place.global_shape.numel() in map(_length, place.ranges)

@@ -37,44 +37,44 @@ _data: Any = torch._C.TensorBase.data
 
 
 class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[misc]
-    """This rank's elements of a parameter, possibly none; what the optimizer updates.
+    """This rank's elements of a parameter, possibly none, which the optimizer updates.
 
-    Its shape, ``numel()`` and strides are those of the full parameter; :meth:`local` and
-    ``shard_range`` tell of the shard. Functions of it that autograd records, or that need all
-    elements, use the full value: all ranks must call them.
+    Its shape, ``numel()`` and strides are the full parameter's; :meth:`local` and ``shard_range``
+    describe the shard. Functions that autograd records, or that need all elements, use the full
+    value: all ranks must call them.
 
-    ``grad`` is this rank's elements of the averaged gradient. It takes those elements, a full
-    gradient that is averaged already, of which this rank's part is copied, or None; all ranks must
-    set a full one, and a vector's elements. ValueError: set to a tensor of another shape, to a
-    shard of something else, or to full gradients that differ between the ranks.
+    ``grad`` has this rank's elements of the averaged gradient. It may be set to such elements, to a
+    full gradient that is averaged already (this rank copies its part), or to None. All ranks must
+    set a full one together, and also a vector's elements. Raises ValueError for a tensor of another
+    shape, a shard of another tensor, or full gradients that differ between ranks.
     """
 
     result_type = LocalShard
     what = PlacedParameter.what
 
-    unit: int  # index of the unit it belongs to
+    unit: int  # index of its unit
     position: int  # in the unit
     elements: Tensor  # plain, on the same memory
-    # The same elements as layers compute with; None where they compute with this parameter.
+    # The same elements in the dtype of layers; None if layers compute with this parameter.
     model_weight: Tensor | None = None
     spec: Any = None  # of the DTensor that modules see, under tensor parallelism
-    make_view: Callable[[Tensor], Tensor] | None = None  # what modules see of the full one
-    on_host: bool = False  # its optimizer's states are on the host, and so is it
-    on_disk: bool = False  # these bytes of the host's memory are a file's
-    grad_device: torch.device  # where its gradient is
+    make_view: Callable[[Tensor], Tensor] | None = None  # makes the view that modules see
+    on_host: bool = False  # it is on the host, with its optimizer's states
+    on_disk: bool = False  # its host memory is mapped from a file
+    grad_device: torch.device  # the device of its gradient
 
     def shown(self) -> Tensor:
-        """The tensor of modules while the unit is gathered: the full parameter or a view of it, a
-        DTensor or a tensor of its class."""
+        """Returns the tensor that modules see while the unit is unsharded: the full parameter, or a
+        view of it as a DTensor or in its class."""
         if self.make_view is None:
             return self.full
-        with torch.enable_grad():  # a backward that computes a call once more records, too
+        with torch.enable_grad():  # recomputation within a backward records it, too
             view = self.make_view(self.full)
         view.__dict__.update(attributes_of(self))
         return as_view(view, self.full)
 
     def detach(self) -> Any:
-        """A shard on the same memory, until ``data`` is set; in a call the full value."""
+        """Returns a shard on the same memory, until ``data`` is set; in a call, the full value."""
         if in_call(self):
             return call_with_full(Tensor.detach, (self,), {}, [self])
         return super().detach()
@@ -82,11 +82,11 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
     def _own_data(self) -> Tensor:
         pending_host_updates.finish()
         with torch._C.DisableTorchFunctionSubclass():
-            local: Tensor = _data.__get__(self)  # changes of it count, see data_writes.h
+            local: Tensor = _data.__get__(self)  # writes to it count, see data_writes.h
             return local
 
     def _keep_grad(self, grad: ShardedGrad) -> None:
-        """Moves a gradient that the user holds to memory of its own; C++ calls it."""
+        """Moves a gradient that the program keeps to memory of its own; C++ calls it."""
         state = self.state_ref()
         if state is None:
             return
@@ -94,7 +94,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
             own = state.engine.make_grad(self.unit, self.position)
             if isinstance(grad, UnreducedGrad):
                 if grad.is_held:
-                    return  # nothing can be read of it
+                    return  # its values cannot be read
                 self.bind_sums()
             elif own.untyped_storage()._cdata == grad.untyped_storage()._cdata:
                 own = ShardedGrad.make(own, self.place, self.state_ref)
@@ -106,7 +106,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
             _data.__set__(grad, values)
 
     def bind_sums(self) -> None:
-        """Makes what ``grad`` is after a backward without sync, where that is no shard's."""
+        """Makes the ``grad`` of a backward without sync, unless that is a shard."""
         state = self.state_ref()
         sums = state.engine.make_sums(self.unit, self.position)
         state.engine.bind_sums(self.unit, self.position, UnreducedGrad.of(self, sums))
@@ -128,11 +128,11 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
 
     @property
     def data(self) -> Tensor:
-        """As :meth:`detach`, but autograd does not see what is written to it. A value that it is
-        set to is copied: a full one, or this rank's part.
+        """A shard as from :meth:`detach`, but autograd does not see writes to it. If it is set to a
+        full value or this rank's part, the value is copied.
 
         Raises:
-            TypeError, ValueError: set to another dtype, device or shape.
+            TypeError, ValueError: it is set to another dtype, device or shape.
         """
         if in_call(self):
             return call_with_full(attrgetter("data"), (self,), {}, [self])
@@ -145,7 +145,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._check_data(value)
-            # By identity, which is the same on all ranks: on all of them versions change or none.
+            # By identity, which agrees on all ranks: versions must change on all of them or none.
             is_own = value is self or any(alias() is value for alias in self._live_aliases())
             part = self._part_of(value, ".data")
             if not is_own:
@@ -156,8 +156,8 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
                 note_writes("data=", [self], [value])
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As on a parameter under DistributedDataParallel: ``hook`` is given this rank's own full
-        gradient, before it is averaged.
+        """Registers a hook as under DistributedDataParallel: it gets this rank's own full gradient,
+        before it is averaged.
 
         Raises:
             TypeError: in the backward, if ``hook`` returns a shard.
@@ -167,10 +167,10 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
         return self.full.register_hook(_checked_hook(hook, self.fqn))
 
     def full_tensor(self) -> Tensor:
-        """The full value, a new plain tensor of ``global_shape``; all ranks must call.
+        """Gathers the full value, a new plain tensor of ``global_shape``; all ranks must call it.
 
-        Under mixed precision that of the main weights; but where autograd records, what layers
-        compute with, and gradients go back to the parameter.
+        Under mixed precision it has the main weights' values. If autograd records, it has the
+        values that layers compute with, and gradients go back to the parameter.
         """
         if is_recorded((self,)):
             full = call_with_full(torch.clone, (self,), {}, [self])
@@ -184,23 +184,23 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A shard of its own, without gradient, as ``p.detach().clone()``."""
+        """Returns an independent shard without a gradient, as ``p.detach().clone()``."""
         memo[id(self)] = copied = self.detach().clone()
         return copied
 
 
 def as_parameter(tensor: Tensor, kind: type[nn.Parameter], requires_grad: bool) -> Any:
-    """``tensor`` itself as a parameter; a new one would not count what is written to its data."""
+    """Makes ``tensor`` itself a parameter: a new one would not count writes to its ``data``."""
     tensor.requires_grad_(requires_grad).__class__ = kind
     return tensor
 
 
 def become_shard(param: Any, data: Tensor, full: Tensor, facts: dict[str, Any]) -> None:
-    """``param`` is a :class:`ShardedParameter` over ``data`` from now on, and ``full`` its hidden
-    object. Its attributes stay, and its hooks.
+    """Turns ``param`` into a :class:`ShardedParameter` over ``data``, with ``full`` as its hidden
+    object. It keeps its attributes and hooks.
 
     Raises:
-        TypeError: memory of the class of ``param`` has other parts than that of tensors.
+        TypeError: objects of the class of ``param`` have another memory layout.
     """
     kind, hooks, later = type(param), param._backward_hooks, param._post_accumulate_grad_hooks
     inner = param.__tensor_flatten__()[0] if is_wrapped(param) else ()
@@ -216,7 +216,7 @@ def become_shard(param: Any, data: Tensor, full: Tensor, facts: dict[str, Any]) 
     data.requires_grad_(full.requires_grad)
     node = take_node_hooks(param, full)
     exchange_impls(param, data)
-    vars(param).update(facts, **{OTHER: full})  # both may be the shard
+    vars(param).update(facts, **{OTHER: full})  # either object may be the shard later
     vars(full).update(facts, **{OTHER: ref(param), "_zerocore_node": node})
     if hooks:
         full._backward_hooks = hooks
@@ -225,13 +225,13 @@ def become_shard(param: Any, data: Tensor, full: Tensor, facts: dict[str, Any]) 
 
 
 def slots_of(kind: type) -> tuple[str, ...]:
-    """Attributes that objects of a class have in their own memory, beside those of tensors."""
+    """Returns the ``__slots__`` of a class."""
     return tuple(name for cls in kind.__mro__ for name in vars(cls).get("__slots__", ()))
 
 
 @cache
 def with_slots(cls: Any, slots: tuple[str, ...]) -> Any:
-    """A class like ``cls`` whose objects have such memory."""
+    """Returns a class like ``cls`` whose objects have these slots."""
     if not slots:
         return cls
     base = type(cls)("Slots", (torch.Tensor,), {"__slots__": slots})
@@ -245,14 +245,14 @@ KINDS: set[type] = set()  # of shards
 
 
 def note_kind(kind: type) -> None:
-    """Tells torch's optimizers, which update lists of unknown kinds of tensors in a for-loop."""
+    """Tells torch's optimizers to use foreach functions for this class of tensors."""
     KINDS.add(kind)
     for known in (optimizer, _foreach_utils):
         known._foreach_supported_types.append(kind)
 
 
 def attributes_of(param: Tensor) -> dict[str, Any]:
-    """The attributes that programs have set on a parameter."""
+    """Returns the attributes that programs have set on a parameter."""
     return {key: value for key, value in vars(param).items() if key not in _FACTS}
 
 
@@ -280,13 +280,13 @@ _FACTS = frozenset((*_OWN, *ShardedParameter.__annotations__))
 class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
     """This rank's elements of an averaged gradient.
 
-    Elementwise functions work on the local elements. Norms and full reductions are those of the
-    full gradient, equal on all ranks (so ``torch.nn.utils.clip_grad_norm_`` is right unchanged).
-    Others would silently be local and raise TypeError.
+    Elementwise functions work on the local elements. Norms and full reductions are computed over
+    the full gradient, equal on all ranks (so ``torch.nn.utils.clip_grad_norm_`` is right). Other
+    functions would silently be local, so they raise TypeError.
     """
 
     what = "the gradient of"
-    source: ShardedGrad  # of what detach() gives: what has the same memory and came first
+    source: ShardedGrad  # on a result of detach(): the first gradient on the same memory
 
     @staticmethod
     def make(data: Tensor, place: Place, state_ref: Callable[[], Any]) -> ShardedGrad:
@@ -297,19 +297,19 @@ class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
         return grad
 
     def detach(self) -> ShardedGrad:
-        """A gradient on the same memory; it keeps its values when ``grad`` is set to another."""
+        """Returns a gradient on the same memory; it keeps its values when ``grad`` is replaced."""
         source = getattr(self, "source", self)
         shard: ShardedGrad = InPlace.detach(source)
-        shard.place, shard.source = self.place, source  # which is held, then
+        shard.place, shard.source = self.place, source  # the reference keeps the source alive
         return shard
 
     @property
     def data(self) -> ShardedGrad:
-        """The same memory. A value that it is set to is copied, as setting ``grad`` does.
+        """A gradient on the same memory. If it is set to a value, the value is copied.
 
         Raises:
-            TypeError, ValueError: set to another dtype, device or shape, or to full gradients that
-                differ between the ranks.
+            TypeError, ValueError: it is set to another dtype, device or shape, or to full gradients
+                that differ between the ranks.
         """
         return self.detach()
 
@@ -322,14 +322,14 @@ class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
 
 
 def _nothing() -> None:
-    """The parameter of a gradient that is none's any more."""
+    """Returns None: the parameter of a gradient that has none any more."""
 
 
 class UnreducedGrad(ShardedGrad):
     """``p.grad`` after a backward under ``no_sync``, at stages 1 to 3.
 
-    At stage 1 it is this rank's own gradient, in full, as under DistributedDataParallel. Where that
-    is held back in parts, reads and changes raise RuntimeError.
+    At stage 1 it is this rank's own full gradient, as under DistributedDataParallel. If the engine
+    holds it back, reads and changes raise RuntimeError.
     """
 
     param: Callable[[], ShardedParameter | None]
@@ -356,14 +356,14 @@ class UnreducedGrad(ShardedGrad):
 
     @property
     def is_held(self) -> bool:
-        """Whether it does not have this rank's gradient."""
+        """Whether the engine holds back this rank's gradient."""
         state, param = self.state_ref(), self.param()
         if state is None or param is None:
             return False  # its values have memory of their own
         return not state.engine.has_sums(param.unit, param.position)
 
     def check_readable(self) -> None:
-        """Raises RuntimeError if its values are held back."""
+        """Raises RuntimeError if the engine holds back its values."""
         if self.is_held:
             raise RuntimeError(
                 f"the gradient of '{self.fqn}' is held back: the last backward ran under no_sync, "
@@ -374,7 +374,7 @@ class UnreducedGrad(ShardedGrad):
             )
 
     def replaced_by(self, value: Tensor, param: ShardedParameter) -> UnreducedGrad:
-        """The new ``grad``, of ``value``: this rank's own, in full."""
+        """Returns the new ``grad`` with the values of ``value``, this rank's own full gradient."""
         self.check_readable()
         if value.shape != self.global_shape and value.shape != self.shape:
             raise ValueError(
@@ -389,7 +389,7 @@ class UnreducedGrad(ShardedGrad):
         return UnreducedGrad.of(param, flat.as_subclass(Tensor))
 
     def detach(self) -> ShardedGrad:
-        """A gradient on the same memory, while it has this rank's sums."""
+        """Returns a gradient on the same memory, as long as this has the rank's sums."""
         param = self.param()
         if param is None:
             return super().detach()
@@ -404,7 +404,7 @@ class UnreducedGrad(ShardedGrad):
         super()._let_go(values)
 
     def _check_averaged(self, value: Tensor, where: str) -> None:
-        """Each rank sets its own."""
+        """Checks nothing: each rank sets its own gradient."""
 
 
 ShardedGrad.result_type = ShardedGrad

@@ -1,6 +1,6 @@
-"""Pickles of shards: the full tensor where this rank has all of it, else an error.
+"""Pickles shards as full tensors if this rank has all values, else raises.
 
-A file with one rank's part looks like a checkpoint until somebody loads it.
+A file with one rank's part would look like a checkpoint until a program loads it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zerocore.tensor.held import held_full, is_old, param_of, stays_whole
 from zerocore.tensor.placed import local_of, shard_in
 
 _as_parts = ContextVar("as_parts", default=False)
-_MEMORY = "_zerocore_pickled"  # of a parameter: its full values in the pickle under way
+_MEMORY = "_zerocore_pickled"  # on a parameter: its full values in the current pickle
 
 
 @contextmanager
 def pickled_as_parts() -> Iterator[None]:
-    """Inside, a shard is pickled as this rank's part: every rank saves its own file."""
+    """Pickles shards as this rank's parts within the block: every rank saves its own file."""
     token = _as_parts.set(True)
     try:
         yield
@@ -38,8 +38,8 @@ def goes_as_part(place: Place) -> bool:
 
 
 def keep_owner(copy: Any, source: Any) -> Any:
-    """``copy`` has the values that a shard of a parameter has now: they are its parameter's as long
-    as that does not change."""
+    """Notes that ``copy`` has the current values of its source's parameter, until that changes;
+    returns the copy."""
     param: Any = shard_in(getattr(source, "owner", lambda: None)())
     state = None if param is None else param.state_ref()
     is_rounded = param is not None and source.dtype not in (param.dtype, copy.dtype)
@@ -52,15 +52,15 @@ def keep_owner(copy: Any, source: Any) -> Any:
 
 
 def forget_owners(changed: Iterable[Any]) -> None:
-    """Copies of parameters that were changed have values of their own."""
+    """Forgets the parameters of changed copies, which have other values now."""
     for copy in changed:
         if hasattr(copy, "version"):
             vars(copy).pop("owner", None)
 
 
 def whole_of(shard: Any) -> Tensor:
-    """The full tensor of a shard, new and plain; asks no rank. TypeError if this rank lacks some of
-    it, RuntimeError if it has old values of it."""
+    """Returns a shard's full tensor, new and plain, without other ranks. TypeError if this rank
+    lacks a part of it, RuntimeError if its values are old."""
     place, param = shard.place, param_of(shard)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if place.part is None and place.group is None:
@@ -94,13 +94,13 @@ def _held(shard: Any, param: Any) -> Tensor:
 
 
 def _tied(shard: Any, param: Any, flat: Tensor) -> Tensor:
-    """The full tensor of all elements; names of one parameter share memory in a file."""
+    """Returns the full tensor of all elements; names of one parameter share memory in a file."""
     own = shard.place.outline(shard.dtype)
     is_shared = param is not None and not hasattr(shard, "version")
     memory = getattr(param, _MEMORY, lambda: None)() if is_shared else None
     if memory is None:
         memory = flat.to(shard.dtype, copy=True).untyped_storage()
         if is_shared:
-            setattr(param, _MEMORY, ref(memory))  # which lives as long as the pickler has it
+            setattr(param, _MEMORY, ref(memory))  # the pickler keeps the memory alive
     full = torch.empty(0, dtype=shard.dtype, device=memory.device)
     return full.set_(memory, 0, own.shape, own.stride())

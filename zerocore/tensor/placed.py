@@ -1,4 +1,4 @@
-"""Tensors that know their place: shards, and full parameters and views that stand for them."""
+"""Tensors that know their place, and the links from full parameters and views to their shards."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import BEHIND_OPERATORS, base_of, is_elementwise
 
-_LEAF = "_zerocore_leaf"  # on what modules see: the parameter that autograd knows
+_LEAF = "_zerocore_leaf"  # on a view that modules see: the parameter that autograd knows
 IS_ROWS = "_zerocore_fsdp_rows"  # set on a parameter that fully_shard has made
-OTHER = "_zerocore_other"  # of the two objects that exchange their tensors: the other one
+OTHER = "_zerocore_other"  # on each of two objects that exchange their tensors: the other one
 
 
 def other_of(param: Any) -> Any:
-    """The other object of a pair; None of a tensor that is in none."""
+    """Returns the other object of a pair; None for a tensor without one."""
     other = getattr(param, "__dict__", {}).get(OTHER)
     return other() if isinstance(other, ref) else other
 
 
 def shard_in(param: Any) -> PlacedParameter | None:
-    """The shard of a parameter: itself, or the object that has it while this one is shown in full.
-    None of a tensor that is no parameter of a sharded model."""
+    """Returns the shard of a parameter: itself, or its other object while this one is full. None
+    for a tensor that is not a parameter of a sharded model."""
     if isinstance(param, PlacedParameter):
         return param
     other = other_of(param)
@@ -36,23 +36,23 @@ def shard_in(param: Any) -> PlacedParameter | None:
 
 
 def as_view(view: Tensor, leaf: Tensor) -> Tensor:
-    """``view``, which modules see in the place of ``leaf``, an engine's full parameter."""
+    """Marks ``view``, which modules see instead of ``leaf``, an engine's full parameter."""
     view.__dict__[_LEAF] = leaf
     return view
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
-    """The full parameter of an engine that ``tensor`` is a view of, or itself."""
+    """Returns the engine's full parameter that ``tensor`` is a view of, or ``tensor`` itself."""
     return tensor.__dict__.get(_LEAF, tensor)
 
 
 class Placed:
-    """Attributes and methods common to all tensors that are a shard of something."""
+    """The attributes and methods of all shards."""
 
     place: Place
     dtype: torch.dtype
-    what = "the shard of"  # how errors call it
-    is_read = False  # made of a parameter by a function that changes nothing
+    what = "the shard of"  # its kind in errors
+    is_read = False  # a function has computed it from parameters, and changed none
 
     @property
     def fqn(self) -> str:
@@ -69,27 +69,27 @@ class Placed:
         return self.place.shard_range
 
     def check_readable(self) -> None:
-        """Raises RuntimeError where the values are held back."""
+        """Raises RuntimeError if the engine holds back the values."""
 
     def local(self) -> Tensor:
-        """The local elements as a plain 1-D tensor on the same memory."""
+        """Returns the local elements as a plain 1-D tensor on the same memory."""
         return local_of(self)
 
     def own_part(self) -> Tensor:
-        """A copy that is pickled as this rank's part, for a file of each rank; the same rank loads
-        it, at the same stage and on the same number of ranks."""
+        """Returns a copy that is pickled as this rank's part, for a file per rank. The same rank
+        loads it, at the same stage and on the same number of ranks."""
         raise NotImplementedError
 
     def full_tensor(self) -> Tensor:
-        """The full value, a new plain tensor of ``global_shape``; all ranks must call.
+        """Gathers the full value, a new plain tensor of ``global_shape``; all ranks must call it.
 
         Raises:
-            RuntimeError: the shard was loaded from a file and is in no model.
+            RuntimeError: the shard was loaded from a file and does not belong to a model.
         """
         return self.place.gather(local_of(self))
 
     def whole_tensor(self) -> Tensor:
-        """As :meth:`full_tensor`; of a :class:`zerocore.ParameterMesh` the larger tensor."""
+        """Gathers the full value, or the larger tensor under a :class:`zerocore.ParameterMesh`."""
         return self.place.whole_of(self.full_tensor())
 
 
@@ -107,12 +107,12 @@ class PlacedParameter(Placed):
         return other_of(self)
 
     def shown(self) -> Tensor:
-        """The tensor of modules while the unit is gathered."""
+        """Returns the tensor that modules see while the unit is unsharded."""
         raise NotImplementedError
 
 
 def local_of(shard: Any) -> Tensor:
-    """The elements of a shard as a plain tensor on the same memory, without gradient."""
+    """Returns a shard's elements as a plain tensor on the same memory, without a gradient."""
     pending_host_updates.finish()
     if isinstance(shard, Placed):
         shard.check_readable()
@@ -121,7 +121,7 @@ def local_of(shard: Any) -> Tensor:
 
 
 def keep_place(result: Any, source: Any) -> Any:
-    """A changed copy of a shard is as local as the shard: a shard, if ``result`` has its shape."""
+    """Wraps a result of a shard's local elements as a shard, if it has their shape."""
     if type(result) is not Tensor or result.shape != local_of(source).shape:
         return result
     placed: Any = result.as_subclass(type(source).result_type)
@@ -130,14 +130,14 @@ def keep_place(result: Any, source: Any) -> Any:
 
 
 def outline_of(value: Any) -> Any:
-    """A shard's full shape and strides as a meta tensor; any other value as it is."""
+    """Returns a meta tensor with a shard's full shape and strides; any other value unchanged."""
     return value.place.outline(value.dtype) if isinstance(value, Placed) else value
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The values that nested lists, tuples and dicts hold.
+    """Yields the values in nested lists, tuples and dicts.
 
-    Every torch function of a shard asks, and torch's ``tree_leaves`` takes seven times as long.
+    Every torch function of a shard calls it; torch's ``tree_leaves`` takes seven times as long.
     """
     if isinstance(value, list | tuple):
         for item in value:
@@ -163,10 +163,10 @@ _REASONS = {
 
 
 def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
-    """Raises the error for a function that has no meaning on a shard.
+    """Raises TypeError for a function that has no meaning on a shard.
 
-    A TypeError; but a RuntimeError from what Python's operators call: of a TypeError they would
-    make "unsupported operand type(s)", and the advice would be lost.
+    For functions of Python's operators it raises RuntimeError: Python would replace a TypeError by
+    "unsupported operand type(s)", and the advice would be lost.
     """
     reason = reason or _REASONS.get(name, "")
     kind = RuntimeError if base_of(name) in BEHIND_OPERATORS else TypeError

@@ -1,7 +1,7 @@
-"""Norms and other full reductions of tensors of which every rank holds a part.
+"""Norms and other full reductions of sharded tensors.
 
-Each rank reduces its elements to one or a few numbers, in float64 or int64. All ranks get those of
-all, and combine them in the order of ranks: the same bits everywhere.
+Each rank reduces its elements to one or a few numbers, in float64 or int64. The ranks all-gather
+these numbers and combine them in rank order, which gives the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PRODUCTS = ("dot", "vdot", "inner", "matmul")
 
 
 def reduce(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
-    """The result of a reduction over all elements of all ranks; collective.
+    """Reduces all elements of all ranks; collective.
 
-    NotImplemented if these arguments ask for something else.
+    Returns NotImplemented if the arguments ask for anything but a full reduction.
     """
     if base in _PRODUCTS or base in ("equal", "allclose"):
         return _compare_or_multiply(func, base, args, kwargs)
@@ -38,7 +38,7 @@ def reduce(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(shard, Placed):
         return NotImplemented
     if base in ("item", "tolist"):
-        # One element in all: who holds it is no matter.
+        # The whole tensor has one element, on some rank.
         whole = shard.global_shape.numel() == 1
         return func(shard.full_tensor()) if whole else NotImplemented
     options = _options(base, args[1:], kwargs)
@@ -53,7 +53,7 @@ def reduce(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _options(base: str, args: Args, kwargs: Kwargs) -> dict[str, Any] | None:
-    """Arguments that change the number; None if they ask for anything but one number."""
+    """Returns the arguments that change the number; None if they ask for more than one number."""
     neutral = {"dim": None, "axis": None, "keepdim": False, "out": None}
     given = {
         name: value
@@ -97,7 +97,7 @@ def _combine(
 
 
 def _neutral(wide: torch.dtype, reducer: Any, device: torch.device) -> Tensor:
-    """The answer of a rank without elements."""
+    """Returns the neutral element, the number of a rank without elements."""
     info = torch.iinfo(wide) if wide == torch.int64 else None
     low, high = (info.min, info.max) if info else (float("-inf"), float("inf"))
     return torch.tensor(low if reducer is torch.amax else high, dtype=wide, device=device)
@@ -130,7 +130,7 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
         same = one.new_tensor(int(func(one, other, *args[2:], **kwargs)), dtype=torch.int64)
         return bool(across(place, same).all())
     if base in ("inner", "matmul") and len(place.global_shape) != 1:
-        return NotImplemented  # of matrices
+        return NotImplemented  # a product of matrices
     if one.shape != other.shape or kwargs or one.is_complex():
         return NotImplemented
     wide = torch.float64 if one.dtype.is_floating_point else torch.int64
@@ -138,8 +138,8 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
 
 
 def _are_full(tensors: Sequence[Tensor], place: Place) -> bool:
-    """Whether the plain ones have the full shape on all ranks. One rank may own all of a vector, so
-    its shape alone says nothing: the ranks tell each other, and none goes on alone."""
+    """Whether the plain tensors have the full shape on all ranks. If one rank owns all of a vector,
+    the shape alone does not tell, so the ranks exchange what they know."""
     plain = [tensor for tensor in tensors if not isinstance(tensor, Placed)]
     are_full = all(tensor.shape == place.global_shape for tensor in plain)
     if not any(tensor.dim() == len(place.global_shape) == 1 for tensor in plain):
@@ -149,7 +149,7 @@ def _are_full(tensors: Sequence[Tensor], place: Place) -> bool:
 
 
 def across(place: Place, part: Tensor) -> Tensor:
-    """Every rank's numbers, in the order of ranks, along a new first dimension."""
+    """All-gathers every rank's numbers, in rank order, along a new first dimension."""
     if place.group is None:
         return part.unsqueeze(0)
     parts = [torch.empty_like(part) for _ in range(place.group.size())]
@@ -162,7 +162,8 @@ def across(place: Place, part: Tensor) -> Tensor:
 
 
 def norm(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
-    """The norm of all elements; NotImplemented for one along a dimension or of a matrix."""
+    """Computes the norm of all elements; NotImplemented for a norm along a dimension or of a
+    matrix."""
     names = ("input", "p", "dim", "keepdim", "out", "dtype")
     given = dict(zip(names, args, strict=False)) | kwargs
     shard: Any = given.get("input", given.get("A", given.get("x", given.get("self"))))
@@ -171,14 +172,14 @@ def norm(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     if given.get("out") is not None or given.get("keepdim") or given.get("dim") not in dims:
         return NotImplemented
     if base == "linalg_norm" and len(shard.global_shape) != 1 and p not in (None, "fro"):
-        return NotImplemented  # of a matrix
+        return NotImplemented  # a norm of a matrix
     if isinstance(p, str) and p != "fro":
         return NotImplemented
     return global_norms([shard], _parse_p(p), given.get("dtype"))[0]
 
 
 def foreach_norm(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """As ``torch._foreach_norm``, each norm that of the full tensor; one all-reduce."""
+    """Computes ``torch._foreach_norm`` of the full tensors, with one all-reduce per group."""
     given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
     return global_norms(list(given["self"]), _parse_p(given.get("ord")), given.get("dtype"))
 
@@ -186,11 +187,11 @@ def foreach_norm(args: Args, kwargs: Kwargs) -> list[Tensor]:
 def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscales for torch.amp.GradScaler: grads *= inv_scale, found_inf = 1 if one is not finite.
 
-    The ranks must agree, or only some would make the step; one that owns no elements takes part.
+    The ranks must agree, or only some would take the step; a rank without elements takes part.
     """
     check_not_capturing(found_inf.device, "GradScaler unscaled gradients of a sharded model")
     func(grads, found_inf, inv_scale)
-    torch.autograd.graph.increment_version(list(grads))  # torch's kernel counts no change
+    torch.autograd.graph.increment_version(list(grads))  # torch's kernel does not
     places = [grad.place for grad in grads if isinstance(grad, Placed)]
     for group in dict.fromkeys(group for place in places for group in place.groups):
         with waiting(group, "GradScaler.unscale_"):
@@ -200,10 +201,10 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
 def global_norms(
     shards: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Norms of full tensors from local shards, each in its own dtype; an all-reduce for each group.
+    """Computes norms of full tensors from local shards, each in its own dtype; one all-reduce per
+    group.
 
-    ``|x|_p = (sum over ranks of |x_r|_p^p)^(1/p)``, and the maximum for p = inf. Tensors among
-    them that are not sharded must be on a list of their own.
+    ``|x|_p = (sum over ranks of |x_r|_p^p)^(1/p)``, and the maximum for p = inf.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for number, shard in enumerate(shards):
@@ -225,7 +226,7 @@ def global_norms(
 def local_norms(
     shards: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """The norm of each tensor's local elements; that of none is 0, also for p = inf."""
+    """Returns the norm of each tensor's local elements; 0 without elements, also for p = inf."""
     with torch._C.DisableTorchFunctionSubclass():  # functions see the local elements
         filled = [shard for shard in shards if shard.numel() > 0]
         norms = iter(torch._foreach_norm(filled, norm_type, dtype) if filled else ())
@@ -236,7 +237,7 @@ def local_norms(
 
 
 def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
-    """Combines the ranks' norms of disjoint parts, elementwise, into those of the whole."""
+    """Combines the ranks' norms of disjoint parts, elementwise, into norms of the whole."""
     if group is None:
         return norms
     check_not_capturing(norms.device, "a norm over several ranks was taken")
@@ -244,8 +245,8 @@ def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | Non
         raise ValueError(f"the norm of a sharded gradient needs p > 0 or inf, got {norm_type}")
     wide = norms.double()
     if norm_type == float("inf"):
-        # The bits of numbers from 0 to inf order as these do, and NaN comes behind them. A maximum
-        # of floats may lose a NaN: max(1, NaN) is 1 on gloo, and NaN the other way around.
+        # The bits of numbers from 0 to inf have the numbers' order, and NaN comes last. A maximum
+        # of floats may lose a NaN: on gloo, max(1, NaN) is 1, and max(NaN, 1) is NaN.
         bits = wide.abs().view(torch.int64)
         with waiting(group, "a norm"):
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)

@@ -1,4 +1,4 @@
-"""A shard that is some rows of a parameter: a DTensor, and what the engine knows of it."""
+"""Shards that are rows of a parameter: DTensors, with the engine's facts about them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RowShard:
-    """Of a DTensor what a :class:`ShardedParameter` knows of itself, by the same names."""
+    """The facts about a DTensor that a :class:`ShardedParameter` has as attributes."""
 
     fqn: str
     state_ref: Callable[[], Any]
@@ -37,30 +37,30 @@ class RowShard:
     model_weight: Tensor | None = None
     on_host: bool = False
     on_disk: bool = False
-    # Of the two objects that exchange their tensors: the other one. Weak in that of the hidden one.
+    # The other one of two objects that exchange their tensors. The hidden one refers weakly.
     other: Any = None
 
 
 _rows: Any = WeakTensorKeyDictionary()
-# Calls of fully_shard, and what makes the engine of one. Not by parameter: torch swaps no tensor
-# that has a weak reference.
+# By group of a fully_shard call: the function that makes its engine. Not by parameter, because
+# torch does not swap a tensor that has a weak reference.
 _late: WeakKeyDictionary[Any, Callable[[Any], Any]] = WeakKeyDictionary()
 
 
 def note_rows(param: Tensor, hidden: Tensor, shard: RowShard) -> None:
-    """``param``, a DTensor, is a shard of an engine; it exchanges its tensor with ``hidden``."""
+    """Notes that ``param``, a DTensor, is a shard that exchanges its tensor with ``hidden``."""
     _rows[param], _rows[hidden] = replace(shard, other=hidden), replace(shard, other=ref(param))
 
 
 def forget_rows(*params: Tensor | None) -> None:
-    """The engine of the two objects of a parameter is gone."""
+    """Forgets the two objects of a parameter, whose engine is gone."""
     for param in params:
         _rows.pop(param, None)
 
 
 def seen_shard(full: Any) -> Any:
-    """The shard of a full parameter, if programs see this object. None of a hidden one, and where a
-    pipeline's schedule adds the gradients of full parameters itself."""
+    """Returns the shard of a full parameter, if programs see this object. None for a hidden one,
+    and while a pipeline schedule accumulates gradients in full parameters itself."""
     known = _rows.get(full)
     shard = vars(full).get(OTHER) if known is None else known.other
     if shard is None or isinstance(shard, ref):
@@ -70,18 +70,18 @@ def seen_shard(full: Any) -> Any:
 
 
 def shard_of(param: Any) -> ShardedParameter | RowShard | None:
-    """The shard of an engine that a parameter is, of either kind; None for another parameter."""
+    """Returns the shard, of either kind, of an engine's parameter; None for any other."""
     shard: Any = shard_in(param)
     return _rows.get(current(param)) if shard is None else shard
 
 
 def note_late(group: Any, make: Callable[[Any], Any]) -> None:
-    """The ``params`` of ``group`` get an engine late: ``make(group)`` makes it, if need be."""
+    """Notes that ``make(group)`` makes the engine of the group's ``params`` when needed."""
     _late[group] = make
 
 
 def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
-    """As :func:`shard_of`; makes an engine that is made late, which is collective."""
+    """Returns :func:`shard_of`, and makes the engine first if need be, which is collective."""
     shard = shard_of(param)
     if shard is not None:
         return shard
@@ -93,11 +93,11 @@ def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
 
 
 def counts_writes(data: Any) -> property:
-    """The attribute ``data`` of DTensors, made from torch's ``data``: writes through it count, for
-    a shard, and values that it is set to are copied, where torch would change nothing.
+    """Wraps the attribute ``data`` of DTensors. For a shard, writes through it count, and a value
+    that it is set to is copied; torch would change nothing.
 
     Raises:
-        ValueError: set to another dtype or shape, or to a DTensor that is placed in another way.
+        ValueError: it is set to another dtype or shape, or to a DTensor with other placements.
     """
 
     def get(tensor: Any) -> Any:
@@ -123,7 +123,7 @@ def counts_writes(data: Any) -> property:
 
 
 def _own_part(param: Any, value: Any) -> Tensor:
-    """This rank's part of a value that ``data`` of the DTensor is set to."""
+    """Returns this rank's part of a value that a DTensor's ``data`` is set to."""
     facts = (value.shape, value.dtype)
     if not hasattr(value, "_spec") and facts == (param.shape, param.dtype):
         if (shard := shard_of(param)) is not None:
@@ -142,7 +142,7 @@ def _own_part(param: Any, value: Any) -> Tensor:
 
 
 def part_like(param: Any, full: Tensor) -> Tensor:
-    """This rank's part of a full value of a DTensor; sends nothing."""
+    """Returns this rank's part of a DTensor's full value; communicates nothing."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = param.device_mesh, param.placements
@@ -151,13 +151,13 @@ def part_like(param: Any, full: Tensor) -> Tensor:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """A DTensor's part of this rank, a plain tensor on the same memory; any other as it is."""
+    """Returns this rank's part of a DTensor, plain, on the same memory; any other unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def own_elements(value: Any, reads_only: bool = False) -> Tensor:
-    """This rank's part of a shard or DTensor, or all of a plain tensor, on its memory; changes
-    count as those of ``value``, and there is no gradient. Of a parameter also while it is shown in
+    """Returns this rank's part of a shard or DTensor, or a whole plain tensor, on its memory and
+    without a gradient; writes count as writes to ``value``. It also works while a parameter is
     full, from any thread."""
     if (known := shard_of(value)) is not None:
         (pending_host_updates.finish_updates if reads_only else pending_host_updates.finish)()
@@ -166,9 +166,9 @@ def own_elements(value: Any, reads_only: bool = False) -> Tensor:
 
 
 def at_origin(tensor: Tensor) -> Tensor:
-    """The same memory as a storage of its own, from the begin on.
+    """Returns a tensor on the same memory, with a storage that begins there.
 
-    ``torch.save`` and ``copy.deepcopy`` take a DTensor with a storage offset for one that has data.
+    ``torch.save`` and ``copy.deepcopy`` expect a DTensor without a storage offset.
     """
     begin = tensor.storage_offset() * tensor.element_size()
     memory: Any = tensor.untyped_storage()
@@ -177,7 +177,7 @@ def at_origin(tensor: Tensor) -> Tensor:
 
 
 def as_dtensor(local: Tensor, like: Any) -> DTensor:
-    """A DTensor over ``local``, this rank's dense part, placed as ``like``, without a gradient."""
+    """Makes a DTensor over ``local``, this rank's dense part, with the placements of ``like``."""
     from torch.distributed.tensor import DTensor  # late: takes a second
 
     from zerocore.tensor.dtensors import spec_as
@@ -187,12 +187,12 @@ def as_dtensor(local: Tensor, like: Any) -> DTensor:
 
 
 def as_part(local: Tensor, like: Tensor) -> Tensor:
-    """A DTensor over ``local``, if ``like`` is one."""
+    """Makes a DTensor over ``local`` if ``like`` is one."""
     return as_dtensor(at_origin(local), like) if hasattr(like, "_spec") else local
 
 
 def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
-    """The groups of ranks that have other parts of a shard; one for each mesh dimension."""
+    """Returns the groups whose ranks have other parts of a shard's tensor, one per dimension."""
     if isinstance(param, ShardedParameter):
         return param.place.groups
     spec = getattr(param, "_spec", None)
@@ -202,12 +202,12 @@ def groups_of(param: Any) -> Sequence[dist.ProcessGroup]:
     return tuple(spec.mesh.get_group(dim) for dim in cut if spec.mesh.size(dim) > 1)
 
 
-# -- as a range of elements, which checkpoints know --------------------------------------------
+# -- as a range of elements, for checkpoints ---------------------------------------------------
 
 
 def place_of(param: Any) -> Place | None:
-    """Where this rank's elements lie in the full parameter, in memory order; None for what is no
-    shard of an engine, ValueError for a DTensor that tensor parallelism cuts, too."""
+    """Returns the place of this rank's elements in the full parameter, in memory order; None
+    without a shard of an engine, ValueError for a DTensor that tensor parallelism also cuts."""
     if isinstance(param, Placed):
         return param.place
     shard = shard_of(param) if hasattr(param, "_spec") else None
@@ -223,8 +223,8 @@ def place_of(param: Any) -> Place | None:
 
 
 def own_place_of(param: Any, shard: RowShard) -> Place:
-    """Where this rank's rows lie in what the ranks of its mesh share: where tensor parallelism cuts
-    the parameter, too, that is one part of it."""
+    """Returns the place of this rank's rows in the tensor that the ranks of its mesh share. If
+    tensor parallelism also cuts the parameter, that tensor is one part of it."""
     state, dim = shard.state_ref(), _cut_dims(param)[0]
     rows = state.engine.spec(shard.unit, shard.position).shape
     full = torch.empty(rows, device="meta").movedim(0, dim)
@@ -235,24 +235,24 @@ def own_place_of(param: Any, shard: RowShard) -> Place:
 
 
 def cuts_of(param: Any) -> list[int]:
-    """The dimensions along which ranks have other parts than those that share this one."""
+    """Returns the dimensions along which other ranks have other parts of a larger tensor."""
     if isinstance(param, ShardedParameter):
         return [] if param.place.part is None else [param.place.part.dim]
     return _cut_dims(param)[1:]
 
 
 def elements_of(value: Any, param: Any) -> Tensor:
-    """This rank's elements of a value of the parameter's shape, 1-D, in the order of its place; on
-    the same memory if they lie in it in this order."""
+    """Returns this rank's elements of a value of the parameter's shape, 1-D, in the order of its
+    place; on the same memory if the memory has this order."""
     if isinstance(param, ShardedParameter):
         return local_of(value)
     return _rows_of(own_elements(value), param)
 
 
 def as_range(value: Tensor, param: Any) -> Any:
-    """A DTensor of the parameter's shape as a shard at its place, on the same memory; any other
-    value as it is. ValueError for a DTensor that no engine knows, NotImplementedError for one
-    around other tensors."""
+    """Returns a DTensor of the parameter's shape as a shard at its place, on the same memory; any
+    other value unchanged. Raises ValueError for a DTensor without an engine, NotImplementedError
+    for one around other tensors."""
     if not hasattr(value, "_spec"):
         return value
     shard = shard_of(param)
@@ -272,7 +272,7 @@ def as_range(value: Tensor, param: Any) -> Any:
 
 
 def as_rows(value: Any, param: Any) -> Any:
-    """A shard of :func:`as_range` as a DTensor again, on its memory; any other value as it is."""
+    """Returns a shard of :func:`as_range` as a DTensor again, on its memory; others unchanged."""
     if not isinstance(value, LocalShard) or not hasattr(param, "_spec"):
         return value
     dim, shape = _cut_dims(param)[0], local_part(param).shape

@@ -1,8 +1,8 @@
-"""The meaning of a torch function that is given a shard. One rule, for all kinds of shards.
+"""The rules of torch functions on shards, the same for all kinds of shards.
 
-Functions of elements work on the local elements. Norms and full reductions are global. A parameter
-is read in full: inside of a call of its model, where autograd records, and where the shape
-matters. All other functions are refused by name.
+Element-wise functions work on the local elements. Norms and full reductions are global. Functions
+read a parameter in full within a call of its model, if autograd records, and if the shape matters.
+All other functions are rejected by name.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 
 
 def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Applies a torch function to shards, for ``__torch_function__`` of all kinds; see
-    :func:`refuse`."""
+    """Applies a torch function to shards, for ``__torch_function__`` of all kinds; :func:`refuse`
+    rejects the rest."""
     name = name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
         if name in functions.SHAPES:
@@ -46,7 +46,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             return func(*(outline_of(value) for value in args), **outlines)
         pending_host_updates.finish()
         if name == "data" and not isinstance(args[0], PlacedParameter):
-            torch.autograd.graph.increment_version(args[0])  # what is changed through it counts
+            torch.autograd.graph.increment_version(args[0])  # the caller may write through it
         if name in functions.ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
             result = func(*args, **kwargs)
             if name not in ("detach", "data"):
@@ -70,7 +70,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             refuse(name, found[0])
         if writes:
             _check_no_leaf(name, changed)
-            found = []  # full ones would be changed in their place
+            found = []  # else the function would change full copies
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
         result = _on_shards(func, args, kwargs, changed, found)
@@ -80,7 +80,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _reads_shard(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a factory takes values of a shard, not only the kind of tensor that it makes."""
+    """Whether a factory reads values of a shard, not only its dtype and device."""
     return any(isinstance(value, Placed) for value in (*args[1:], *kwargs.values()))
 
 
@@ -94,8 +94,8 @@ def needs_values(func: Function, args: Args) -> bool:
 
 
 def _changes_gradients(name: str, args: Args) -> bool:
-    """Whether one list of gradients is changed by numbers alone: what clipping does in each step.
-    That is local whatever their places, and is told fast."""
+    """Whether the function changes one list of gradients by numbers only, as clipping does in each
+    step. That is local at any place, and this test is fast."""
     return (
         is_in_place(name)
         and functions.base_of(name) in functions.ELEMENTWISE
@@ -138,14 +138,14 @@ def _on_shards(
 
 
 def _note_read(result: Any) -> None:
-    """Marks shards that were computed from parameters: functions read both in full alike."""
+    """Marks shards that are computed from parameters: functions may read them in full, too."""
     for value in leaves(result):
         if isinstance(value, Placed):
             value.is_read = True
 
 
 def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:
-    """NotImplemented, or NotLocal is raised, where it is neither."""
+    """Runs a local or a global function; else returns NotImplemented, or raises NotLocal."""
     if functions.is_elementwise(func):
         return apply_operator(func, args, kwargs, changed)
     name = name_of(func)
@@ -173,7 +173,7 @@ def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[A
 
 
 def _set_items(changed: Any, index: Any, value: Any) -> Any:
-    """``shard[:] = value``, ``shard[mask] = number``, and ``plain[start:end] = shard``."""
+    """Runs ``shard[:] = value``, ``shard[mask] = number`` and ``plain[start:end] = shard``."""
     is_all = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
     if not isinstance(changed, Placed) and isinstance(value, Placed):
         pair: list[Any] = [changed[index], value]
@@ -193,7 +193,7 @@ def _set_items(changed: Any, index: Any, value: Any) -> Any:
 
 
 def _view_like(name: str, tensor: Tensor, other: Tensor) -> Any:
-    """The shape of a shard is that of its full tensor, which the function itself would not see."""
+    """Runs a ``*_as`` function with a shard's full shape, which the function would not see."""
     view = getattr(Tensor, name.removesuffix("_as"))
     if tensor is other and isinstance(tensor, PlacedParameter) and is_recorded(tensor):
         full = tensor.full  # programs look for the node that accumulates its gradient
@@ -212,9 +212,9 @@ def _check_no_leaf(name: str, changed: list[Any]) -> None:
 
 
 def initialise(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """A function of ``torch.nn.init`` on a shard: this rank's part of what the full one gets.
+    """Runs a function of ``torch.nn.init`` on the full shape, and copies this rank's part.
 
-    With equal seeds on all ranks the values are those of a model that is not sharded.
+    With equal seeds on all ranks, the values are the same as in a model that is not sharded.
     """
     shard, rest = (args[0], args[1:]) if args else (kwargs["tensor"], ())
     kwargs = {key: value for key, value in kwargs.items() if key != "tensor"}
@@ -228,10 +228,10 @@ def initialise(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 @around
 def initialises_shards(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of ``torch.nn.init`` that sees the full shape of shards.
+    """Wraps a function of ``torch.nn.init``, so that it sees the full shape of shards.
 
-    Most ask for the number of dimensions before any torch function could tell, and some return
-    early from an empty tensor without drawing numbers.
+    Most read the number of dimensions before they call a torch function, and some return early from
+    an empty tensor without drawing numbers.
     """
     tensor = args[0] if args else kwargs.get("tensor")
     if isinstance(tensor, Placed):

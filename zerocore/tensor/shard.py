@@ -1,8 +1,8 @@
-"""Local elements that know their place: what all shards have in common, and those in a state dict.
+"""The base classes of shards, and the shards of state dicts.
 
-Their shape is that of the full tensor; their memory is 1-D and holds this rank's elements. C++, and
-Python where torch functions are switched off, see the latter.
-``zerocore/tensor/rules.py`` says what torch functions mean on them.
+A shard's shape is the full tensor's; its memory is 1-D and has this rank's elements. C++ sees the
+memory, and so does Python while torch functions are disabled. ``zerocore/tensor/rules.py`` has the
+rules of torch functions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ set_data = _data.__set__
 
 
 class Shard(Placed):
-    """The part that all kinds of shards have in common."""
+    """The base class of all kinds of shards."""
 
-    result_type: type[Tensor]  # of what elementwise functions make of it
-    owner: Callable[[], Any]  # the parameter or gradient that gave it, if one did
-    version: int  # of that parameter, if this is a copy of it
+    result_type: type[Tensor]  # the class of results of elementwise functions
+    owner: Callable[[], Any]  # the parameter or gradient that it comes from, if any
+    version: int  # of that parameter, if this is a copy of its values
 
     @classmethod
     def __torch_function__(
@@ -56,7 +56,7 @@ class Shard(Placed):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         if goes_as_part(self.place):
-            # A copy: the memory around a shard belongs to others. Plain types, for weights_only.
+            # A copy, because the storage has other shards, too. Plain types, for weights_only.
             place = self.place
             facts = (place.fqn, tuple(place.global_shape), place.shard_range, place.strides)
             return rebuild_shard, (local_of(self).clone(), *facts)
@@ -65,7 +65,7 @@ class Shard(Placed):
     def own_part(self) -> Any:
         return as_shard(local_of(self).clone(), self.place.without_groups())
 
-    # torch.distributed.checkpoint asks these of tensors that are parts of others.
+    # torch.distributed.checkpoint calls these on tensors that are parts of others.
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
         from zerocore.layout.chunks import write_items
@@ -86,13 +86,13 @@ class Shard(Placed):
 class InPlace(Shard):
     """A shard whose memory belongs to the engine: new values are copied there."""
 
-    shape: torch.Size  # of the local elements, where torch functions are off
-    # Weak: the state of the model it belongs to. None of what functions make of gradients.
+    shape: torch.Size  # of the local elements, while torch functions are disabled
+    # Weak: the state of its model. Results of functions of gradients have none.
     state_ref: Callable[[], Any] = staticmethod(lambda: None)
-    aliases: list[ref[Any]]  # what detach() and data have given
+    aliases: list[ref[Any]]  # results of detach() and data
 
     def detach(self) -> Any:
-        """A shard on the same memory, until other values take its place."""
+        """Returns a shard on the same memory, until the parameter's ``data`` is replaced."""
         return self._alias(local_of(self))
 
     def _alias(self, local: Tensor) -> Any:
@@ -109,13 +109,13 @@ class InPlace(Shard):
         return [alias for alias in getattr(self, "aliases", ()) if alias() is not None]
 
     def _let_go(self, values: Tensor) -> None:
-        """Lets tensors that were taken from ``data`` keep their values, as elsewhere."""
+        """Lets tensors from an earlier ``data`` keep their values, as on a plain parameter."""
         for alias in self._live_aliases():
             set_data(alias(), values)
         self.__dict__.get("aliases", []).clear()
 
     def set_(self, source: Any) -> Any:
-        """Copies ``source`` as setting ``data`` does; the memory stays where it is."""
+        """Copies ``source``, as setting ``data`` does; the memory stays the same."""
         self.data = source
         torch.autograd.graph.increment_version(self)  # type: ignore[arg-type]
         return self
@@ -130,8 +130,8 @@ class InPlace(Shard):
             )
 
     def _check_averaged(self, value: Tensor, where: str) -> None:
-        """Raises ValueError if the ranks' full gradients differ; collective for each full one, and
-        for each plain one of a vector: one rank may own all of it, so that shapes say nothing."""
+        """Rejects full gradients that differ between ranks. Collective for each full one, and for
+        each plain one of a vector: if one rank owns all of it, the shape alone does not tell."""
         state = self.state_ref()
         is_full = value.shape == self.global_shape
         is_local = self.place.group is not None and value.shape == self.shape
@@ -150,10 +150,11 @@ class InPlace(Shard):
             )
 
     def _part_of(self, value: Tensor, where: str) -> Tensor:
-        """This rank's elements of what ``where`` is set to; torch functions are off."""
+        """Returns this rank's elements of a value that ``where`` is set to; torch functions are
+        disabled."""
         if not isinstance(value, Placed) and value.shape == self.global_shape:
             part = self.place.part_of(value.detach())
-            return part if self.place.group is None else part.clone()  # the rest is not kept alive
+            return part if self.place.group is None else part.clone()  # frees the full value
         known = value.place if isinstance(value, Placed) else self.place
         if value.shape == self.shape and known.holds_same(self.place):
             return value
@@ -169,11 +170,11 @@ class InPlace(Shard):
 
 
 class LocalShard(Shard, Tensor):  # type: ignore[misc]
-    """A sharded parameter in a ``state_dict``: this rank's elements, the full shape.
+    """A sharded parameter in a ``state_dict``: this rank's elements, with the full shape.
 
-    Elementwise functions work on the local elements and give a shard; norms and full reductions
-    are those of the full tensor, equal on all ranks, which must all call. Others raise TypeError.
-    ``torch.distributed.checkpoint`` saves and loads it as a part of the full tensor.
+    Elementwise functions work on the local elements and return a shard. Norms and full reductions
+    are computed over the full tensor, equal on all ranks, which must all call them. Others raise
+    TypeError. ``torch.distributed.checkpoint`` saves and loads it as a part of the full tensor.
     """
 
 
@@ -181,7 +182,7 @@ LocalShard.result_type = LocalShard
 
 
 def as_shard(local: Tensor, place: Place) -> LocalShard:
-    """A shard on the memory of ``local``, plain and 1-D."""
+    """Makes a shard on the memory of ``local``, plain and 1-D."""
     shard = local.as_subclass(LocalShard)
     shard.place = place
     return shard
@@ -194,6 +195,6 @@ def rebuild_shard(
     shard_range: tuple[int, int],
     strides: tuple[int, ...] | None,
 ) -> LocalShard:
-    """A shard from a file: it knows its place, but not the ranks that hold the rest."""
+    """Makes a shard from a file; it knows its place, but not the ranks that hold the rest."""
     place = Place(fqn, torch.Size(global_shape), shard_range, None, strides, is_own=True)
     return as_shard(data, place)

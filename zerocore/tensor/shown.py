@@ -1,5 +1,5 @@
-"""Parameters while programs see them in full: gradients, and what waits for them, are those of the
-shard, the sum over the ranks. Copies and pickles are plain parameters.
+"""Parameters while programs see them in full: they have the gradients and post-accumulate hooks of
+their shards. Copies and pickles are plain parameters.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 class ShownParameter(nn.Parameter):
-    """A full parameter; :func:`shown_class` adds the class that the user's object had.
+    """A full parameter; :func:`shown_class` adds the original class of the user's object.
 
-    Torch functions of it cost nothing more: it has torch's disabled ``__torch_function__``.
+    Torch functions of it have no overhead: its ``__torch_function__`` is torch's disabled one.
     """
 
     @property
     def grad(self) -> Any:
-        """As of the shard. Within a backward this rank's own is not there yet."""
+        """The shard's gradient. Within a backward, it does not have this rank's part yet."""
         shard = seen_shard(self)
-        if shard is None or TracingContext.try_get() is not None:  # which records no gradients
+        if shard is None or TracingContext.try_get() is not None:  # a trace records no gradients
             return _grad.__get__(self)
         return shard.grad
 
@@ -67,22 +67,22 @@ class ShownParameter(nn.Parameter):
 
 
 def shard_or_self(tensor: Tensor) -> Any:
-    """The shard of a parameter that programs see in full, or for which ``tensor`` stands."""
+    """Returns the shard of a full or replaced parameter; any other tensor itself."""
     tensor = current(tensor)
     shard = seen_shard(tensor) if isinstance(tensor, ShownParameter) else None
     return tensor if shard is None else shard
 
 
 class _ShownRows(ShownParameter):
-    """Of a DTensor."""
+    """The full parameter of a DTensor."""
 
     def __getattr__(self, name: str) -> Any:
-        """Between calls it has what the DTensor has: ``to_local()``, ``full_tensor()``."""
+        """Returns the DTensor's attribute between calls: ``to_local()``, ``full_tensor()``."""
         shard = None if name.startswith("_") else seen_shard(self)
         if shard is not None and torch._C._current_graph_task_id() == -1:
             engine = shard_of(self).state_ref().engine  # type: ignore[union-attr]
             if not engine.in_call:
-                engine.set_hiding(True)  # keeps what was written to the full value
+                engine.set_hiding(True)  # takes writes to the full value into the shard
                 engine.set_hiding(False)
                 return getattr(shard, name)
         raise AttributeError(f"'Parameter' object has no attribute '{name}'")
@@ -90,18 +90,18 @@ class _ShownRows(ShownParameter):
 
 @dataclass(eq=False)
 class ShownView:
-    """A parameter that is a DTensor or a tensor around others, in full: modules see a view, which
-    belongs to the graph of one call."""
+    """The view that modules see of a full parameter that is a DTensor or a tensor around others. A
+    view belongs to the graph of one call."""
 
     param: Tensor
     owners: Sequence[tuple[dict[str, Any], str]]  # dicts of modules, and its name in each
     make: Callable[[], Tensor]
     view: Tensor | None = None
-    is_fresh: bool = False  # no call has seen it
+    is_fresh: bool = False  # no call has used it yet
 
     def show(self, full: bool) -> None:
-        """Puts a new view in the place of the parameter in its modules, or that back. Another one
-        that is there for a while (``torch.func.functional_call``) is the one to use."""
+        """Replaces the parameter in its modules by a new view, or puts it back. Leaves any other
+        tensor there, such as one of ``torch.func.functional_call``."""
         before = self.param if self.view is None else self.view
         self.view = self.make() if full else None
         self.is_fresh = full
@@ -110,7 +110,7 @@ class ShownView:
                 params[name] = self.param if self.view is None else self.view
 
     def renew(self) -> None:
-        """At a call of the unit."""
+        """Makes a new view for each call of the unit."""
         if self.view is not None and not self.is_fresh:
             with temporarily_clear_interpreter_stack():
                 self.show(True)
@@ -119,8 +119,8 @@ class ShownView:
 
 @cache
 def shown_class(kind: Any, base: type[ShownParameter] = ShownParameter) -> Any:
-    """The class of a full parameter whose shard was a parameter of class ``kind``; a wrapper is
-    made around a plain one."""
+    """Returns the class of a full parameter whose original class is ``kind``; plain if ``kind`` is
+    a class around other tensors."""
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         kind = nn.Parameter
     bases = (base,) if kind is nn.Parameter else (base, kind)
@@ -128,8 +128,8 @@ def shown_class(kind: Any, base: type[ShownParameter] = ShownParameter) -> Any:
 
 
 def take_class_of_torch(full: Any) -> None:
-    """Drops :class:`ShownParameter` from a class, where memory is alike: torch's tracers compare
-    the class itself."""
+    """Drops :class:`ShownParameter` from an object's class if the memory layouts agree, because
+    torch's tracers compare the class itself."""
     kind = type(full)
     own = next(cls for cls in kind.__mro__ if not issubclass(cls, ShownParameter))
     if own.__basicsize__ == kind.__basicsize__:
@@ -137,8 +137,8 @@ def take_class_of_torch(full: Any) -> None:
 
 
 def full_rows(made: Tensor, shard: Any, kind: type[nn.Parameter]) -> Any:
-    """A parameter over the memory of ``made``, whose tensor may be exchanged with that of the
-    DTensor ``shard``, in whose place there was one of class ``kind``."""
+    """Makes a parameter over the memory of ``made`` that can exchange its tensor with the DTensor
+    ``shard``; ``kind`` is the class of the original parameter."""
     cls = with_slots(shown_class(kind, _ShownRows), slots_of(type(shard)))
     full: Any = torch.Tensor._make_subclass(cls, made.new_empty(0))
     for each, other in ((full, type(shard)), (shard, cls)):

@@ -1,5 +1,5 @@
-"""Tensors of a class that is around others: those of libraries that quantise, and that gather
-themselves by two functions of FSDP2's interface."""
+"""Tensor classes around other tensors, of quantization libraries or with FSDP2's two all-gather
+functions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A class that is around one plain tensor, whose shape and dtype are its own."""
+    """A class around one plain tensor of the same shape and dtype."""
 
     kind: Any  # the class
-    name: str  # its attribute that is the tensor
-    context: Any  # the rest that it consists of
+    name: str  # its attribute with the tensor
+    context: Any  # its other contents, from ``__tensor_flatten__``
 
     def around(self, plain: Tensor) -> Tensor:
-        """Such a tensor around ``plain``, on the same memory, without a gradient."""
+        """Makes a tensor of the class around ``plain``, on its memory, without a gradient."""
         inner = {self.name: plain.detach()}
         made: Tensor = self.kind.__tensor_unflatten__(
             inner, self.context, plain.shape, plain.stride()
@@ -32,12 +32,12 @@ class Wrapper:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether the tensor is one around others."""
+    """Whether the tensor's class is around other tensors."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def wrapper_of(tensor: Tensor) -> Wrapper | None:
-    """The class around one plain tensor; None of a tensor that consists of several, or is plain."""
+    """Returns the class around one plain tensor; None for several tensors, or a plain one."""
     if not is_traceable_wrapper_subclass(tensor):
         return None
     names, context = tensor.__tensor_flatten__()
@@ -47,13 +47,13 @@ def wrapper_of(tensor: Tensor) -> Wrapper | None:
 
 
 def plain_part(tensor: Tensor) -> Tensor:
-    """The one tensor that it is around; any other as it is."""
+    """Returns the one tensor that the class is around; any other tensor unchanged."""
     wrapper = wrapper_of(tensor)
     return tensor if wrapper is None else getattr(tensor, wrapper.name)
 
 
 def gathers_itself(fqn: str, tensor: Any) -> bool:
-    """Whether the parameter does; raises AssertionError if it has one of the two functions."""
+    """Whether a parameter gathers itself; raises AssertionError if it has one function of two."""
     found = [hasattr(tensor, name) for name in (PRE, POST)]
     if any(found) and not all(found):
         raise AssertionError(
@@ -64,7 +64,7 @@ def gathers_itself(fqn: str, tensor: Any) -> bool:
 
 
 def show_made(leaf: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """The tensor of modules in place of a leaf: ``make(leaf)``, whose gradient is the leaf's."""
+    """Returns ``make(leaf)``, which modules see instead of the leaf; its gradient is the leaf's."""
     if leaf.requires_grad:
         shown: Tensor = _Made.apply(leaf, make)
         return shown
@@ -73,7 +73,7 @@ def show_made(leaf: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Made(torch.autograd.Function):
-    """A tensor in the place of a leaf."""
+    """A tensor made from a leaf; its gradient goes to the leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -81,14 +81,14 @@ class _Made(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        if type(grad) is not Tensor:  # of the class of the parameter
+        if type(grad) is not Tensor:  # the parameter's class
             grad = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)
         return grad, None
 
 
 def own_chunk(full: Tensor, num_parts: int, part: int, dim: int = 0) -> Tensor:
-    """A copy of what ``torch.chunk`` gives a rank, by the operators that FSDP2 asks of a tensor
-    around others."""
+    """Returns a copy of a rank's ``torch.chunk``, made with the operators that FSDP2 requires of a
+    class around other tensors."""
     chunks = full.chunk(num_parts, dim)
     copied = full.new_zeros(chunks[0].shape)
     if part >= len(chunks):
