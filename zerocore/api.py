@@ -52,10 +52,9 @@ def shard(
             parameters.
         group: process group or 1-D DeviceMesh. None takes the default group, and initialises it
             under torchrun; without torch.distributed, the world has one rank. A 2-D DeviceMesh is
-            hybrid sharding: its first dimension has the replicas, and the state is sharded over the
-            second. Gradients are reduce-scattered over the second, then all-reduced over the
-            replicas, which may share the optimizer's states
-            (``Communication(replicas_share="optimizer")``).
+            hybrid sharding: replicas along the first dimension, shards along the second. Gradients
+            are reduce-scattered over the second, then all-reduced over the replicas, which may
+            share the optimizer's states (``Communication(replicas_share="optimizer")``).
         groups: ranks of parameters that not all ranks of ``group`` share, by patterns of their
             names: a :class:`ParameterMesh`, or only its mesh.
         units: modules that are gathered together, see :func:`zerocore.model.units.choose_units`.
@@ -77,8 +76,8 @@ def shard(
     Raises:
         ValueError, TypeError: an invalid model or option, by name; on every rank, before ranks
             could hang.
-        MemoryError: ``offload=`` wants more of the host's memory than this rank can have. Other
-            ranks raise a RuntimeError that says so.
+        MemoryError: ``offload=`` wants more of the host's memory than this rank can have;
+            RuntimeError with its text on other ranks.
     """
 
     def make_config() -> ShardConfig:

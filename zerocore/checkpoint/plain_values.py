@@ -125,10 +125,8 @@ def _container(outline: Any, state: Mapping[str, Any], used: set[str]) -> Any:
     if kind in ("dict", "OrderedDict"):
         items = [(k, _container(v, state, used)) for k, v in value]
         return dict(items) if kind == "dict" else OrderedDict(items)
-    values = [_container(item, state, used) for item in value]
-    if kind == "deque":
-        return deque(values, rest[0])
-    return tuple(values) if kind == "tuple" else values
+    parts = [_container(item, state, used) for item in value]
+    return tuple(parts) if kind == "tuple" else deque(parts, rest[0]) if kind == "deque" else parts
 
 
 def as_leaf(value: Any, where: str) -> Any:

@@ -183,8 +183,7 @@ def check_tensors(state: State, prefix: str, metadata: Metadata, trouble: str) -
 
 def _check_tensor(key: str, value: Any, facts: Any, trouble: str) -> None:
     if isinstance(facts, TensorStorageMetadata) != isinstance(value, Tensor):
-        one, other = ("", "not ") if isinstance(value, Tensor) else ("not ", "")
-        raise ValueError(f"{trouble}: '{key}' is {other}a tensor, expected {one}a tensor")
+        raise ValueError(f"{trouble}: '{key}' is a tensor only in one of both")
     if not isinstance(facts, TensorStorageMetadata):
         return
     expected = value.place.whole_shape if isinstance(value, Placed) else value.shape
@@ -218,7 +217,7 @@ def fit_optimizers(
         for optimizer in optimizers:
             make_states(optimizer)
     drop_states(model, optimizers, new - set(saved))
-    own, own_groups = _by_names(model, optimizers).values()
+    own_states, own_groups = _by_names(model, optimizers).values()
     if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
         raise ValueError(
             f"{folder} has parameter groups of {_outline(groups)}, the optimizer of "
@@ -229,9 +228,10 @@ def fit_optimizers(
     for optimizer in optimizers:
         params = {name: p for name, p in _names(model, optimizer).items() if name in saved}
         _check_keys(optimizer, params, saved, trouble)
-        for name, states in _targets(optimizer, params, own, saved).items():
+        for name, states in _targets(optimizer, params, own_states, saved).items():
             wanted.setdefault(name, {}).update(states)
-    return {"state": {k: wanted[k] for k in (*own, *wanted) if k in wanted}, "param_groups": groups}
+    names = (name for name in (*own_states, *wanted) if name in wanted)
+    return {"state": {name: wanted[name] for name in names}, "param_groups": groups}
 
 
 def _check_keys(optimizer: Optimizer, params: State, saved: State, trouble: str) -> None:
@@ -247,12 +247,12 @@ def _check_keys(optimizer: Optimizer, params: State, saved: State, trouble: str)
             raise ValueError(f"{trouble}: missing {shown(keys)}")
 
 
-def _targets(optimizer: Optimizer, params: State, own: State, saved: State) -> State:
+def _targets(optimizer: Optimizer, params: State, own_states: State, saved: State) -> State:
     """Returns the memory for the saved states of an optimizer's parameters, by name and key."""
     unsharded = _unsharded_keys(params, saved)
     targets: State = {}
     for name, param in params.items():
-        facts, known = saved[name], own.get(name, {})
+        facts, known = saved[name], own_states.get(name, {})
         states: State = {}
         targets[name] = states
         for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
@@ -332,12 +332,12 @@ def _outline(groups: list[State]) -> str:
     )
 
 
-def _options(saved: State, own: State) -> State:
-    """Returns a saved group's options; moves tensors to the device of the optimizer's own."""
+def _options(saved: State, current: State) -> State:
+    """Returns a saved group's options; moves tensors to the device of the current ones."""
     options = {key: leaf_value(value) for key, value in saved.items()}
     for key, value in options.items():
-        if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
-            options[key] = value.to(own[key].device)
+        if isinstance(value, Tensor) and isinstance(current.get(key), Tensor):
+            options[key] = value.to(current[key].device)
     return options
 
 
@@ -349,10 +349,8 @@ def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> N
         numbers = {name: number for number, name in enumerate(params)}
         num_groups = len(optimizer.param_groups)
         groups = [
-            {**_options(group, current), "params": [numbers[name] for name in group["params"]]}
-            for current, group in zip(
-                optimizer.param_groups, islice(saved, num_groups), strict=True
-            )
+            {**_options(group, old), "params": [numbers[name] for name in group["params"]]}
+            for old, group in zip(optimizer.param_groups, islice(saved, num_groups), strict=True)
         ]
         states = {
             numbers[name]: put_together(

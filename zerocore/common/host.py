@@ -54,9 +54,9 @@ def host_threads(local_ranks: int) -> int:
     """
     if not hasattr(os, "sched_getaffinity"):
         return max(1, (os.cpu_count() or 1) // local_ranks)
-    own, parent = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
-    cores = num_cores(own)
-    return cores if own < parent else max(1, cores // local_ranks)
+    allowed, of_parent = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+    cores = num_cores(allowed)
+    return cores if allowed < of_parent else max(1, cores // local_ranks)
 
 
 def update_threads(device: torch.device) -> int:
@@ -88,9 +88,9 @@ def obtainable_nbytes(local_ranks: int, system: Path = _SYSTEM) -> int | None:
         pages = int((system / "proc/self/statm").read_text().split()[1])
     except (OSError, KeyError, ValueError, IndexError):
         return None
-    own = pages * os.sysconf("SC_PAGESIZE")
+    resident = pages * os.sysconf("SC_PAGESIZE")
     limits = [limit // local_ranks for limit in _container_limits(system)]
-    return min([free // local_ranks + own, *limits])
+    return min([free // local_ranks + resident, *limits])
 
 
 def _container_limits(system: Path) -> list[int]:

@@ -331,8 +331,7 @@ def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _attributes_of(param: nn.Parameter) -> dict[str, Any]:
-    """Returns the attributes that a program has set on a parameter. A class around other tensors
-    keeps these as attributes, so for it there are none."""
+    """Returns a parameter's attributes of the program; none of a class that has tensors as such."""
     if hasattr(param, "__tensor_flatten__") and not isinstance(param, DTensor):
         return {}
     return {key: value for key, value in vars(param).items() if key != _ORIGIN}

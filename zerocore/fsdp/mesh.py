@@ -46,8 +46,7 @@ class DataMesh:
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
-    """Returns the data mesh of ``mesh``, by default all ranks. With ``dims``, a
-    DataParallelMeshDims, it has only these dimensions.
+    """Returns the data mesh: ``mesh``, by default of all ranks, or its ``DataParallelMeshDims``.
 
     Raises ValueError unless the mesh is 1-D or a named 2-D one of replicas by shards, or if
     ``dims`` name no dimension of it, NotImplementedError for ``dims`` without a shard dimension.

@@ -1,8 +1,7 @@
 """Watches optimizer steps: tells the engine which units an optimizer updates.
 
-A torch optimizer needs a parameter and its gradient on the same device. For shards on the host
-whose gradients are on a device, the step sees the host's copy of each gradient; afterwards the
-device's gradient is back in ``grad``.
+A torch optimizer needs a parameter and its gradient on the same device. If shards are on the host
+and gradients on a device, ``grad`` is the host's copy during a step.
 """
 
 from __future__ import annotations
@@ -134,8 +133,7 @@ class _Updated:
     parts: list[UpdatedUnit]
 
 
-# By optimizer: a key of its number of parameters and the number of sharded models, and the result
-# of ``_find_updates``, which is found again when the key changes.
+# ``_find_updates`` by optimizer, valid for a number of its parameters and of sharded models.
 _updates: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], list[_Updated]]]
 _updates = WeakKeyDictionary()
 

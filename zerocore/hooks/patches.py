@@ -97,14 +97,14 @@ PATCHES = (
 
 
 @cache
-def install(others: tuple[Patch, ...]) -> None:
-    """Applies the patches and ``others`` (zerocore.fsdp's, say), and registers torch's hooks, once
-    per process."""
+def install(more: tuple[Patch, ...]) -> None:
+    """Applies the patches and ``more`` of higher packages, and registers hooks with torch, once per
+    process."""
     # Torch caches the functions that `with torch.device(...)` and the default device apply to.
     # Fill the cache with the original functions, because the replacements call these.
     _device_constructors()
     functions: list[tuple[Any, Any]] = []  # old and new
-    for patch in (*PATCHES, *others):
+    for patch in (*PATCHES, *more):
         owner = resolve_name(patch.owner)
         old = getattr(owner, patch.name, None)
         if old is None or (patch.before is not None and torch.__version__ >= patch.before):

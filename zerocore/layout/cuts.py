@@ -55,8 +55,7 @@ def move(
     group: dist.ProcessGroup,
     what: str,
 ) -> Tensor:
-    """Moves elements from each rank's ``present`` range, which ``local`` holds, to its ``wanted``
-    range; collective."""
+    """Moves elements from the ranks' ``present`` ranges to their ``wanted`` ones; collective."""
     rank, nbytes = group.rank(), local.element_size()
     sent = [_overlap(present[rank], span) for span in wanted]
     received = [_overlap(wanted[rank], span) for span in present]

@@ -201,8 +201,7 @@ def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
 def global_norms(
     shards: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Computes norms of full tensors from local shards, each in its own dtype; one all-reduce per
-    group.
+    """Computes norms of full tensors from local shards, in their dtypes; one all-reduce per group.
 
     ``|x|_p = (sum over ranks of |x_r|_p^p)^(1/p)``, and the maximum for p = inf.
     """

@@ -69,16 +69,14 @@ def export(
 ) -> Export:
     """Exports full weights, as layers compute with them, in buckets of ``{name: tensor}``.
 
-    All ranks must call it. It gathers each unit in one collective, ahead of its turn if
-    ``max_bytes`` leaves room. It copies only tensors that are cast, fused, merged or a part of a
-    larger tensor. Tied parameters have their first name; buffers of the state dict come last. It
-    works while the model is parked.
+    All ranks must call it, also while the model is parked. It gathers each unit in one collective,
+    ahead of its turn if ``max_bytes`` leaves room. It copies only tensors that are cast, fused,
+    merged or a part of a larger tensor. Tied parameters have their first name; buffers come last.
 
     Args:
         max_bytes: of a bucket, unless one tensor is larger.
-        to: with ``"all"``, all ranks get buckets, and take all of them or stop at the same one.
-            With a rank of the model, only it gets buckets; it may stop, and then completes the
-            others' collectives.
+        to: ``"all"`` ranks get buckets, and take all of them or stop at the same one; or one rank
+            of the model gets them, may stop, and then completes the others' collectives.
         names, dtype, merge: as for :func:`export_info`.
         since: :attr:`Export.token` of an earlier export, to get only weights that have changed.
         info: from :func:`export_info`, instead of names, dtype and merge.

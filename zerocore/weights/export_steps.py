@@ -46,8 +46,7 @@ class Load:
 
     Attributes:
         held_nbytes: bytes that it takes from its gather to its drop.
-        received_nbytes: bytes that its gather receives into first, until they are copied; 0 if it
-            gathers in place.
+        received_nbytes: bytes that its gather first receives, until they are copied; 0 for none.
         entries: its exported tensors.
     """
 

@@ -38,8 +38,7 @@ def finish_writes() -> None:
 
 @operation("Checkpoints")
 def writer_of(state: ShardState) -> Writer:
-    """Returns a model's writer, made in a first collective call; ValueError if other ranks are
-    emulated."""
+    """Returns a model's writer, made by a collective; ValueError if other ranks are emulated."""
     if "writer" not in state.kept:
         state.kept["writer"] = Writer(_own_groups(state))
     writer: Writer = state.kept["writer"]

@@ -217,14 +217,14 @@ def read_own(contents: Contents, rank: int) -> dict[str, Any]:
         path = path.with_name(own_name(0))
     with named(path):
         data = read_checked(path, contents.sums)
-        own = load_plain(io.BytesIO(data), len(data))
+        values = load_plain(io.BytesIO(data), len(data))
         tests = {"step": is_count, "world_size": is_count, "buffers": _is_dict}
         tests["stateful"] = _is_dict
-        if not _is_dict(own) or not all(key in own and tests[key](own[key]) for key in tests):
+        if not _is_dict(values) or not all(k in values and tests[k](values[k]) for k in tests):
             raise ValueError("it does not hold a rank's own values")
-        if own["rng"] is not None:
-            training_state.check_random_state(own["rng"])
-    return dict(own)
+        if values["rng"] is not None:
+            training_state.check_random_state(values["rng"])
+    return dict(values)
 
 
 def _is_dict(value: Any) -> bool:
@@ -239,19 +239,19 @@ def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None
         state[key].copy_(value)
 
 
-def _restore_random(own: dict[str, Any], rank: int, world_size: int) -> None:
+def _restore_random(saved: dict[str, Any], rank: int, world_size: int) -> None:
     """Continues this rank's random streams; begins new ones on another number of ranks."""
-    if own["rng"] is None:
+    if saved["rng"] is None:
         return
-    if own["world_size"] == world_size:
-        training_state.set_random_state(own["rng"])
+    if saved["world_size"] == world_size:
+        training_state.set_random_state(saved["rng"])
         return
-    step: int = own["step"]
-    seed = int(own["rng"]["torch"][:8].view(torch.int64).item())
+    step: int = saved["step"]
+    seed = int(saved["rng"]["torch"][:8].view(torch.int64).item())
     torch.manual_seed((seed + 1_000_003 * step + rank) % (1 << 63))
     if rank == 0:
         _log.warning(
             "the checkpoint was saved on %d ranks: on %d ranks, new random streams begin",
-            own["world_size"],
+            saved["world_size"],
             world_size,
         )

@@ -171,8 +171,7 @@ def locate(file: int, offset: int, length: int) -> Chunk | None:
 
 
 def _listed_parts(tail: bytes) -> dict[str, tuple[int, int]]:
-    """Returns ``(offset of the header, size)`` of each part of a zip file, by name; an empty dict
-    if unclear."""
+    """Returns ``(offset of the header, size)`` of a zip file's parts, by name; {} if unclear."""
     parts: dict[str, tuple[int, int]] = {}
     end = tail.rfind(b"PK\5\6")
     if end < 0 or len(tail) < end + 20:
