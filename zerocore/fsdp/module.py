@@ -150,7 +150,7 @@ class FSDPModule(TorchFSDPModule):
             root = group.root
             retains = bool(group.reshard_after_forward) != reshard_after_forward
             if root is not None and (group.num_near > 1 or (root.group is group and retains)):
-                root.release()  # its engine has near ranks, or a root that stays unsharded or not
+                root.release()  # its engine assumes near ranks, or the root's old setting
         self._set(recurse, reshard_after_forward=reshard_after_forward, num_near=1)
 
     def set_reshard_after_backward(

@@ -30,9 +30,9 @@ LOCAL_TYPE = "_local_type"  # set by spmd_types.assert_type
 def _annotation_of(
     param: nn.Parameter, name: str, data: DataMesh
 ) -> tuple[DTensorSpec | None, tuple[dist.ProcessGroup, ...]] | None:
-    """Returns the annotation of spmd_types: the spec as a DTensor on the other dimensions than data
-    parallelism's, None without any, and the groups whose ranks hold the same values and parts of
-    the gradient. None for a parameter without an annotation.
+    """Returns the annotation of spmd_types; None for a parameter without one. It has the spec as a
+    DTensor on the dimensions other than data parallelism's, or None, and the groups of these. The
+    ranks of each group hold the same values, and parts of the gradient.
 
     Raises:
         ValueError: a mesh without dp_mesh_dims, a dimension of the mesh without a type, a

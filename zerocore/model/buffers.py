@@ -48,7 +48,7 @@ def _written(tensor: Tensor) -> Tensor:
 
 
 class BufferSync:
-    """Broadcasts rank 0's buffers before a model's forward; all ranks call it."""
+    """The broadcast of rank 0's buffers before a model's forward; all ranks call it."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device

@@ -217,8 +217,8 @@ def _norm(
     """Returns the norm of this rank's elements, a float64 scalar, 0 if there are none.
 
     The kernel for p = 2 is faster than ``_foreach_norm``, and sums chunks in float64.
-    ``_foreach_norm`` in float32 on a CPU loses 0.2 % of the norm of 2^26 elements for p = 2, and
-    half of it for p = 1, so elements are cast to float64 first.
+    In float32 on a CPU, ``_foreach_norm`` of 2^26 elements loses 0.2 % for p = 2, and half of the
+    norm for p = 1. So elements are cast to float64 first.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if p == 2.0 and grads and are_shards:
