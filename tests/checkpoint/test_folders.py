@@ -127,7 +127,9 @@ def save_beside(folder: Path) -> None:
                 (folder / name / "__0_0.distcp").write_bytes(b"half")
                 living = lock(folder / name) if index == 0 else None
         if index == 0:
-            with pytest.raises(RuntimeError, match=r"another process of this host is writing .*tmp-"):
+            with pytest.raises(
+                RuntimeError, match=r"another process of this host is writing .*tmp-"
+            ):
                 checkpoints.save(1)
                 checkpoints.wait()
             assert (folder / name).exists()

@@ -188,7 +188,9 @@ def test_an_index_leads_nowhere_else(made: Model, tmp_path: Path) -> None:
     for file in ("../other/model.safetensors", str(tmp_path / "other" / "model.safetensors"), 7):
         index.write_text(json.dumps({"weight_map": dict.fromkeys(good, file)}))
         mutants.sign_folder(tmp_path / "hf", index.name)
-        with pytest.raises(ValueError, match=r"index\.json is not an index.*not the name of a file"):
+        with pytest.raises(
+            ValueError, match=r"index\.json is not an index.*not the name of a file"
+        ):
             zerocore.load_safetensors(model, tmp_path / "hf")
 
 

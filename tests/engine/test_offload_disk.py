@@ -232,7 +232,9 @@ def refuse_all() -> list[str]:
     for make in (torchs, lambda params: torch.optim.SGD(params, lr=0.1)):
         optimizer = make(model.parameters())
         backward(model)
-        with pytest.raises(ValueError, match=rf"{type(optimizer).__name__} keeps its states in memory"):
+        with pytest.raises(
+            ValueError, match=rf"{type(optimizer).__name__} keeps its states in memory"
+        ):
             optimizer.step()
     return errors
 

@@ -378,7 +378,9 @@ def test_one_autocast_region_around_two_steps(stage: int) -> None:
 
 def shard_unlike_modules(stage: int) -> None:
     for lazy, name in ((nn.LazyLinear(8), "1.weight"), (nn.LazyBatchNorm1d(), "1.weight")):
-        with pytest.raises(ValueError, match=f"'{name}' belongs to a lazy module and has no shape yet"):
+        with pytest.raises(
+            ValueError, match=f"'{name}' belongs to a lazy module and has no shape yet"
+        ):
             zerocore.shard(nn.Sequential(nn.Linear(8, 8), lazy), stage=stage)
     for keep in ((), ("1",)):
         norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))

@@ -209,8 +209,8 @@ class ShardState:
         failed = self.engine.any_rank([extension.fqn in errors for extension in stale])
         for extension in stale if any(failed) else ():
             extension.encoded_version = -1  # on all ranks
-        for error in errors.values():
-            raise error
+        for own_error in errors.values():
+            raise own_error
         for extension, has_failed in zip(stale, failed, strict=True):
             if has_failed:
                 raise RuntimeError(

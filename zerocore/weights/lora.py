@@ -53,8 +53,8 @@ def find_adapters(model: nn.Module) -> tuple[dict[int, list[Adapter]], set[int]]
 
 
 def saved_modules(model: nn.Module) -> dict[str, str]:
-    """Returns the prefixes of modules that PEFT trains as copies (``modules_to_save``). Each maps to
-    the prefix of its active copy; without one, to the original's."""
+    """Returns the prefixes of modules that PEFT trains as copies (``modules_to_save``). Each maps
+    to the prefix of its active copy; without one, to the original's."""
     prefixes = {}
     for name, module in model.named_modules():
         wrapper: Any = module

@@ -91,8 +91,8 @@ def load_safetensors(
         return {f"{name} at {entry.begin} of {entry.file.name}" for name, entry in read.items()}
 
     groups, device = state.ranks.groups, state.device
-    for rank, (before, files) in enumerate(pairwise(on_all_ranks(groups, check, device)), 1):
-        if differing := sorted(before ^ files):
+    for rank, (before, after) in enumerate(pairwise(on_all_ranks(groups, check, device)), 1):
+        if differing := sorted(before ^ after):
             raise ValueError(f"rank {rank} sees other files than rank {rank - 1}: {differing[0]}")
     if verify:
         part, parts = state.rank, state.world_size
@@ -314,8 +314,8 @@ def _first_names(all_targets: Mapping[str, Tensor], kept: dict[str, Tensor]) -> 
 def _facts(targets: Mapping[str, Tensor], dtype: torch.dtype | None) -> Facts:
     facts = {}
     for name, target in targets.items():
-        casts = dtype is not None and target.is_floating_point()
-        facts[name] = (dtype if casts else target.dtype, _shape_of(target))
+        chosen = dtype if dtype is not None and target.dtype.is_floating_point else target.dtype
+        facts[name] = (chosen, _shape_of(target))
     return facts
 
 
