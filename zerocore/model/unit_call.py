@@ -113,8 +113,7 @@ class UnitCall:
                 entered -= 1
                 engine.exit(units[entered], output, False, self._reads())
         except BaseException as error:
-            # Before the units are left: the explanation reads what they show.
-            explained = late.call("explain_forward", error, self.state, units)
+            explained = late.call("explain_forward", error, self.state, units)  # while unsharded
             give_up(engine, units[:entered])
             if begun:
                 with suppress(Exception):
