@@ -152,6 +152,37 @@ def test_nothing_is_sent_without_buffers() -> None:
     run_ranks(count_broadcasts, 2)
 
 
+def average_by_hand(stage: int) -> None:
+    model = zerocore.shard(net(), stage=stage)
+    model(sample(0)).square().sum().backward()
+    weight = model[0].weight
+    before = weight.grad.clone()
+    for average in (
+        lambda: dist.all_reduce(weight.grad, dist.ReduceOp.AVG),
+        lambda: torch.cat([param.grad.view(-1) for param in model.parameters()]),
+    ):
+        with pytest.raises(TypeError, match="leave out lines that average them by hand"):
+            average()
+    assert torch.equal(weight.grad.full_tensor(), before.full_tensor())
+
+
+def average_by_hand_in_full() -> None:
+    """At stage 0 a rank has all gradients, and another average changes none of them."""
+    model = zerocore.shard(net(), stage=0)
+    model(sample(0)).square().sum().backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    for param in model.parameters():
+        dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+    for param, grad in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+
+
+def test_gradients_averaged_by_hand() -> None:
+    run_ranks(average_by_hand_in_full, 2)
+    for stage in (1, 2, 3):
+        run_ranks(average_by_hand, 2, stage)
+
+
 class Named(nn.Linear):
     """Has a method of DDP's name that does something else."""
 

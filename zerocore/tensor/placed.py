@@ -149,17 +149,19 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+_IS_AVERAGED = (
+    ", and the backward has averaged gradients over the ranks: leave out lines that average them "
+    "by hand"
+)
 _REASONS = {
     "data_ptr": ", and a shard without elements has no address: a trainer that finds parameters of "
     "an optimizer by it cannot prepare a sharded model, zerocore.integrations can",
     "storage": ", and safetensors.torch looks for tied tensors by it: zerocore.load_safetensors "
     "and zerocore.save_safetensors read and write the same files",
-    **dict.fromkeys(
-        ("all_reduce", "all_reduce_coalesced", "reduce"),
-        ", and the backward has averaged gradients over the ranks: leave out lines that average "
-        "them by hand",
-    ),
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "reduce"), _IS_AVERAGED),
 }
+# Programs put all gradients into one tensor to average it.
+_GRADIENT_REASONS = dict.fromkeys(("cat", "stack", "concat"), _IS_AVERAGED)
 
 
 def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
@@ -168,7 +170,8 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     For functions of Python's operators it raises RuntimeError: Python would replace a TypeError by
     "unsupported operand type(s)", and the advice would be lost.
     """
-    reason = reason or _REASONS.get(name, "")
+    reasons = _REASONS | (_GRADIENT_REASONS if shard.what == "the gradient of" else {})
+    reason = reason or reasons.get(name, "")
     kind = RuntimeError if base_of(name) in BEHIND_OPERATORS else TypeError
     raise kind(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
