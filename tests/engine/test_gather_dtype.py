@@ -241,7 +241,7 @@ def refuse_all() -> None:
             zerocore.shard(model or make_net(), mixed_precision=mixed, **options)
 
     for stage in (1, 2):
-        refuse(f"stage={stage} is not built", policy(INT8), stage=stage)
+        refuse(f"does not support stage={stage}", policy(INT8), stage=stage)
     mesh = init_device_mesh("cpu", (2, 1))
     refuse(
         "replicas_share",
