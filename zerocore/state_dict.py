@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zerocore.common.agreement import from_rank, together
 from zerocore.common.alarm import operation
 from zerocore.hooks.loading import EXTRA_STATE, as_loaded, has_extra_state
-from zerocore.hooks.optimizer_states import mapped, params_of
+from zerocore.hooks.optimizer_states import mapped, params_of, unwrapped
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.parameter_meshes import check_has_places
@@ -106,6 +106,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> 
     Args:
         rank0_only: ranks other than 0 get an empty dict.
     """
+    optimizer = unwrapped(optimizer)
     packed = optimizer.state_dict()
     shards = [shard for param in params_of(optimizer) if (shard := shard_of(param)) is not None]
     states = dict.fromkeys(state for p in shards if (state := p.state_ref()) is not None)

@@ -71,6 +71,53 @@ def test_states_of_every_kind(way: str) -> None:
         run_ranks(resume_odd, 3, stage, way)
 
 
+class Around(_Optimizer):
+    """Wraps another optimizer and has no groups of its own: no ``Optimizer.__init__``."""
+
+    def __init__(self, params: Any) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict[int, Any]()
+        self._optimizer_step_post_hooks = OrderedDict[int, Any]()
+        self._patch_step_function()
+        self.inner = torch.optim.AdamW(params, lr=0.01)
+
+    param_groups = property(lambda self: self.inner.param_groups, lambda self, new: self.put(new))
+    state = property(lambda self: self.inner.state)
+    defaults = property(lambda self: self.inner.defaults)
+
+    def put(self, groups: Any) -> None:
+        self.inner.param_groups = groups
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class AroundWithStates(Around):
+    """Keeps something beside the inner optimizer's states."""
+
+    def state_dict(self) -> Any:
+        return {"inner": self.inner.state_dict(), "slow": 1}
+
+
+def resume_around(way: str) -> None:
+    for stage in (0, 1, 3):
+        assert resume(Around, stage, way) == "resumes"
+        if way != "own":
+            message = r"AroundWithStates is around AdamW and has a state_dict of its own, .*'slow'"
+            with pytest.raises(TypeError, match=message):
+                resume(AroundWithStates, stage, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_around_another_one(way: str) -> None:
+    run_ranks(resume_around, 2, way)
+
+
 # With states in containers, of one element, in full, of no parameter, late, and options they add.
 NAMES: tuple[str, ...] = (
     "a2grad",

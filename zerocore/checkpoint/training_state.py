@@ -24,6 +24,7 @@ from zerocore.hooks.optimizer_states import (
     make_states,
     makes_all,
     params_of,
+    unwrapped,
 )
 from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of
@@ -35,16 +36,19 @@ Optimizers = Sequence[Optimizer]
 
 
 def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimizers:
-    """Returns one, several or no optimizers as a list. Raises TypeError for other objects,
-    ValueError if two share a parameter."""
+    """Returns one, several or no optimizers as a list, without what wraps them. Raises TypeError
+    for other objects, ValueError if two share a parameter."""
     entries = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    optimizers = [entry for entry in entries if entry is not None]
+    optimizers: list[Optimizer] = []
     seen: set[int] = set()
-    for entry in optimizers:
+    for entry in entries:
+        if entry is None:
+            continue
         if not hasattr(entry, "param_groups") or not hasattr(entry, "state_dict"):
             raise TypeError(
                 f"optimizer: expected an optimizer or a list of optimizers, got {type(entry)}"
             )
+        optimizers.append(unwrapped(entry))
         if _averages(entry):  # it holds parameters that another optimizer updates
             continue
         params = params_of(entry)

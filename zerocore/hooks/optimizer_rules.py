@@ -77,7 +77,9 @@ def prepare(optimizer: Optimizer) -> None:
     if not sharded:
         return
     _refuse(optimizer, sharded)
-    if wrap_states not in optimizer._optimizer_state_dict_post_hooks.values():
+    # A wrapper of another optimizer may have no hooks of its own, and that optimizer's are run.
+    hooks = vars(optimizer).get("_optimizer_state_dict_post_hooks")
+    if hooks is not None and wrap_states not in hooks.values():
         optimizer.register_state_dict_post_hook(wrap_states)
         optimizer.register_load_state_dict_pre_hook(_fit_states)
     cls: Any = type(optimizer)

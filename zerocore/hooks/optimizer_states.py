@@ -52,6 +52,26 @@ def is_of_shards(optimizer: Optimizer) -> bool:
     return any(isinstance(param, ShardedParameter) for param in params_of(optimizer))
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer that has the groups: wrappers, as accelerate's, show those of another.
+
+    Raises TypeError if the wrapper's ``state_dict`` is another one than that optimizer's.
+    """
+    inner: Any = optimizer
+    while "param_groups" not in vars(inner):
+        held = [each for each in vars(inner).values() if isinstance(each, Optimizer)]
+        inner = next((each for each in held if each.param_groups is inner.param_groups), None)
+        if inner is None:
+            return optimizer
+    if inner is not optimizer and optimizer.state_dict().keys() != inner.state_dict().keys():
+        raise TypeError(
+            f"optimizer: {type(optimizer).__name__} is around {type(inner).__name__} and has a "
+            f"state_dict of its own, with {list(optimizer.state_dict())}. Give the inner optimizer, "
+            "and save what is around it yourself"
+        )
+    return inner
+
+
 def params_of(optimizer: Optimizer) -> list[Any]:
     """Returns the parameters in the order in which state dicts number them."""
     return [param for group in optimizer.param_groups for param in group["params"]]

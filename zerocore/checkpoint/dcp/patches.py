@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
 from zerocore.hooks.collectives import begins_to_count, counts_issued
-from zerocore.hooks.optimizer_states import is_of_shards, make_states, note_added_options
+from zerocore.hooks.optimizer_states import is_of_shards, make_states, note_added_options, unwrapped
 from zerocore.tensor.placed import Placed, local_of
 from zerocore.tensor.shard import as_shard
 
@@ -52,6 +52,7 @@ def _makes_states(original: Any, optim: Any, *args: Any) -> Any:
     """Makes states of shards without a step; torch would take one, and leave it counted."""
     if not is_of_shards(optim):
         return original(optim, *args)
+    optim = unwrapped(optim)
     if not any(optim.state.values()):
         note_added_options(optim)
     return make_states(optim)
