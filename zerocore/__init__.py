@@ -34,7 +34,7 @@ def load_core() -> None:
             "explain_forward": "zerocore.reporting.out_of_memory",
             "explain_backward": "zerocore.reporting.out_of_memory",
             "explain_step": "zerocore.reporting.out_of_memory",
-            "check_budget": "zerocore.planning.changes",
+            "check_budget": "zerocore.planning.candidates",
             "make_group": "zerocore.emulation.backend",
         }
     )

@@ -7,13 +7,12 @@ from typing import cast
 
 import pytest
 
-from zerocore._C import PlannedEvent
+from zerocore._C import CallEvent, PlannedEvent
 from zerocore.common import quantities
 from zerocore.common.links import PRESETS, Link, find_link, traffic_nbytes
-from zerocore.planning.activations import Call
 from zerocore.planning.step_time import Timing, predict_timing
 
-ORDER = tuple(Call(enter, unit) for unit in range(3) for enter in (True, False))
+ORDER = tuple(CallEvent(enter, unit) for unit in range(3) for enter in (True, False))
 NUM_MOMENTS = 2 * len(ORDER) + 1
 SECOND = Link("slow", 1.0, 0.0)  # one byte a second
 

@@ -71,7 +71,7 @@ def test_a_link_is_written_as_for_a_plan(written: zerocore.planning.Link | str |
 
 @pytest.mark.parametrize(("world_size", "name"), [(8, "nvlink4"), (9, "8 x ib400")])
 def test_the_default_link_is_that_of_a_plan(world_size: int, name: str) -> None:
-    (planned,) = zerocore.plan(torch.nn.Linear(2, 2), world_size).setting.machine.links
+    (planned,) = zerocore.plan(torch.nn.Linear(2, 2), world_size).setting.links
     with zerocore.emulate(world_size) as emulation:
         assert emulation.link.bandwidth == planned.bandwidth_bytes_per_s
     assert planned.name == name

@@ -16,7 +16,7 @@ from tests.sharding.experts import assert_follows_plan, loss_of, whole_model
 from tests.sharding.test_experts import LAYOUTS, PATTERN, sharded
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import traffic_nbytes
-from zerocore.planning.changes import Candidate
+from zerocore.planning.candidates import Candidate
 from zerocore.planning.division import Division
 from zerocore.planning.planner import make_planner
 from zerocore.planning.prediction import planned_events

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import zerocore
-from zerocore.planning.offloading import call_of
-from zerocore.planning.setting import Host
+from zerocore.planning.candidates import call_of
+from zerocore.planning.setting import Setting
 
 WIDTH = 256
 
@@ -65,9 +65,13 @@ def test_the_least_that_fits_is_named() -> None:
 
 def test_tokens_from_which_an_update_is_hidden() -> None:
     """The parameters cancel: 28 bytes of memory against 6 operations a token."""
-    host = Host(1 << 40, 400e9, num_ranks=8)
-    assert host.hiding_tokens(8, 400e12) == 37_333
-    assert host.hiding_tokens(64, 400e12) == 37_333  # 8 ranks are on a machine
-    assert host.hiding_tokens(1, 400e12) == pytest.approx(37_333 / 8, abs=1)
+
+    def tokens(world_size: int) -> int:
+        machine = zerocore.Machine(host_bandwidth="400GB/s")
+        facts = zerocore.Communication(), zerocore.Workload(), machine
+        return Setting(world_size, 1, *facts).hiding_tokens
+
+    assert tokens(8) == tokens(64) == 37_333  # 8 ranks are on a machine
+    assert tokens(1) == pytest.approx(37_333 / 8, abs=1)
     with pytest.raises(ValueError, match="host_bandwidth"):
         zerocore.Machine(host_memory="1GiB", host_bandwidth=0)

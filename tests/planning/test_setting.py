@@ -99,18 +99,18 @@ def test_a_machine_is_named() -> None:
     """GPUs and links of a node; what is said beside it goes before."""
     named = make_plan(Machine("8xa100-ib200"))
     assert make_plan(Machine("A100")).to_dict() == named.to_dict()
-    machine = named.setting.machine
-    assert machine.memory_nbytes == 80 * 10**9
-    assert [link.name for link in machine.links] == ["nvlink3"]
+    setting = named.setting
+    assert setting.memory_nbytes == 80 * 10**9
+    assert [link.name for link in setting.links] == ["nvlink3"]
     timing = named.stages[3].timings[0]
-    assert named.activations is not None and machine.gpu is not None
-    seconds = sum(map(machine.gpu.seconds, named.activations.work))
+    assert named.activations is not None and setting.gpu is not None
+    seconds = sum(map(setting.gpu.seconds, named.activations.work))
     assert timing.compute_s == pytest.approx(seconds)
     share = named.mfu(timing)
     assert share == named.activations.model_flops / timing.step_s / 312e12
     assert f"{share:.1%}" in str(named)
     other = make_plan(Machine("8xA100-ib200", memory="1GB", flops="1TFLOP/s", links="eth100"))
-    assert other.setting.machine.memory_nbytes == 10**9
+    assert other.setting.memory_nbytes == 10**9
     assert other.activations is not None
     seconds = other.activations.total_flops / 1e12
     assert other.stages[3].timings[0].compute_s == pytest.approx(seconds)

@@ -84,6 +84,11 @@ _FLAGS: dict[type, dict[str, str]] = {
         "accumulate": ", ".join(ACCUMULATE_MODES),
         "replicas_share": "optimizer: its states are sharded over replicas, too.",
     },
+    MixedPrecision: {
+        "reduce_dtype": "Dtype of gradients, with --mixed-precision.",
+        "wire_dtype": "Dtype of gradients on the wire, which ranks add exactly.",
+        "gather_dtype": "Numbers of one byte that gathers move, at stage 3.",
+    },
     Workload: {
         "micro_batch": "Samples in a forward.",
         "micro_batches": "Forwards in a step.",
@@ -100,8 +105,11 @@ _FLAGS: dict[type, dict[str, str]] = {
         "near_link": "Link between GPUs of --regather; by default --link.",
         "flops": "Operations per second that layers reach, instead of --machine's.",
         "host_memory": "Memory of a machine beside its GPUs, such as 512GiB: which offload.",
+        "host_bandwidth": "What the host reads and writes in a second.",
     },
 }
+
+_KINDS: dict[str, Any] = {"reduce_dtype": DType, "wire_dtype": DType, "gather_dtype": ByteType}
 
 
 def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -112,7 +120,7 @@ def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
         for name, text in texts.items():
             default = getattr(kind, name)
             option: Any = typer.Option(default, help=text)
-            taken = str | None if default is None else type(default)
+            taken = _KINDS.get(name, str) | None if default is None else type(default)
             params.append(Parameter(name, Parameter.KEYWORD_ONLY, default=option, annotation=taken))
     command.__signature__ = Signature(params)  # type: ignore[attr-defined]
     return command
@@ -147,21 +155,9 @@ def plan(
         list[str] | None,
         typer.Option(help=f"{', '.join(PRESETS)}, or such as 450GB/s,12us; may be repeated."),
     ] = None,
-    host_bandwidth: Annotated[
-        str, typer.Option(help="What the host reads and writes in a second.")
-    ] = "400GB/s",
     dtype: _DType = None,
     mixed_precision: Annotated[
         DType | None, typer.Option(help="Compute in this dtype, keep fp32 main weights.")
-    ] = None,
-    reduce_dtype: Annotated[
-        DType | None, typer.Option(help="Dtype of gradients, with --mixed-precision.")
-    ] = None,
-    wire_dtype: Annotated[
-        DType | None, typer.Option(help="Dtype of gradients on the wire, which ranks add exactly.")
-    ] = None,
-    gather_dtype: Annotated[
-        ByteType | None, typer.Option(help="Numbers of one byte that gathers move, at stage 3.")
     ] = None,
     as_json: _Json = False,
     **given: Any,
@@ -175,11 +171,9 @@ def plan(
             groups=_groups(group or []),
             communication=_of_flags(Communication, given, regather=regather),
             workload=_of_flags(Workload, given),
-            machine=_of_flags(
-                Machine, given, node=machine, links=link, host_bandwidth=host_bandwidth
-            ),
+            machine=_of_flags(Machine, given, node=machine, links=link),
             dtype=_torch_dtype(dtype),
-            mixed_precision=_mixed(mixed_precision, reduce_dtype, wire_dtype, gather_dtype),
+            mixed_precision=_mixed(mixed_precision, given),
         )
     if as_json:
         _print_json(result.to_dict())
@@ -187,19 +181,12 @@ def plan(
         print_table(result.title(), result.rows(), result.notes())
 
 
-def _mixed(
-    param: DType | None, reduce: DType | None, wire: DType | None, gather: ByteType | None
-) -> MixedPrecision | None:
-    if reduce is not None and param is None:
+def _mixed(param: DType | None, given: Mapping[str, Any]) -> MixedPrecision | None:
+    if given["reduce_dtype"] is not None and param is None:
         raise ValueError("--reduce-dtype goes with --mixed-precision")
-    if not any((param, reduce, wire, gather)):
-        return None
-    return MixedPrecision(
-        _torch_dtype(param),
-        _torch_dtype(reduce),
-        wire_dtype=_torch_dtype(wire),
-        gather_dtype=_torch_dtype(gather),
-    )
+    dtypes: dict[str, Any] = {name: _torch_dtype(given[name]) for name in _FLAGS[MixedPrecision]}
+    dtypes["param_dtype"] = _torch_dtype(param)
+    return MixedPrecision(**dtypes) if any(dtypes.values()) else None
 
 
 def _groups(given: list[str]) -> dict[str, zerocore.ParameterMesh]:

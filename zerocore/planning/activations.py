@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from zerocore._C import CallEvent
 from zerocore.common.nodes import Work
 from zerocore.model.units import UnitPlanned, backward_reads, units_by_module
 from zerocore.planning.modes import (
@@ -33,19 +34,10 @@ from zerocore.planning.modes import (
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-class Call(NamedTuple):
-    """A unit entered or left in a forward, as ``CallEvent`` has it."""
-
-    enter: bool
-    unit: int
-    needs_backward: bool = True
-    reads: bool = True
-
-
-def mirrored(order: Sequence[Call]) -> list[Call]:
+def mirrored(order: Sequence[CallEvent]) -> list[CallEvent]:
     """The calls of a forward, and those of the backward that mirrors it: one for each moment but
     the last."""
-    return [*order, *(call._replace(enter=not call.enter) for call in reversed(order))]
+    return [*order, *(CallEvent(not call.enter, call.unit) for call in reversed(order))]
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class Activations:
         work: what kernels do, by moment.
     """
 
-    order: tuple[Call, ...]
+    order: tuple[CallEvent, ...]
     backward: tuple[tuple[bool, int], ...]
     saved_nbytes: int
     live_nbytes: tuple[int, ...]
@@ -122,7 +114,7 @@ def record(
         batch = tree_map(partial(fake_like, dtype=dtype), inputs)
         if checkpointing:
             _checkpoint_blocks(copy, blocks)
-        recorder = _Recorder(copy, entries, fqns)
+        recorder = _Recorder(copy, entries, fqns, mode)
         with recorder.recording(tree_leaves(batch)):
             value = loss(copy, batch)
             recorder.saved_nbytes = sum(recorder.saved.values())
@@ -174,7 +166,8 @@ class _Recorder:
     model: nn.Module
     entries: dict[str, tuple[int, ...]]
     fqns: list[list[str]]  # of each unit's parameters
-    events: list[Call] = field(default_factory=list)
+    mode: RepeatingFakeMode
+    events: list[CallEvent] = field(default_factory=list)
     exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
     first_nodes: list[int] = field(default_factory=list)  # of the calls not left
     backward: list[tuple[bool, int]] = field(default_factory=list)
@@ -190,9 +183,8 @@ class _Recorder:
     @contextmanager
     def recording(self, inputs: list[Any]) -> Iterator[None]:
         known = [*self.model.parameters(), *self.model.buffers()]
-        self.tracker = StorageTracker(
-            [*known, *(leaf for leaf in inputs if isinstance(leaf, Tensor))]
-        )
+        known += [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+        self.tracker = self.mode.tracker = StorageTracker(known)
         for name, units in self.entries.items():
             module = self.model.get_submodule(name)
             module.register_forward_pre_hook(partial(self._enter, units))
@@ -202,13 +194,14 @@ class _Recorder:
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(partial(self._fired, index))
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        with FusedAttention(), self.tracker, hooks:
+        with FusedAttention(), hooks:
             yield
+        self.mode.tracker = None
         self.tracker.at(2 * len(self.events))
 
     def _add(self, enter: bool, unit: int, needs_backward: bool = True, reads: bool = True) -> None:
         self.tracker.at(len(self.events))
-        self.events.append(Call(enter, unit, needs_backward, reads))
+        self.events.append(CallEvent(enter, unit, needs_backward, reads))
 
     def _enter(self, units: tuple[int, ...], _module: nn.Module, _args: Any) -> None:
         self.first_nodes += [_next_node()] * len(units)
@@ -242,7 +235,7 @@ class _Recorder:
             self.backward.append((True, unit))
             for other in self.params[unit]:
                 other.grad = None
-            first = next(i for i, (enter, u, *_) in enumerate(self.events) if enter and u == unit)
+            first = next(i for i, e in enumerate(self.events) if e.enter and e.unit == unit)
             self.tracker.at(2 * len(self.events) - 1 - first)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -258,12 +251,13 @@ class _Recorder:
             tuple(i for i, p in enumerate(unit) if p.requires_grad and p not in self.used)
             for unit in self.params
         ]
+        work = [self.tracker.work[moment] for moment in moments]
         return Activations(
             tuple(self.events),
             tuple(self.backward),
             self.saved_nbytes,
             tuple(self.tracker.highest[moment] for moment in moments),
-            tuple(self.tracker.flops[moment] for moment in moments),
+            tuple(each.pop("flops", 0) for each in work),
             tuple(unused),
-            tuple(Work(**self.tracker.kernels[moment]) for moment in moments),
+            tuple(Work(**each) for each in work),
         )

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from zerocore.common.quantities import format_nbytes, format_seconds
 from zerocore.options.stages import HIGHEST_STAGE, placements_of, stages_above
-from zerocore.planning.changes import Candidate, with_fewer_replicas, with_more_ranks
-from zerocore.planning.offloading import advise_offload
+from zerocore.planning.candidates import Candidate, call_of, candidates
+from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 from zerocore.planning.result import Plan, StagePlan
 
@@ -33,8 +33,8 @@ def advise(plan: Plan, planner: Planner) -> list[str]:
             )
     if fit is None or fit.stage == HIGHEST_STAGE or not roomy:  # what one would choose
         lines += _slow_links(plan, planner)
-    if plan.setting.machine.host is not None:
-        lines.append(advise_offload(plan.offloads, plan.setting.machine.host, plan.setting))
+    if (share := plan.setting.host_share) is not None:
+        lines.append(_offload(plan, share))
     return lines
 
 
@@ -53,7 +53,7 @@ def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
         f"no stage fits: stage {best.stage} is the smallest with {format_nbytes(best.peak.nbytes)},"
         f" {format_nbytes(-best.spare)} too much"
     )
-    memory, activations, spare = setting.machine.memory_nbytes, best.activations or 0, best.spare
+    memory, activations, spare = setting.memory_nbytes, best.activations or 0, best.spare
     checkpointed = plan.checkpointed.peak_nbytes if plan.checkpointed is not None else activations
     saved = activations - checkpointed
     with_it = ""
@@ -81,21 +81,19 @@ def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
 def _other_ranks(plan: Plan, planner: Planner, activations: int, with_it: str) -> Iterator[str]:
     """The same ranks in fewer replicas, or else the first doubling of them, where all is sharded.
     The doubled ranks are those of one replica."""
-    memory = plan.setting.machine.memory_nbytes
+    room = plan.setting.memory_nbytes - activations
     now, highest = _fully_sharded(plan, planner), f"stage {HIGHEST_STAGE}"
 
-    def fits(nbytes: int) -> bool:
-        return nbytes + activations <= memory
+    def first(search: str, now: Candidate) -> Division | None:
+        found = (each for each in candidates(now) if each.search == search)
+        return next((each.division for each in found if each.nbytes <= room), None)
 
-    fewer = with_fewer_replicas(now, fits)
-    if fewer is not None:
-        yield f"{highest} fits{with_it} with num_replicas={fewer.division.num_replicas}"
-        return
-    more = with_more_ranks(now.at(num_replicas=1), fits)
-    if more is not None:
+    if (fewer := first("replicas", now)) is not None:
+        yield f"{highest} fits{with_it} with num_replicas={fewer.num_replicas}"
+    elif (more := first("ranks", now.at(num_replicas=1))) is not None:
         in_one = " in one replica" if now.division.num_replicas > 1 else ""
         yield (
-            f"{highest} fits{with_it} from {more.division.world_size} ranks on{in_one} (counted in "
+            f"{highest} fits{with_it} from {more.world_size} ranks on{in_one} (counted in "
             "doublings)"
         )
 
@@ -126,13 +124,13 @@ def _slow_links(plan: Plan, planner: Planner) -> Iterator[str]:
 
 def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
     """The call that shards within nodes, where there are several and the model fits so."""
-    world_size, node = plan.setting.world_size, plan.setting.machine.node
+    world_size, node = plan.setting.world_size, plan.setting.node
     shards = max(n for n in range(1, node.num_ranks + 1) if world_size % n == 0)
     replicas, activations = world_size // shards, plan.stages[-1].activations or 0
     if plan.setting.num_replicas > 1 or 1 in (shards, replicas):
         return ""
     within = _fully_sharded(plan, planner).at(num_replicas=replicas)
-    if within.nbytes + activations > plan.setting.machine.memory_nbytes:
+    if within.nbytes + activations > plan.setting.memory_nbytes:
         return ""
     machine, where = f"links=inside, replica_link='{link}'", ", inside= the link within a node"
     if link == node.link(world_size).name:
@@ -141,4 +139,30 @@ def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
         f", or hybrid sharding within nodes of {shards}: plan it with num_replicas={replicas}, "
         f"machine=zerocore.Machine({machine}){where}; run it with "
         f"group=init_device_mesh('cuda', ({replicas}, {shards}))"
+    )
+
+
+def _offload(plan: Plan, share: int) -> str:
+    """The least offload that fits, and from how many tokens on its update is hidden. On the host a
+    rank has ``share`` bytes."""
+    fit = next((each for each in plan.offloads if each.fits), None)
+    of_share = f"the {format_nbytes(share)} that a rank has on the host"
+    if fit is None:
+        least = min(plan.offloads, key=lambda each: each.device_nbytes)
+        return (
+            f"no offload fits: stage {least.stage} with {call_of(least.offload)} takes "
+            f"{format_nbytes(least.device_nbytes)} of the device and "
+            f"{format_nbytes(least.memory.host)} of {of_share}"
+        )
+    fits = (
+        f"stage {fit.stage} with {call_of(fit.offload)} is the least offload that fits: "
+        f"{format_nbytes(fit.device_nbytes)} of the device, {format_nbytes(fit.memory.host)} of "
+        f"{of_share}"
+    )
+    if fit.memory.disk > 0:
+        file = format_nbytes(fit.memory.disk)
+        return f"{fits}, and a file of {file} for each rank, which every step reads and writes"
+    return (
+        f"{fits}; the update there is as long as the compute of {plan.setting.hiding_tokens:,} "
+        "tokens a step on the machine (predicted)"
     )

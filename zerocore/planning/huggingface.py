@@ -67,7 +67,8 @@ def build_model(config: Any, dtype: torch.dtype | None = None, source: object = 
 
 
 def sample_inputs(model: nn.Module, micro_batch: int, seq_len: int) -> dict[str, Any] | None:
-    """Keyword arguments of one training forward of a Hugging Face model, on the meta device.
+    """Keyword arguments of one training forward of a Hugging Face model, on the meta device:
+    samples of ``seq_len`` tokens, or as many as the configuration allows.
 
     Returns:
         None for a model whose inputs are not known.
@@ -76,7 +77,8 @@ def sample_inputs(model: nn.Module, micro_batch: int, seq_len: int) -> dict[str,
     if config is None:
         return None
     if main_input == "input_ids":
-        tokens = torch.zeros(micro_batch, seq_len, dtype=torch.long, device="meta")
+        length = min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)
+        tokens = torch.zeros(micro_batch, length, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": tokens}
         if hasattr(config, "use_cache"):
             inputs["use_cache"] = False

@@ -1,4 +1,4 @@
-"""Modes in which a model runs without data: on fake tensors, with fused attention, and watched."""
+"""Modes in which a model runs without data: on fake tensors, watched, with fused attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -23,12 +22,56 @@ _PLAIN = (
 _VIEW, _NEW, _OTHER = "view of the first argument", "new tensors", "other"
 
 
-class UncompiledMode(TorchDispatchMode):
-    """A mode that no compiler traces: torch need not guard every operator against that."""
+class StorageTracker:
+    """Follows every storage from the operator that makes it until it is freed.
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
+    ``known`` are not counted. ``live`` is in bytes; ``highest`` and ``work`` are by moment: the
+    latter has ``flops``, and what each kind of kernel does, under the names of :class:`Work`.
+    """
+
+    def __init__(self, known: list[Tensor]) -> None:
+        self.moment = 0
+        self.live = 0
+        self.highest: defaultdict[int, int] = defaultdict(int)
+        self.work: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._ignored = [tensor.untyped_storage() for tensor in known]  # keeps their ids taken
+        self._seen: dict[int, Any] = {id(storage): None for storage in self._ignored}
+
+    def at(self, moment: int) -> None:
+        """From here on operators belong to a later moment."""
+        self.moment = max(self.moment, moment)
+        self._note()
+
+    def is_ignored(self, tensor: Tensor) -> bool:
+        """Whether the tensor is, or is a view of, one that was there before."""
+        key = id(tensor.untyped_storage())
+        return key in self._seen and self._seen[key] is None
+
+    def add(self, out: Any, work: dict[str, int]) -> None:
+        """An operator's results, and what it did."""
+        counted = self.work[self.moment]
+        for name, amount in work.items():
+            counted[name] += amount
+        for leaf in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage())
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._seen:
+            return
+        nbytes = storage.nbytes()
+
+        def freed(_: object) -> None:
+            del self._seen[key]
+            self.live -= nbytes
+
+        self._seen[key] = weakref.ref(storage, freed)
+        self.live += nbytes
+        self._note()
+
+    def _note(self) -> None:
+        self.highest[self.moment] = max(self.highest[self.moment], self.live)
 
 
 @dataclass(frozen=True)
@@ -45,7 +88,7 @@ class _NotRepeatable(Exception):
     """An operator, argument or result that a FakeTensorMode must see every time."""
 
 
-class RepeatingFakeMode(UncompiledMode, FakeTensorMode):
+class RepeatingFakeMode(FakeTensorMode):
     """A FakeTensorMode for models whose blocks repeat each other.
 
     A FakeTensorMode takes a fraction of a millisecond for an operator, also where its own cache
@@ -54,34 +97,51 @@ class RepeatingFakeMode(UncompiledMode, FakeTensorMode):
     every time about operators that write, and about tensors that are not fake or have a value.
 
     Attributes:
-        num_worked_out: how often the FakeTensorMode was asked.
+        tracker: sees the results of all operators but those that others decompose into.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.num_worked_out = 0
+        self.tracker: StorageTracker | None = None
+        self._is_inside = False  # of an operator that is tracked
         self._kinds: dict[Any, str] = {}
         self._results: dict[Any, Any] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no compiler traces this: torch need not guard every operator against it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
+        if func is torch.ops.prim.device.default:  # asked for more often than all others together
             return args[0].fake_device
-        options = kwargs or {}
+        was_inside, self._is_inside = self._is_inside, True
+        try:
+            out, work = self._run(func, types, args, kwargs or {})
+        finally:
+            self._is_inside = was_inside
+        if self.tracker is not None and not was_inside:
+            self.tracker.add(out, work)
+        return out
+
+    def _run(self, func: Any, types: Any, args: Any, options: Any) -> tuple[Any, dict[str, int]]:
+        """An operator's results and work: see :attr:`StorageTracker.work`."""
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind_of(func))
         try:
             if kind is _VIEW:
-                return self._view(func, args, options)
+                return self._view(func, args, options), {}
             shapes = self._key((args, *options.items()))
             key = (func, torch.get_default_dtype(), shapes) if kind is _NEW else None
         except _NotRepeatable:
             key = None
         if key in self._results:
-            return self._make(self._results[key])
-        self.num_worked_out += 1
+            result, work = self._results[key]
+            return self._make(result), work
         out = super().__torch_dispatch__(func, types, args, options)
-        if key is not None:
-            self._remember(key, args, out)
-        return out
+        work = _work(func, args, options, out)
+        if key is not None and _are_new(out, args):
+            self._results[key] = tree_map_only(FakeTensor, _describe, out), work
+        return out, work
 
     def _key(self, value: Any) -> Any:
         """The key of a call: arguments on which the shapes of its results depend."""
@@ -101,24 +161,33 @@ class RepeatingFakeMode(UncompiledMode, FakeTensorMode):
         with in_kernel_invocation_manager(self):
             out = func(*args, **options)
         if isinstance(out, Tensor):
-            return FakeTensor(self, out, device)
-        return type(out)(FakeTensor(self, view, device) for view in out)
-
-    def _remember(self, key: Any, args: Any, out: Any) -> None:
-        taken = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if all(_is_new(tensor, taken) for tensor in tensors):
-            self._results[key] = tree_map_only(FakeTensor, _describe, out)
+            return self._fake(out, device)
+        return type(out)(self._fake(view, device) for view in out)
 
     def _make(self, result: Any) -> Any:
         """New tensors as described."""
         if not isinstance(result, _NewTensor):
             return tree_map_only(_NewTensor, self._make, result)
-        with in_kernel_invocation_manager(self):
+        with torch._C._DisableTorchDispatch():
             plain = torch.empty_strided(
                 result.shape, result.stride, dtype=result.dtype, device="meta"
             )
-        return FakeTensor(self, plain, result.device)
+        return self._fake(plain, result.device)
+
+    def _fake(self, plain: Tensor, device: torch.device) -> FakeTensor:
+        """A FakeTensor around a tensor on the meta device. Its class sets a dozen attributes one by
+        one, which are the same for all on a device."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            fake = FakeTensor(self, plain, device)
+            self._attributes[device] = dict(vars(fake))
+            return fake
+        fake = Tensor._make_subclass(
+            FakeTensor, plain, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(attributes)
+        return fake
 
 
 def _kind_of(func: Any) -> str:
@@ -128,6 +197,12 @@ def _kind_of(func: Any) -> str:
         return _VIEW
     values = (*func._schema.arguments, *func._schema.returns)
     return _NEW if all(value.alias_info is None for value in values) else _OTHER
+
+
+def _are_new(out: Any, args: Any) -> bool:
+    """Whether a new call could return other tensors with the same descriptions."""
+    taken = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
+    return all(_is_new(each, taken) for each in tree_leaves(out) if isinstance(each, Tensor))
 
 
 def _is_new(tensor: Tensor, taken: set[int]) -> bool:
@@ -218,68 +293,6 @@ def _attend(
     return flash(q, k, v, dropout_p, is_causal, scale=scale)[0].reshape(query.shape)
 
 
-class StorageTracker(UncompiledMode):
-    """Follows every storage from the operator that makes it until it is freed.
-
-    ``known`` are not counted. ``live`` is in bytes; ``highest``, ``flops`` and ``kernels`` are by
-    moment: the latter has what each kind of kernel does, under the names of :class:`Work`.
-    """
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self.moment = 0
-        self.live = 0
-        self.highest: defaultdict[int, int] = defaultdict(int)
-        self.flops: defaultdict[int, int] = defaultdict(int)
-        self.kernels: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        self._ignored = [tensor.untyped_storage() for tensor in known]  # keeps their ids taken
-        self._seen: dict[int, Any] = {id(storage): None for storage in self._ignored}
-
-    def at(self, moment: int) -> None:
-        """From here on operators belong to a later moment."""
-        self.moment = max(self.moment, moment)
-        self._note()
-
-    def is_ignored(self, tensor: Tensor) -> bool:
-        """Whether the tensor is, or is a view of, one that was there before."""
-        key = id(tensor.untyped_storage())
-        return key in self._seen and self._seen[key] is None
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.ops.prim.device.default:  # asked for more often than all others together
-            return func(*args)
-        out = func(*args, **(kwargs or {}))
-        flops = _flops(func, args, kwargs or {}, out)
-        self.flops[self.moment] += flops
-        self.kernels[self.moment].update(_work(func, args, out, flops))
-        for leaf in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage())
-        return out
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = id(storage), storage.nbytes()
-        if key in self._seen:
-            return
-
-        def freed(_: object) -> None:
-            del self._seen[key]
-            self.live -= nbytes
-
-        self._seen[key] = weakref.ref(storage, freed)
-        self.live += nbytes
-        self._note()
-
-    def _note(self) -> None:
-        self.highest[self.moment] = max(self.highest[self.moment], self.live)
-
-
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Operations of a matrix product, a convolution or attention; 0 of all else."""
     packet = func._overloadpacket
@@ -290,16 +303,19 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     return 0
 
 
-def _work(func: Any, args: tuple[Any, ...], out: Any, flops: int) -> dict[str, int]:
-    """The work of an operator's kernel; views and allocations have none."""
+def _work(func: Any, args: Any, options: dict[str, Any], out: Any) -> dict[str, int]:
+    """Operations, and the work of a kernel; views and allocations have none."""
+    flops = _flops(func, args, options, out)
     if flops and "scaled_dot_product" in func._schema.name:
-        return {"attention": flops // 2 if _is_causal(func, args) else flops}
+        return {"flops": flops, "attention": flops // 2 if _is_causal(func, args) else flops}
     if flops:
-        return {"products" if args[0].element_size() < 4 else "products_fp32": flops}
+        return {
+            "flops": flops,
+            "products" if args[0].element_size() < 4 else "products_fp32": flops,
+        }
     if func.is_view or func._schema.name in _WITHOUT_KERNEL:
         return {}
-    moved = sum(_nbytes(value) for value in (*args, out))
-    return {"moved_nbytes": moved} if moved else {}
+    return {"moved_nbytes": sum(_nbytes(value) for value in (*args, out))}
 
 
 def _is_causal(func: Any, args: tuple[Any, ...]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from zerocore._C import BackwardEvent, CallEvent, PlannedEvent
+from zerocore._C import BackwardEvent, PlannedEvent
 from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import traffic_nbytes
@@ -22,22 +22,17 @@ from zerocore.model.parameter_meshes import assign_parts
 from zerocore.model.state import is_sharded
 from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.options.config import Communication
-from zerocore.options.precision import MixedPrecision
+from zerocore.options.precision import MixedPrecision, check_mixed
 from zerocore.options.stages import STAGES
 from zerocore.planning.activations import Activations, Loss, default_loss, record
 from zerocore.planning.advice import advise
+from zerocore.planning.candidates import Candidate, candidates
 from zerocore.planning.division import Division
 from zerocore.planning.huggingface import build_model, config_dtype, load_config, sample_inputs
-from zerocore.planning.offloading import plan_offloads
 from zerocore.planning.other_bytes import checkpoint_bytes, exchanged_nbytes
-from zerocore.planning.planner import (
-    Planner,
-    Precision,
-    make_planner,
-    optimizer_states,
-)
-from zerocore.planning.result import Peak, Plan, StagePlan, moment_name
-from zerocore.planning.setting import Machine, Setting, Workload, planned_parts
+from zerocore.planning.planner import Planner, make_planner, optimizer_states
+from zerocore.planning.result import OffloadPlan, Peak, Plan, StagePlan, moment_name
+from zerocore.planning.setting import Machine, Setting, Workload, checked_groups
 from zerocore.planning.step_time import predict_timing
 from zerocore.weights.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 
@@ -94,7 +89,8 @@ def plan(
     communication = Communication() if communication is None else communication
     workload = Workload() if workload is None else workload
     machine = Machine() if machine is None else machine
-    _check_kinds(communication, workload, machine)
+    _check_types(communication, workload, machine, dtype)
+    check_mixed(mixed_precision)
     num_near = communication.num_near
     for what, count in (("world_size", world_size), ("num_replicas", num_replicas)):
         check_int(what, count, 1)
@@ -105,24 +101,30 @@ def plan(
         num_replicas=num_replicas,
         communication=replace(communication, regather=num_near),
         workload=replace(workload, inputs=None, loss=None),
-        machine=machine.figures(world_size, num_replicas, num_near),
-        groups=planned_parts(groups, world_size),
+        machine=machine,
+        groups=checked_groups(groups, world_size),
     )
-    module, name, precision = _resolve(model, Precision(dtype, mixed_precision))
-    parts = {part.pattern: part.num_parts for part in setting.groups}
-    planned = assign_parts(choose_units(module, units), [*parts])
-    num_states, num_parts = optimizer_states(workload.optimizer), (1, *parts.values())
-    planner = _of_step(make_planner(module, planned, precision, num_states, num_parts), workload)
+    module, name, dtype = _resolve(model, dtype, mixed_precision)
+    planned = assign_parts(choose_units(module, units), [*setting.groups])
+    planner = make_planner(
+        module,
+        planned,
+        dtype=dtype,
+        mixed=mixed_precision,
+        num_states=optimizer_states(workload.optimizer),
+        num_parts=(1, *(group.of for group in setting.groups.values())),
+    )
     given = inputs is not None or loss is not None
     loss = default_loss if loss is None else loss
     if inputs is None:
-        inputs = sample_inputs(module, workload.micro_batch, _allowed_length(module, workload))
-    measured = _measure(module, planned, inputs, loss, precision.run_dtype, given)
-    result = _make_plan(name, planned, planner, setting, *measured)
+        inputs = sample_inputs(module, workload.micro_batch, workload.seq_len)
+    run_dtype = (mixed_precision and mixed_precision.param_dtype) or dtype
+    measured = _measure(module, planned, inputs, loss, run_dtype, given)
+    result = _make_plan(name, planned, _of_step(planner, workload), setting, *measured)
     return replace(result, num_tokens=_num_tokens(inputs))
 
 
-def _check_kinds(communication: object, workload: object, machine: object) -> None:
+def _check_types(communication: object, workload: object, machine: object, dtype: object) -> None:
     for what, given, kind in (
         ("communication", communication, Communication),
         ("workload", workload, Workload),
@@ -130,6 +132,10 @@ def _check_kinds(communication: object, workload: object, machine: object) -> No
     ):
         if not isinstance(given, kind):
             raise TypeError(f"{what} must be a zerocore.{kind.__name__}, got {given!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
+        )
 
 
 def _of_step(planner: Planner, workload: Workload) -> Planner:
@@ -153,11 +159,10 @@ def _make_plan(
     """All stages and the advice; ``note`` says why activations were not measured."""
     run = checkpointed if setting.workload.checkpointing else plain
     if run is not None:
-        order = tuple(CallEvent(*call) for call in run.order)
         backward = tuple(BackwardEvent(*event) for event in run.backward)
         rows = zip(planner.units, run.unused, strict=True)
         units = tuple(replace(unit, unused=unused) for unit, unused in rows)
-        planner = replace(planner, units=units, order=order, backward=backward)
+        planner = replace(planner, units=units, order=run.order, backward=backward)
     result = Plan(
         model=name,
         num_params=sum(choice.param.numel() for unit in planned for choice in unit.params),
@@ -166,17 +171,29 @@ def _make_plan(
         stages=tuple(plan_stage(planner, stage, setting, run) for stage in STAGES),
         activations=plain,
         checkpointed=checkpointed,
-        offloads=plan_offloads(planner, setting, 0 if run is None else run.peak_nbytes),
+        offloads=tuple(_offloads(planner, setting, 0 if run is None else run.peak_nbytes)),
         note=note,
     )
     return replace(result, advice=tuple(advise(result, planner)))
+
+
+def _offloads(planner: Planner, setting: Setting, activations: int) -> Iterator[OffloadPlan]:
+    """All stages with all offloads, the least first: those to a disk behind those to the host; none
+    where no host was given. The peak of ``activations`` is in bytes."""
+    share = setting.host_share
+    for each in candidates(Candidate(planner, setting.division(STAGES[0]))):
+        offload = each.division.offload
+        if offload is not None and share is not None:
+            on_device = each.nbytes + activations
+            fits = on_device <= setting.memory_nbytes and each.memory.host <= share
+            yield OffloadPlan(each.division.stage, offload, each.memory, on_device, fits)
 
 
 def plan_stage(
     planner: Planner, stage: int, setting: Setting, activations: Activations | None
 ) -> StagePlan:
     """One stage of a plan."""
-    division, machine = setting.division(stage), setting.machine
+    division = setting.division(stage)
     memory, events = planner.memory(division), planner.events(division)
     collectives = [event for event in events if event.op in COLLECTIVES]
     deferred = 0
@@ -195,8 +212,8 @@ def plan_stage(
         one = events if is_one else replace(planner, micro_batches=1).events(division)
         played = (one, activations.order, _compute_s(setting, activations))
         timings = [
-            predict_timing(*played, link, machine.replica_link, machine.near_link)
-            for link in machine.links
+            predict_timing(*played, link, setting.replica_link, setting.near_link)
+            for link in setting.links
         ]
     across = [event for event in collectives if event.axis == "replicas"]
     return StagePlan(
@@ -205,7 +222,7 @@ def plan_stage(
         deferred_gradients=deferred,
         activations=None if activations is None else activations.peak_nbytes,
         peak=peak,
-        spare=machine.memory_nbytes - peak.nbytes,
+        spare=setting.memory_nbytes - peak.nbytes,
         sent_nbytes=_sent_nbytes(collectives) + exchanged,
         exchanged_nbytes=exchanged,
         across_nbytes=_sent_nbytes(across),
@@ -231,7 +248,7 @@ def _export_nbytes(planner: Planner, division: Division) -> int:
 
 def _compute_s(setting: Setting, activations: Activations) -> tuple[float, ...]:
     """Seconds of compute, by moment."""
-    gpu, rate = setting.machine.gpu, setting.machine.flops_per_s
+    gpu, rate = setting.gpu, setting.flops_per_s
     if gpu is None:
         return tuple(flops / rate for flops in activations.flops)
     return tuple(gpu.seconds(work, setting.workload.compiled) for work in activations.work)
@@ -247,8 +264,8 @@ def _group_nbytes(
     collectives: list[PlannedEvent], planner: Planner, setting: Setting
 ) -> dict[str, int]:
     return {
-        part.pattern: _sent_nbytes([e for e in collectives if planner.units[e.unit].mesh == mesh])
-        for mesh, part in enumerate(setting.groups, 1)
+        pattern: _sent_nbytes([e for e in collectives if planner.units[e.unit].mesh == mesh])
+        for mesh, pattern in enumerate(setting.groups, 1)
     }
 
 
@@ -268,15 +285,17 @@ def _sent_nbytes(collectives: list[PlannedEvent]) -> int:
     return round(sum(traffic_nbytes(e.op, e.nbytes, e.num_ranks) for e in collectives))
 
 
-def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precision]:
-    """The module to plan, what to call it, and the dtypes that are still to be applied."""
+def _resolve(
+    model: Any, dtype: torch.dtype | None, mixed: MixedPrecision | None
+) -> tuple[nn.Module, str, torch.dtype | None]:
+    """The module to plan, its name, and the dtype that its parameters do not have yet."""
     if isinstance(model, nn.Module):
         if is_sharded(model):
             raise ValueError(
                 f"this {type(model).__name__} is sharded already; plan it before "
                 "zerocore.shard or fully_shard, or use zerocore.planning.predict_memory"
             )
-        return model, type(model).__name__, precision
+        return model, type(model).__name__, dtype
     config = load_config(model) if isinstance(model, str | Path | dict) else model
     if not hasattr(config, "model_type"):
         raise TypeError(
@@ -284,15 +303,10 @@ def _resolve(model: Any, precision: Precision) -> tuple[nn.Module, str, Precisio
             f"preset's name, got {type(model)}"
         )
     # Under mixed precision a checkpoint's narrow dtype is not that of the main weights.
-    own = torch.float32 if precision.mixed is not None else config_dtype(config)
-    built = build_model(config, precision.dtype or own, model)
+    own = torch.float32 if mixed is not None else config_dtype(config)
+    built = build_model(config, dtype or own, model)
     name = model if isinstance(model, str) else type(built).__name__
-    return built, name, replace(precision, dtype=None)
-
-
-def _allowed_length(model: nn.Module, workload: Workload) -> int:
-    config, seq_len = getattr(model, "config", None), workload.seq_len
-    return min(seq_len, getattr(config, "max_position_embeddings", None) or seq_len)
+    return built, name, None
 
 
 def _measure(

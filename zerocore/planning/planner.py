@@ -12,7 +12,7 @@ from zerocore import _C
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.model.units import ParamChoice, UnitPlanned, call_order, units_by_module
 from zerocore.options.config import shard_options
-from zerocore.options.precision import MixedPrecision, ParamTypes, check_mixed, param_types
+from zerocore.options.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.planning.division import Division
 
 # Tensors of a parameter's size that an optimizer keeps for it, as torch.optim allocates them.
@@ -155,48 +155,12 @@ class Planner:
         )
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of a plan.
-
-    Attributes:
-        dtype: floating-point dtype of the model; None for that of its parameters.
-        mixed: what is computed, gathered and reduced in another dtype.
-
-    Raises:
-        TypeError: ``dtype`` is no floating-point ``torch.dtype``, or ``mixed`` no MixedPrecision.
-    """
-
-    dtype: torch.dtype | None = None
-    mixed: MixedPrecision | None = None
-
-    def __post_init__(self) -> None:
-        check_mixed(self.mixed)
-        dtype = self.dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(
-                f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
-            )
-
-    def types(self, choice: ParamChoice) -> ParamTypes:
-        """The dtypes of a parameter."""
-        own = choice.tensor.dtype
-        if self.dtype is not None and own.is_floating_point:
-            own = self.dtype
-        types = param_types(self.mixed, choice.fqns[0], own, choice.param.requires_grad)
-        return choice.with_gather(types, self.mixed)
-
-    @property
-    def run_dtype(self) -> torch.dtype | None:
-        """The dtype that activations are measured in; None for that of the model."""
-        mixed = self.mixed.param_dtype if self.mixed is not None else None
-        return mixed or self.dtype
-
-
 def make_planner(
     model: nn.Module,
     planned: list[UnitPlanned],
-    precision: Precision | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    mixed: MixedPrecision | None = None,
     num_states: int = 2,
     num_parts: Sequence[int] = (),
 ) -> Planner:
@@ -205,7 +169,8 @@ def make_planner(
     Args:
         model: a model that is not sharded.
         planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
-        precision: dtypes; those of the parameters by default.
+        dtype: floating-point dtype of the model; None for that of its parameters.
+        mixed: what is computed, gathered and reduced in another dtype.
         num_states: the optimizer's tensors of a parameter's size.
         num_parts: by mesh, into how many parts its parameters are to be cut along dimension 0;
             empty where they are as they are trained.
@@ -220,10 +185,9 @@ def make_planner(
                 "planned before shard; shard the model inside of `with "
                 "zerocore.emulate(world_size):` and call zerocore.planning.predict_memory(model)"
             )
-    precision = precision or Precision()
     units = []
     for unit in planned:
-        types = tuple(precision.types(choice) for choice in unit.params)
+        types = tuple(_types(choice, dtype, mixed) for choice in unit.params)
         parts = num_parts[unit.mesh] if num_parts else 1
         pairs = zip(unit.params, types, strict=True)
         specs = tuple(_spec(choice, each, parts) for choice, each in pairs)
@@ -234,8 +198,18 @@ def make_planner(
         order=order,
         first_order=order,
         num_states=num_states,
-        sums_in_order=precision.mixed is not None and precision.mixed.sums_in_order,
+        sums_in_order=mixed is not None and mixed.sums_in_order,
     )
+
+
+def _types(
+    choice: ParamChoice, dtype: torch.dtype | None, mixed: MixedPrecision | None
+) -> ParamTypes:
+    own = choice.tensor.dtype
+    if dtype is not None and own.is_floating_point:
+        own = dtype
+    types = param_types(mixed, choice.fqns[0], own, choice.param.requires_grad)
+    return choice.with_gather(types, mixed)
 
 
 def _spec(choice: ParamChoice, types: ParamTypes, num_parts: int) -> _C.ParamSpec:

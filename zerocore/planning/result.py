@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from zerocore._C import CallEvent
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_flops, format_nbytes, format_seconds
 from zerocore.common.tables import render_table
-from zerocore.planning.activations import Activations, Call, mirrored
-from zerocore.planning.offloading import OffloadPlan
+from zerocore.options.offload import Offload
+from zerocore.planning.activations import Activations, mirrored
 from zerocore.planning.other_bytes import CheckpointBytes
 from zerocore.planning.setting import Setting
 from zerocore.planning.step_time import Timing
@@ -73,6 +74,25 @@ class StagePlan(MemoryBytes):
 
 
 @dataclass(frozen=True)
+class OffloadPlan:
+    """One stage with one offload, on one rank; predicted.
+
+    Attributes:
+        stage: 0 to 3.
+        offload: what leaves the device.
+        memory: bytes without activations.
+        device_nbytes: most bytes on the device, with activations where these were measured.
+        fits: whether the device's and the host's memory suffice.
+    """
+
+    stage: int
+    offload: Offload
+    memory: MemoryBytes
+    device_nbytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
 class Plan:
     """The plan that :func:`zerocore.plan` returns; ``str()`` is a table.
 
@@ -114,7 +134,7 @@ class Plan:
     def mfu(self, timing: Timing) -> float | None:
         """Predicted share of the GPU's peak that the model's operations are, without those that
         checkpointing repeats; None without the ``node`` of a :class:`Machine`."""
-        gpu = self.setting.machine.gpu
+        gpu = self.setting.gpu
         if gpu is None or self.activations is None:
             return None
         return self.activations.model_flops / (timing.step_s * gpu.peak_flops)
@@ -138,9 +158,9 @@ class Plan:
             "of it, between replicas": [stage.across_nbytes for stage in stages],
             "of it, among near ranks": [stage.near_nbytes for stage in stages],
         }
-        for part in self.setting.groups:
-            sent = [stage.group_nbytes[part.pattern] for stage in stages]
-            figures[f"of it, {part.pattern} of {part.num_ranks} ranks"] = sent
+        for pattern, group in self.setting.groups.items():
+            sent = [stage.group_nbytes[pattern] for stage in stages]
+            figures[f"of it, {pattern} of {group.mesh} ranks"] = sent
         figures["its part of a checkpoint"] = [stage.checkpoint.own for stage in stages]
         figures["an export of weights"] = [stage.export for stage in stages]
         sometimes = ("main weights", "deferred gradients", "of it, by the optimizer")
@@ -168,7 +188,7 @@ class Plan:
         """Whether a stage fits: ``no``, ``little headroom`` or ``yes``."""
         if not stage.fits:
             return "no"
-        tight = stage.spare < LITTLE_HEADROOM * self.setting.machine.memory_nbytes
+        tight = stage.spare < LITTLE_HEADROOM * self.setting.memory_nbytes
         return "little headroom" if tight else "yes"
 
     def notes(self) -> list[str]:
@@ -196,13 +216,13 @@ class Plan:
 
     def _assumptions(self) -> list[str]:
         """The rates and sizes that the predicted times follow from."""
-        setting, machine, workload = self.setting, self.setting.machine, self.setting.workload
+        setting, workload = self.setting, self.setting.workload
         seconds = format_seconds(self.stages[0].timings[0].compute_s)
-        lines = [f"{seconds} of compute at {machine.flops_per_s / 1e12:,.4g} TFLOP/s"]
-        if machine.gpu is not None:
+        lines = [f"{seconds} of compute at {setting.flops_per_s / 1e12:,.4g} TFLOP/s"]
+        if setting.gpu is not None:
             compiled = " (compiled)" if workload.compiled else ""
-            lines = [f"{seconds} of compute{compiled}, on {machine.node.assumptions()}"]
-        links = (*machine.links, machine.replica_link, machine.near_link)
+            lines = [f"{seconds} of compute{compiled}, on {setting.node.assumptions()}"]
+        links = (*setting.links, setting.replica_link, setting.near_link)
         lines += [
             f"{link.name}: {link.bandwidth_bytes_per_s / 1e9:,.4g} GB/s of bus bandwidth a rank, "
             f"{link.latency_s * 1e6:,.3g} us a collective"
@@ -227,8 +247,8 @@ class Plan:
             + (f" in {setting.num_replicas} replicas" if setting.num_replicas > 1 else "")
             + (", which share the optimizer's states" if communication.replicas_share else "")
             + (f", {communication.num_near} of them near" if communication.num_near > 1 else "")
-            + "".join(f", {p.num_parts} parts of {p.pattern}" for p in setting.groups)
-            + f", {format_nbytes(setting.machine.memory_nbytes)} of memory, "
+            + "".join(f", {group.of} parts of {name}" for name, group in setting.groups.items())
+            + f", {format_nbytes(setting.memory_nbytes)} of memory, "
             f"prefetch {communication.prefetch}"
             + (f", {reductions} reductions in flight" if reductions > 1 else "")
             + (", checkpointed" if setting.workload.checkpointing else "")
@@ -257,15 +277,12 @@ class Plan:
                 for t in stage.timings
             ]
             stages.append(entry)
-        setting = asdict(self.setting)
-        for name in ("inputs", "loss"):
-            del setting["workload"][name]
         return {
             "model": self.model,
             "num_params": self.num_params,
             "num_units": self.num_units,
             "num_tokens": self.num_tokens,
-            "setting": setting,
+            "setting": self.setting.to_dict(),
             "stages": stages,
             "smallest_fit": None if self.smallest_fit is None else self.smallest_fit.stage,
             "activations": _summary(self.activations),
@@ -311,7 +328,7 @@ def _summary(activations: Activations | None) -> dict[str, int] | None:
     }
 
 
-def moment_name(order: tuple[Call, ...], moment: int, names: Sequence[str]) -> str:
+def moment_name(order: tuple[CallEvent, ...], moment: int, names: Sequence[str]) -> str:
     """When a moment is, in words."""
     calls = mirrored(order)
     if moment == len(calls):

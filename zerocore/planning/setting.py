@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zerocore.common.checks import check_int
@@ -20,9 +20,9 @@ DEFAULT_FLOPS = 400e12
 
 DEFAULT_MEMORY = "24GiB"
 
-DEFAULT_HOST_BANDWIDTH = 400e9
-"""Bytes per second: assumed of a server with two sockets, of about 600e9 that 16 channels of DDR5
-reach on paper."""
+DEFAULT_HOST_BANDWIDTH = "400GB/s"
+"""Assumed of a server with two sockets, of about 600 GB/s that 16 channels of DDR5 reach on
+paper."""
 
 UPDATE_NBYTES = 28
 """Host memory traffic for a parameter: AdamW in float32 reads four numbers and writes three."""
@@ -78,51 +78,6 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Host:
-    """The memory beside the devices of a machine.
-
-    Attributes:
-        memory_nbytes: bytes, for all ranks on the machine.
-        bandwidth_bytes_per_s: what an update reads and writes in a second.
-        num_ranks: ranks on the machine, at most.
-    """
-
-    memory_nbytes: int
-    bandwidth_bytes_per_s: float
-    num_ranks: int
-
-    def nbytes_of(self, world_size: int) -> int:
-        """The share of one of so many ranks."""
-        return self.memory_nbytes // min(world_size, self.num_ranks)
-
-    def hiding_tokens(self, world_size: int, flops_per_s: float) -> int:
-        """Tokens that a machine computes with in a step that lasts as long as the host's update.
-
-        Both are proportional to the parameters, which cancel.
-        """
-        flops = flops_per_s * min(world_size, self.num_ranks)
-        return round(UPDATE_NBYTES * flops / (STEP_OPERATIONS * self.bandwidth_bytes_per_s))
-
-
-@dataclass(frozen=True)
-class Figures:
-    """A :class:`Machine` in bytes, bytes a second and operations a second, for a number of ranks.
-
-    ``replica_link`` and ``near_link`` are None where nothing goes there, or on ``links``, too.
-    ``gpu`` says how fast each kind of operation is; None where all reach ``flops_per_s``.
-    """
-
-    memory_nbytes: int
-    links: tuple[Link, ...]
-    replica_link: Link | None
-    near_link: Link | None
-    flops_per_s: float
-    host: Host | None
-    node: Node
-    gpu: Gpu | None = None
-
-
-@dataclass(frozen=True)
 class Machine:
     """Devices, the links between them and the host that they are in, for :func:`zerocore.plan`.
 
@@ -158,98 +113,14 @@ class Machine:
     host_bandwidth: str | float = DEFAULT_HOST_BANDWIDTH
 
     def __post_init__(self) -> None:
-        self.figures(1, 1, 1)
-
-    def figures(self, world_size: int, num_replicas: int, num_near: int) -> Figures:
-        """Its figures; the links of a node depend on the numbers of ranks."""
-        node = DEFAULT_NODE if self.node is None else find_node(self.node)
-        num_shards, given = world_size // num_replicas, self.links
-
-        def own_link(link: LinkLike | None, num_ranks: int, stride: int = 1) -> Link | None:
-            if link is None and given is None:
-                return node.link(num_ranks, stride)
-            return None if link is None else find_link(link)
-
-        links = node.link(num_shards) if given is None else given
-        listed = links if isinstance(links, Sequence) and not isinstance(links, str) else [links]
-        replica_link = own_link(self.replica_link, num_replicas, num_shards)
-        near_link = own_link(self.near_link, num_near)
-        gpu = None if self.node is None else node.gpu
-        memory, flops = self.memory, self.flops
-        if memory is None:
-            memory = DEFAULT_MEMORY if gpu is None else gpu.memory_nbytes
-        if flops is None:
-            flops = DEFAULT_FLOPS if gpu is None else MATMUL_SHARE * gpu.matmul_flops
-        return Figures(
-            memory_nbytes=parse_nbytes(memory),
-            links=tuple(find_link(link) for link in listed),
-            replica_link=replica_link if num_replicas > 1 else None,
-            near_link=near_link if num_near > 1 else None,
-            flops_per_s=parse_flops(flops),
-            host=self._host(node),
-            node=node,
-            gpu=gpu if self.flops is None else None,
-        )
-
-    def _host(self, node: Node) -> Host | None:
-        rate = parse_bandwidth(self.host_bandwidth, "host_bandwidth")
-        if not rate > 0:
-            raise ValueError(f"host_bandwidth must be positive, got {self.host_bandwidth!r}")
-        if self.host_memory is None:
-            return None
-        return Host(parse_nbytes(self.host_memory, "host_memory"), rate, node.num_ranks)
-
-
-@dataclass(frozen=True)
-class PlannedPart:
-    """Parameters that not all ranks share.
-
-    Attributes:
-        pattern: their names match it.
-        num_ranks: hold the same values, and share their state.
-        num_parts: of each of them, along its first dimension.
-    """
-
-    pattern: str
-    num_ranks: int
-    num_parts: int
-
-
-def planned_parts(groups: Mapping[str, Any] | None, world_size: int) -> tuple[PlannedPart, ...]:
-    """The parts that ``groups=`` of :func:`zerocore.plan` names.
-
-    Raises:
-        TypeError: no dict of :class:`zerocore.ParameterMesh` with numbers of ranks.
-        ValueError: a number below 1, or numbers that do not make up ``world_size``.
-    """
-    if groups is not None and not isinstance(groups, Mapping):
-        raise TypeError(
-            "groups: expected a dict such as {'*.experts.*': zerocore.ParameterMesh(2, of=4)}, got "
-            f"{type(groups)}"
-        )
-    found = []
-    for pattern, part in (groups or {}).items():
-        if not isinstance(part, ParameterMesh) or part.dim != 0:
-            raise TypeError(
-                f"groups['{pattern}']: expected numbers of ranks, zerocore.ParameterMesh(2, of=4), "
-                f"along dimension 0, got {part!r}"
-            )
-        num_parts = 1 if part.of is None else part.of
-        for name, number in (("mesh", part.mesh), ("of", num_parts)):
-            check_int(f"groups['{pattern}'] {name}", number, 1)
-        if part.mesh * num_parts != world_size:
-            raise ValueError(
-                f"groups['{pattern}']: {num_parts} parts on {part.mesh} ranks each are not the "
-                f"{world_size} ranks of world_size"
-            )
-        found.append(PlannedPart(pattern, part.mesh, num_parts))
-    return tuple(found)
+        Setting(1, 1, Communication(), Workload(), self).to_dict()
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The question that a plan answers; fields are arguments of :func:`zerocore.plan`. The
-    workload has no ``inputs`` and no ``loss``, which are measured before.
+    """The question that a plan answers; fields are arguments of :func:`zerocore.plan`, and
+    ``groups`` has numbers of ranks. The workload's ``inputs`` and ``loss`` are None: they are
+    measured before.
 
     Raises:
         ValueError: there is no such rank, or replicas or near ranks of unequal size.
@@ -260,8 +131,8 @@ class Setting:
     num_replicas: int
     communication: Communication
     workload: Workload
-    machine: Figures
-    groups: tuple[PlannedPart, ...] = ()
+    machine: Machine
+    groups: Mapping[str, ParameterMesh] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.world_size % self.num_replicas != 0:
@@ -269,19 +140,167 @@ class Setting:
                 f"num_replicas must divide world_size, which counts all ranks: {self.world_size} "
                 f"ranks are not {self.num_replicas} replicas of equal size"
             )
-        num_shards, num_near = self.world_size // self.num_replicas, self.communication.num_near
-        if num_shards % num_near != 0:
+        if self.num_shards % self.communication.num_near != 0:
             raise ValueError(
-                f"regather must divide the number of ranks that share the state, {num_shards}; got "
-                f"{num_near}"
+                f"regather must divide the number of ranks that share the state, {self.num_shards}"
+                f"; got {self.communication.num_near}"
             )
         if self.workload.rank >= self.world_size:
             raise ValueError(f"rank must be 0 to {self.world_size - 1}, got {self.workload.rank}")
 
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share the state."""
+        return self.world_size // self.num_replicas
+
     def division(self, stage: int) -> Division:
         """How the state is divided at a stage."""
         rank = self.workload.rank
-        parts = tuple((p.num_ranks, 1, rank // p.num_parts) for p in self.groups)
+        parts = tuple((group.mesh, 1, rank // group.of) for group in self.groups.values())
         return Division(
             stage, self.world_size, self.num_replicas, self.communication, rank, parts=parts
         )
+
+    @property
+    def node(self) -> Node:
+        """The machine, or the one whose links are taken where none is named."""
+        return DEFAULT_NODE if self.machine.node is None else find_node(self.machine.node)
+
+    @property
+    def named_gpu(self) -> Gpu | None:
+        """That of the machine; None where no machine is named."""
+        return None if self.machine.node is None else self.node.gpu
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Says how fast each kind of operation is; None where all reach :attr:`flops_per_s`."""
+        return self.named_gpu if self.machine.flops is None else None
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Memory of a device."""
+        default = DEFAULT_MEMORY if self.named_gpu is None else self.named_gpu.memory_nbytes
+        return parse_nbytes(default if self.machine.memory is None else self.machine.memory)
+
+    @property
+    def flops_per_s(self) -> float:
+        """Operations per second that layers reach, on average."""
+        gpu, given = self.named_gpu, self.machine.flops
+        default = DEFAULT_FLOPS if gpu is None else MATMUL_SHARE * gpu.matmul_flops
+        return parse_flops(default if given is None else given)
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Between the ranks that share the state."""
+        given = self.machine.links
+        if given is None:
+            return (self.node.link(self.num_shards),)
+        listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        return tuple(map(find_link, listed))
+
+    @property
+    def replica_link(self) -> Link | None:
+        """Between replicas; None where there are none, or these share :attr:`links`."""
+        return self._link(self.machine.replica_link, self.num_replicas, self.num_shards)
+
+    @property
+    def near_link(self) -> Link | None:
+        """Between near ranks; None where there are none, or these share :attr:`links`."""
+        return self._link(self.machine.near_link, self.communication.num_near)
+
+    def _link(self, given: LinkLike | None, num_ranks: int, stride: int = 1) -> Link | None:
+        if given is None and self.machine.links is None:
+            found: Link | None = self.node.link(num_ranks, stride)
+        else:
+            found = None if given is None else find_link(given)
+        return found if num_ranks > 1 else None
+
+    @property
+    def host_nbytes(self) -> int | None:
+        """Memory of the host, for all ranks on a machine; None where it is not known."""
+        given = self.machine.host_memory
+        return None if given is None else parse_nbytes(given, "host_memory")
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Bytes that an update on the host reads and writes in a second."""
+        rate = parse_bandwidth(self.machine.host_bandwidth, "host_bandwidth")
+        if not rate > 0:
+            raise ValueError(
+                f"host_bandwidth must be positive, got {self.machine.host_bandwidth!r}"
+            )
+        return rate
+
+    @property
+    def host_share(self) -> int | None:
+        """Memory of the host for one rank."""
+        ranks = min(self.world_size, self.node.num_ranks)
+        return None if self.host_nbytes is None else self.host_nbytes // ranks
+
+    @property
+    def hiding_tokens(self) -> int:
+        """Tokens that a machine computes with in a step that lasts as long as the host's update.
+
+        Both are proportional to the parameters, which cancel.
+        """
+        flops = self.flops_per_s * min(self.world_size, self.node.num_ranks)
+        return round(UPDATE_NBYTES * flops / (STEP_OPERATIONS * self.host_bytes_per_s))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON: numbers of the workload, of the machine bytes, bytes and operations a
+        second."""
+        found = asdict(self)
+        for name in ("inputs", "loss"):
+            del found["workload"][name]
+        host = {
+            "memory_nbytes": self.host_nbytes,
+            "bandwidth_bytes_per_s": self.host_bytes_per_s,
+            "num_ranks": self.node.num_ranks,
+        }
+        replica_link, near_link, gpu = self.replica_link, self.near_link, self.gpu
+        found["machine"] = {
+            "memory_nbytes": self.memory_nbytes,
+            "links": [asdict(link) for link in self.links],
+            "replica_link": replica_link and asdict(replica_link),
+            "near_link": near_link and asdict(near_link),
+            "flops_per_s": self.flops_per_s,
+            "host": None if self.host_nbytes is None else host,
+            "node": asdict(self.node),
+            "gpu": gpu and asdict(gpu),
+        }
+        found["groups"] = [
+            {"pattern": pattern, "num_ranks": group.mesh, "num_parts": group.of}
+            for pattern, group in self.groups.items()
+        ]
+        return found
+
+
+def checked_groups(groups: Mapping[str, Any] | None, world_size: int) -> dict[str, ParameterMesh]:
+    """``groups=`` of :func:`zerocore.plan`, each with the number of its parts.
+
+    Raises:
+        TypeError: no dict of :class:`zerocore.ParameterMesh` with numbers of ranks.
+        ValueError: a number below 1, or numbers that do not make up ``world_size``.
+    """
+    if groups is not None and not isinstance(groups, Mapping):
+        raise TypeError(
+            "groups: expected a dict such as {'*.experts.*': zerocore.ParameterMesh(2, of=4)}, got "
+            f"{type(groups)}"
+        )
+    found = {}
+    for pattern, group in (groups or {}).items():
+        if not isinstance(group, ParameterMesh) or group.dim != 0:
+            raise TypeError(
+                f"groups['{pattern}']: expected numbers of ranks, zerocore.ParameterMesh(2, of=4), "
+                f"along dimension 0, got {group!r}"
+            )
+        num_parts = 1 if group.of is None else group.of
+        for name, number in (("mesh", group.mesh), ("of", num_parts)):
+            check_int(f"groups['{pattern}'] {name}", number, 1)
+        if group.mesh * num_parts != world_size:
+            raise ValueError(
+                f"groups['{pattern}']: {num_parts} parts on {group.mesh} ranks each are not the "
+                f"{world_size} ranks of world_size"
+            )
+        found[pattern] = ParameterMesh(group.mesh, of=num_parts)
+    return found

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerocore._C import PlannedEvent
+from zerocore._C import CallEvent, PlannedEvent
 from zerocore.common.events import COLLECTIVES, GATHERS
 from zerocore.common.links import Link
-from zerocore.planning.activations import Call, mirrored
+from zerocore.planning.activations import mirrored
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Timing:
 
 def predict_timing(
     events: list[PlannedEvent],
-    order: tuple[Call, ...],
+    order: tuple[CallEvent, ...],
     compute_s: tuple[float, ...],
     link: Link,
     replica_link: Link | None = None,

@@ -13,7 +13,7 @@ from torch import nn
 
 from zerocore.hooks.optimizer_steps import optimizers_of
 from zerocore.model.state import ShardState, Unit, state_of
-from zerocore.planning.changes import Candidate, changes
+from zerocore.planning.candidates import Candidate, candidates, fitting
 from zerocore.planning.prediction import division_of, planner_of
 from zerocore.reporting.memory_usage import usage_of
 from zerocore.reporting.unlike_dtypes import explain_types
@@ -195,7 +195,5 @@ def _is_gathered(unit: Unit) -> bool:
 
 def _savings(state: ShardState) -> Iterator[tuple[str, int]]:
     now = Candidate(planner_of(state), division_of(state))
-    nbytes = now.nbytes
-    for change in changes(now, lambda other: other < nbytes):
-        if change.nbytes < nbytes:
-            yield change.text, nbytes - change.nbytes
+    for change in fitting(candidates(now), lambda nbytes: nbytes < now.nbytes):
+        yield change.text, now.nbytes - change.nbytes
