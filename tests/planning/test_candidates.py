@@ -28,7 +28,7 @@ def test_what_a_stage_shards_is_what_the_plan_divides(stage: int) -> None:
 
 
 def found(now: Candidate, room: int, search: str) -> list[Division]:
-    """What is found for so many bytes."""
+    """Candidates of a search that ``fitting`` finds for so many bytes."""
     fits = fitting(candidates(now), lambda nbytes: nbytes <= room)
     return [each.division for each in fits if each.search == search]
 
