@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 
@@ -16,7 +17,7 @@ from tests.by_night import STAGES, WORLD_SIZES, left_out
 # there are cores would else spin until the time slice of the one that they wait for comes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-STARTS_RANKS = ("run_ranks", "run_to_end", "run_program")  # functions of tests.distributed
+STARTS_RANKS = {"run_ranks", "run_to_end", "run_program"}  # functions of tests.distributed
 
 
 def pytest_configure() -> None:
@@ -66,12 +67,11 @@ def has_gpu() -> bool:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Marks tests of files that start ranks. Files with a slow test come first: the last ones then
-    end together.
-    """
+    """Marks tests that start ranks. Files with a slow test come first: the last end together."""
     rehearses = config.getoption("--rehearse") and not has_gpu()
     for item in items:
-        if any(hasattr(getattr(item, "module", None), name) for name in STARTS_RANKS):
+        code = getattr(getattr(item, "function", None), "__code__", None)
+        if code is not None and STARTS_RANKS & set(code.co_names):
             item.add_marker("distributed")
     for item in left_out(item for item in items if rehearses or "gpu" not in item.path.parts):
         item.add_marker("nightly")
@@ -112,10 +112,9 @@ def needs_transformers(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_process_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_process_left_behind() -> Iterator[None]:
     """Every test ends the processes that it started."""
     yield
-    if request.node.get_closest_marker("distributed"):
-        from tests.distributed.harness import idle_processes  # loads torch, as above
-
-        assert set(multiprocessing.active_children()) <= idle_processes()
+    harness = sys.modules.get("tests.distributed.harness")
+    if harness is not None:
+        assert set(multiprocessing.active_children()) <= harness.idle_processes()

@@ -341,12 +341,12 @@ def compare(system: str, scenario: Scenario, expected: Trained) -> None:
     torch.testing.assert_close(params, expected[1])
 
 
-def compare_all(systems: tuple[str, ...]) -> dict[str, str]:
-    """The errors by system and scenario."""
+def compare_all(systems: tuple[str, ...], in_turn: bool) -> dict[str, str]:
+    """The errors by system and scenario; ``in_turn``: each scenario under one of the systems."""
     wrong = {}
-    for name, scenario in SCENARIOS.items():
+    for number, (name, scenario) in enumerate(SCENARIOS.items()):
         expected = Way("plain").train(scenario)
-        for system in systems:
+        for system in [systems[number % len(systems)]] if in_turn else systems:
             try:
                 compare(system, scenario, expected)
             except Exception as error:
@@ -355,11 +355,11 @@ def compare_all(systems: tuple[str, ...]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "systems"),
-    [*by_night((1, SYSTEMS), (2, SYSTEMS[:3]), (3, SYSTEMS)), (2, SYSTEMS[3:])],
+    ("ranks", "systems", "in_turn"),
+    [*by_night(*((ranks, SYSTEMS, False) for ranks in (1, 2, 3))), (2, SYSTEMS[3:], True)],
 )
 def test_flags_evaluation_and_moves_between_forward_and_backward(
-    ranks: int, systems: tuple[str, ...]
+    ranks: int, systems: tuple[str, ...], in_turn: bool
 ) -> None:
-    for wrong in run_ranks(compare_all, ranks, systems, timeout=240):
+    for wrong in run_ranks(compare_all, ranks, systems, in_turn, timeout=240):
         assert not wrong, wrong
