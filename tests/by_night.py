@@ -32,9 +32,9 @@ stage_3_by_day = pytest.mark.parametrize("stage", [*by_night(0, 1, 2), 3])
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """What `make test` leaves out of grids, and of tests that are marked `one_by_day`.
+    """The tests that `make test` leaves out.
 
-    Of the latter all sets of parameters but the last are left out.
+    These are cells of grids, and all but the last set of parameters of a test marked `one_by_day`.
     """
     items = list(items)
     nights = {item.nodeid for item in items if item.get_closest_marker("nightly")}
