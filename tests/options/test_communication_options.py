@@ -35,6 +35,7 @@ def reduce_at_a_time(world: int) -> None:
             assert all(map(torch.equal, more, found[0])), (stage, options)
 
 
+@pytest.mark.one_by_day
 @pytest.mark.parametrize("world", [2, 4])
 def test_reductions_in_flight_change_no_bit(world: int) -> None:
     run_ranks(reduce_at_a_time, world, world)
