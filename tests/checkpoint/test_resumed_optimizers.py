@@ -108,7 +108,7 @@ def resume_around(way: str) -> None:
     for stage in (0, 1, 3):
         assert resume(Around, stage, way) == "resumes"
         if way != "own":
-            message = r"AroundWithStates is around AdamW and has a state_dict of its own, .*'slow'"
+            message = r"AroundWithStates wraps an? AdamW, and its state_dict is .*'slow'"
             with pytest.raises(TypeError, match=message):
                 resume(AroundWithStates, stage, way)
 

@@ -77,7 +77,7 @@ def prepare(optimizer: Optimizer) -> None:
     if not sharded:
         return
     _refuse(optimizer, sharded)
-    # A wrapper of another optimizer may have no hooks of its own, and that optimizer's are run.
+    # A wrapper may lack hooks; those of the optimizer inside it run.
     hooks = vars(optimizer).get("_optimizer_state_dict_post_hooks")
     if hooks is not None and wrap_states not in hooks.values():
         optimizer.register_state_dict_post_hook(wrap_states)

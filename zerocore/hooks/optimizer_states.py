@@ -53,9 +53,9 @@ def is_of_shards(optimizer: Optimizer) -> bool:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that has the groups: wrappers, as accelerate's, show those of another.
+    """Returns the optimizer that owns the groups; a wrapper, such as accelerate's, only shows them.
 
-    Raises TypeError if the wrapper's ``state_dict`` is another one than that optimizer's.
+    Raises TypeError if the wrapper's ``state_dict`` differs from that optimizer's.
     """
     inner: Any = optimizer
     while "param_groups" not in vars(inner):
@@ -65,9 +65,9 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
             return optimizer
     if inner is not optimizer and optimizer.state_dict().keys() != inner.state_dict().keys():
         raise TypeError(
-            f"optimizer: {type(optimizer).__name__} is around {type(inner).__name__} and has a "
-            f"state_dict of its own, with {list(optimizer.state_dict())}. Give the inner optimizer, "
-            "and save what is around it yourself"
+            f"optimizer: {type(optimizer).__name__} wraps a {type(inner).__name__}, and its "
+            f"state_dict is another one, with {list(optimizer.state_dict())}. Pass the inner "
+            "optimizer, and save the wrapper's own state yourself"
         )
     return inner
 
