@@ -17,14 +17,13 @@ from zerocore._C import UnitParam, counted
 from zerocore.common.eager import eager
 from zerocore.fsdp.collect import collect_rows
 from zerocore.fsdp.collectives import set_collectives
-from zerocore.fsdp.group import Group, Root, RowParam, extensions_of, group_of
+from zerocore.fsdp.group import Group, Root, RowParam, extensions_of, group_of, groups_below
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of
-from zerocore.fsdp.traced import call_group_traced
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.ranks import ranks_of
 from zerocore.model.state import Param, ShardState, Unit
-from zerocore.model.traced import is_traced
+from zerocore.model.traced import TracedParam, call_traced, is_traced
 from zerocore.model.unit_call import note_unit_call
 from zerocore.model.units import UnitPlanned, UnitsOf
 from zerocore.options.config import ShardConfig
@@ -96,7 +95,7 @@ def ready_state(group: Group) -> ShardState:
 def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs ``function(*args, **kwargs)`` with the group's parameters unsharded."""
     if is_traced():
-        return call_group_traced(group, function, args, kwargs)
+        return _call_traced(group, function, args, kwargs)
     root = root_of(group)
     if root.group is group or root.state is None:
         ready(root)
@@ -250,3 +249,22 @@ class Rows(Kind):
             if broadcast:
                 broadcast_tensors([full], state.ranks, state.device)
             own_elements(shard).copy_(part_like(shard, full))
+
+
+def _call_traced(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a method of one of the group's modules without communication, engine or not."""
+    params = [
+        TracedParam(param.fqn, param.owners, param.param, param.is_full, _maker_of(param))
+        for _, inner in groups_below(*group.modules)
+        for param in inner.params
+    ]
+    policy = group.policy
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+    return call_traced(params, (inputs, policy.output_dtype), function, args, kwargs)
+
+
+def _maker_of(param: RowParam) -> Callable[[], Tensor] | None:
+    if param.extension is not None or param.rows.whole is not None or param.rows.sums:
+        return None
+    dtype, device = types_of(param).model, device_of(param.group.mesh)
+    return partial(torch.empty, param.shard.shape, dtype=dtype, device=device)

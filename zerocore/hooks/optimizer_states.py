@@ -57,13 +57,12 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
     Raises TypeError if the wrapper's ``state_dict`` differs from that optimizer's.
     """
-    inner: Any = optimizer
-    while "param_groups" not in vars(inner):
-        held = [each for each in vars(inner).values() if isinstance(each, Optimizer)]
-        inner = next((each for each in held if each.param_groups is inner.param_groups), None)
-        if inner is None:
-            return optimizer
-    if inner is not optimizer and optimizer.state_dict().keys() != inner.state_dict().keys():
+    held = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    same = (each for each in held if each.param_groups is optimizer.param_groups)
+    if "param_groups" in vars(optimizer) or (inner := next(same, None)) is None:
+        return optimizer
+    inner = unwrapped(inner)
+    if optimizer.state_dict().keys() != inner.state_dict().keys():
         raise TypeError(
             f"optimizer: {type(optimizer).__name__} wraps a {type(inner).__name__}, and its "
             f"state_dict is another one, with {list(optimizer.state_dict())}. Pass the inner "
@@ -211,7 +210,8 @@ def _numbers(optimizer: Optimizer) -> Callable[[ShardedParameter, str, Any], boo
     @cache
     def probed(number: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         try:
-            return _probed(optimizer, optimizer.param_groups[number], dtype, device)
+            like = torch.empty(0, dtype=dtype, device=device)
+            return _probed(optimizer, optimizer.param_groups[number], like)
         except Exception:  # the optimizer may need attributes that a probe lacks
             return {}
 
@@ -276,7 +276,7 @@ def make_states(optimizer: Optimizer) -> None:
             local = own_elements(param)
             kind = (local.dtype, local.device)
             if kind not in probed:
-                probed[kind] = _probed(optimizer, group, *kind)
+                probed[kind] = _probed(optimizer, group, local)
             state = dict(_first_states(param, probed[kind]))
             if state:
                 optimizer.state[param] = state
@@ -286,8 +286,7 @@ def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
     """Returns a function of a parameter: the keys of its states that its first step makes."""
     known: dict[int, set[str]] = {}
     for group in () if makes_all(optimizer) else optimizer.param_groups:
-        some = group["params"][:1]
-        keys = [_probed(optimizer, group, own_elements(p).dtype, p.device) for p in some]
+        keys = [_probed(optimizer, group, own_elements(param)) for param in group["params"][:1]]
         known.update({id(param): set(keys[0]) for param in group["params"]})
 
     def needed(param: Any) -> set[str]:
@@ -297,15 +296,14 @@ def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
     return needed
 
 
-def _probed(
-    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
+def _probed(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> dict[str, Any]:
     """Returns the state of a two-element parameter after a step: a number has another shape."""
-    return stepped_state(optimizer, group, _probe(dtype, device))
+    probe = _probe(like)
+    return stepped(optimizer, group, probe).state[probe]
 
 
-def _probe(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    probe = nn.Parameter(torch.zeros(2, dtype=dtype, device=device))
+def _probe(like: Tensor) -> nn.Parameter:
+    probe = nn.Parameter(like.new_zeros(2))
     probe.grad = torch.zeros_like(probe)
     return probe
 
@@ -315,7 +313,7 @@ def note_added_options(optimizer: Optimizer) -> None:
     added: list[dict[str, Any]] = []
     for group in () if makes_all(optimizer) else optimizer.param_groups:
         local = own_elements(group["params"][0]) if group["params"] else torch.empty(0)
-        twin = _stepped(optimizer, group, _probe(local.dtype, local.device))
+        twin = stepped(optimizer, group, _probe(local))
         new = {key: v for key, v in options_of(twin.param_groups[0]).items() if key not in group}
         added.append({key: _zero(value) for key, value in new.items()})
     setattr(optimizer, _ADDED, added)
@@ -348,14 +346,8 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
             yield key, as_state(full, param)
 
 
-def stepped_state(
-    optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter
-) -> dict[str, Any]:
-    """Returns the state of ``probe`` after a step with its ``grad``; leaves the optimizer as is."""
-    return _stepped(optimizer, group, probe).state[probe]
-
-
-def _stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> Any:
+def stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> Any:
+    """Returns a twin after a step of ``probe`` with its ``grad``; leaves the optimizer as is."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps

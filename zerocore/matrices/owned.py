@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.agreement import agree, gather_objects, together
-from zerocore.hooks.optimizer_states import options_of, params_of, stepped_state, without_state
+from zerocore.hooks.optimizer_states import options_of, params_of, stepped, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.matrices.exchange import Arrival, Choice, Lanes, RoundExchange, choice_of
 from zerocore.matrices.ownership import Matrix, Round, assign, make_rounds, whole_cost
@@ -308,4 +308,4 @@ class OwnedOptimizer(ShardOptimizer):
             for whole in without_state(group["params"], self.inner.state):
                 probe = nn.Parameter(torch.zeros_like(whole, memory_format=torch.contiguous_format))
                 probe.grad = torch.zeros_like(probe)
-                self.inner.state[whole] = stepped_state(self.inner, group, probe)
+                self.inner.state[whole] = stepped(self.inner, group, probe).state[probe]

@@ -160,8 +160,6 @@ _REASONS = {
     "and zerocore.save_safetensors read and write the same files",
     **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "reduce"), _IS_AVERAGED),
 }
-# Programs put all gradients into one tensor to average it.
-_GRADIENT_REASONS = dict.fromkeys(("cat", "stack", "concat"), _IS_AVERAGED)
 
 
 def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
@@ -170,8 +168,9 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     For functions of Python's operators it raises RuntimeError: Python would replace a TypeError by
     "unsupported operand type(s)", and the advice would be lost.
     """
-    reasons = _REASONS | (_GRADIENT_REASONS if shard.what == "the gradient of" else {})
-    reason = reason or reasons.get(name, "")
+    if name in ("cat", "stack") and shard.what == "the gradient of":  # to average them in one call
+        reason = _IS_AVERAGED
+    reason = reason or _REASONS.get(name, "")
     kind = RuntimeError if base_of(name) in BEHIND_OPERATORS else TypeError
     raise kind(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
