@@ -161,7 +161,7 @@ def average_by_hand(stage: int) -> None:
         lambda: dist.all_reduce(weight.grad, dist.ReduceOp.AVG),
         lambda: torch.cat([param.grad.view(-1) for param in model.parameters()]),
     ):
-        with pytest.raises(TypeError, match="leave out lines that average them by hand"):
+        with pytest.raises(TypeError, match="remove the code that averages them"):
             average()
     assert torch.equal(weight.grad.full_tensor(), before.full_tensor())
 

@@ -78,8 +78,8 @@ class Kind(ShardKind):
 
     def bind_extensions(self, state: ShardState, unit: Unit, planned: UnitPlanned) -> None:
         """Binds the engine's memory to parameters that gather themselves."""
-        for each in planned.extensions:
-            each.bind(state.engine, unit)
+        for extension in planned.extensions:
+            extension.bind(state.engine, unit)
 
     @abstractmethod
     def set_calls(self, sharding: Sharding, state: ShardState, units_of: UnitsOf) -> None:
@@ -91,10 +91,10 @@ def agreed(
 ) -> Sharding:
     """Returns the result of ``collect`` with a name; collective. All ranks raise an error of one
     rank, and a ValueError if their facts differ. ``device``: as in :func:`agree`."""
-    found = named(ranks, collect, lambda found: found.kind.facts(found, 0), device)
-    for mesh, others in enumerate(found.meshes[1:], 1):
-        agree(others.groups, None, found.kind.facts(found, mesh), found.device)
-    return found
+    sharding = named(ranks, collect, lambda sharding: sharding.kind.facts(sharding, 0), device)
+    for number, mesh in enumerate(sharding.meshes[1:], 1):
+        agree(mesh.groups, None, sharding.kind.facts(sharding, number), sharding.device)
+    return sharding
 
 
 def named(
@@ -104,17 +104,17 @@ def named(
     device: torch.device | None = None,
 ) -> Sharding:
     """Does the same as :func:`agreed`, but ``ranks`` compare only the facts of ``facts_of``."""
-    found: Sharding | None = None
+    sharding: Sharding | None = None
     facts: list[Any] = []
     error: Exception | None = None
     try:
-        found = collect()
-        facts = facts_of(found)
+        sharding = collect()
+        facts = facts_of(sharding)
     except Exception as caught:
         error = caught
-    name = agree(ranks.groups, error, facts, device if found is None else found.device)
-    assert found is not None  # agree() has raised the error
-    return replace(found, name=name)
+    name = agree(ranks.groups, error, facts, device if sharding is None else sharding.device)
+    assert sharding is not None  # agree() has raised the error
+    return replace(sharding, name=name)
 
 
 def build(sharding: Sharding) -> ShardState:
@@ -160,9 +160,9 @@ def _add_unit(sharding: Sharding, state: ShardState, planned: UnitPlanned) -> No
     unit = Unit(index, planned.name, stays=planned.stays, near=planned.near, mesh=planned.mesh)
     state.units.append(unit)
     values = kind.values(sharding, state, planned)
-    others = [None] * (len(state.engine.layout(index).places) - len(values))
+    unknown = [None] * (len(state.engine.layout(index).places) - len(values))
     broadcast = kind.sets_values and sharding.config.sync_params
-    state.engine.materialize(index, [*values, *others], broadcast)
+    state.engine.materialize(index, [*values, *unknown], broadcast)
     del values
     for position, param in enumerate(planned.params):
         unit.params.append(kind.make_shard(state, unit, position, param))
@@ -231,8 +231,8 @@ def _make_engine(sharding: Sharding, order: list[CallEvent]) -> Engine:
 
 def _unit_spec(sharding: Sharding, unit: UnitPlanned) -> UnitSpec:
     params = [sharding.kind.unit_param(sharding.config, unit, param) for param in unit.params]
-    for each in unit.extensions:
-        params += each.unit_params()
+    for extension in unit.extensions:
+        params += extension.unit_params()
     return UnitSpec(unit.name, params, unit.stays, unit.near, unit.mesh)
 
 

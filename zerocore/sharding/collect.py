@@ -67,9 +67,9 @@ def shard_model(
     mistake of one rank, also if only its ``make_config`` fails."""
 
     def collect() -> Sharding:
-        found = _collected(model, make_config(), ranks, units, device)
-        found = _checked(_on_meshes(replace(found, init_fn=init_fn), groups))
-        return found if found.tensor_ranks is not None else _within(found, memory_budget)
+        plan = _collected(model, make_config(), ranks, units, device)
+        plan = _checked(_on_meshes(replace(plan, init_fn=init_fn), groups))
+        return plan if plan.tensor_ranks is not None else _within(plan, memory_budget)
 
     sharding = agreed(ranks, collect)
     if sharding.tensor_ranks is not None:
@@ -132,7 +132,7 @@ def _on_meshes(sharding: Sharding, groups: Any) -> Sharding:
     ranks, units = sharding.ranks, sharding.units
     parts = find_parts(groups, ranks)
     check_apart(
-        [(each.fqns[0], each.extent) for unit in units for each in unit.params], [sharding.model]
+        [(param.fqns[0], param.extent) for unit in units for param in unit.params], [sharding.model]
     )
     units = assign_parts(units, [part.pattern for part in parts])
     tensor_ranks = find_tensor_ranks(units, ranks, bool(parts))
@@ -157,9 +157,9 @@ def _checked(sharding: Sharding) -> Sharding:
 def _over_all(sharding: Sharding, group: ProcessGroup, memory_budget: str | int | None) -> Sharding:
     """Adds a mesh with the tensor-parallel ranks, which must agree, too; collective."""
     ranks = with_tensor_ranks(sharding.ranks, group, sharding.device)
-    found = replace(sharding, ranks=ranks, meshes=(*sharding.meshes, ranks))
-    facts = [found.config, *(unit.name for unit in found.units)]
-    return named(ranks, lambda: _within(found, memory_budget), lambda _: facts)
+    widened = replace(sharding, ranks=ranks, meshes=(*sharding.meshes, ranks))
+    facts = [widened.config, *(unit.name for unit in widened.units)]
+    return named(ranks, lambda: _within(widened, memory_budget), lambda _: facts)
 
 
 def _within(sharding: Sharding, memory_budget: str | int | None) -> Sharding:
@@ -176,8 +176,8 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(f"shard expects an nn.Module, got {type(model)}")
     if find_state(model) is not None:
         raise ValueError(
-            f"this {type(model).__name__} (or a part of it) is sharded already; shard once, the "
-            "outermost model"
+            f"this {type(model).__name__} (or a part of it) is sharded already; call "
+            "zerocore.shard once, on the outermost module"
         )
 
 
@@ -194,25 +194,25 @@ def _with_near(ranks: Ranks, config: ShardConfig) -> Ranks:
 def _check_shared(sharding: Sharding) -> None:
     ranks, config = sharding.ranks, sharding.config
     near = None if ranks.num_near == 1 else ranks.num_near
-    others: dict[str, Any] = {"groups=": sharding.parts or None, "offload=": config.offload}
-    others |= {"regather": near, "tensor parallelism": sharding.tensor_ranks}
-    for name, given in others.items():
-        if given is not None:
+    options: dict[str, Any] = {"groups=": sharding.parts or None, "offload=": config.offload}
+    options |= {"regather": near, "tensor parallelism": sharding.tensor_ranks}
+    for name, value in options.items():
+        if value is not None:
             raise ValueError(
-                f"replicas_share='optimizer' with {name} is not built; leave one of them out"
+                f"replicas_share='optimizer' does not support {name}; leave one of them out"
             )
     check_levels(ranks, config.stage)
 
 
 def _find_device(units: Sequence[UnitPlanned], device: torch.device | None) -> torch.device:
-    found: dict[torch.device, str] = {}
+    fqns: dict[torch.device, str] = {}
     for unit in units:
         for choice in (*unit.params, *unit.several):
             if not choice.tensor.is_meta:
-                found.setdefault(choice.tensor.device, choice.fqns[0])
-    if len(found) > 1:
-        places = ", ".join(f"'{fqn}' on {where}" for where, fqn in found.items())
-        raise ValueError(f"parameters are on different devices: {places}; move the model to one")
+                fqns.setdefault(choice.tensor.device, choice.fqns[0])
+    if len(fqns) > 1:
+        places = ", ".join(f"'{fqn}' on {where}" for where, fqn in fqns.items())
+        raise ValueError(f"parameters are on different devices: {places}; call model.to(device)")
     if device is not None:
         chosen = torch.device(device)
         # "cuda" without an index does not compare equal to "cuda:0".
@@ -221,8 +221,8 @@ def _find_device(units: Sequence[UnitPlanned], device: torch.device | None) -> t
             index = torch.get_device_module(chosen).current_device()
             chosen = local_gpu() if is_cuda else torch.device(chosen.type, index)
         return chosen
-    if found:
-        return next(iter(found))
+    if fqns:
+        return next(iter(fqns))
     return local_gpu() if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -240,10 +240,10 @@ _log = logging.getLogger("zerocore")
 def check_same_values(sharding: Sharding) -> None:
     """Warns of parameters whose values differ between ranks; collective. Raises ValueError, with
     parameters and ranks, if groups of ranks hold values of their own."""
-    own = [choices_on(sharding.units, mesh) for mesh in range(len(sharding.meshes))]
-    plain = [choice for choice in own[0] if choice.spec is None]
-    own[0] = [choice for choice in own[0] if choice.spec is not None]
-    pairs = zip(sharding.meshes, own, strict=True)
+    by_mesh = [choices_on(sharding.units, mesh) for mesh in range(len(sharding.meshes))]
+    plain = [choice for choice in by_mesh[0] if choice.spec is None]
+    by_mesh[0] = [choice for choice in by_mesh[0] if choice.spec is not None]
+    pairs = zip(sharding.meshes, by_mesh, strict=True)
     for ranks, choices in ((sharding.ranks, plain), *pairs):
         chosen = [choice for choice in choices if not choice.tensor.is_meta]
         if ranks.groups and chosen:
@@ -255,8 +255,8 @@ def _compare_values(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.d
         numbers = torch.stack([checksum(choice.tensor).to(device) for choice in chosen])
     if not (places := differing(ranks.groups, numbers)):
         return
-    own = [int(numbers[place]) for place in places]
-    tables = gather_objects(ranks.groups, [own], device)
+    checksums = [int(numbers[place]) for place in places]
+    tables = gather_objects(ranks.groups, [checksums], device)
     same = [choice for place, choice in enumerate(chosen) if place not in set(places)]
     if all(_is_constant(choice.tensor) for choice in same):
         return  # only constants are the same: the ranks have drawn all their random numbers
@@ -271,9 +271,9 @@ def _compare_values(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.d
         ambiguous = list(classes)
     if ambiguous and ranks.rank == 0:
         _log.warning(
-            "the ranks have different values of %s, and the same of others, as '%s'. Rank 0's are "
-            "taken. Parts of a model that each rank has by itself (experts, tensor parallelism) "
-            "would be lost: name them in groups=. Otherwise set one seed on all ranks",
+            "the ranks have different values of %s, but equal values of others, such as '%s'. All "
+            "ranks get rank 0's values. If each rank has its own experts or tensor-parallel parts, "
+            "name them in groups=. Otherwise set one seed on all ranks",
             _listed(ambiguous),
             next(choice.fqns[0] for choice in same if not _is_constant(choice.tensor)),
         )
@@ -283,16 +283,16 @@ def _refuse_parts(classes: dict[str, list[list[int]]]) -> None:
     parts = {
         name: ranks
         for name, ranks in classes.items()
-        if len(ranks[0]) > 1 and len({len(each) for each in ranks}) == 1
+        if len(ranks[0]) > 1 and len({len(equal) for equal in ranks}) == 1
     }
     if parts:
         first = next(iter(parts.values()))
         raise ValueError(
             f"group: ranks {', '.join(map(str, first[0]))} have other values of {_listed(parts)} "
-            f"than ranks {', '.join(map(str, first[1]))}, and the same of other parameters: parts "
-            "of a model that several ranks share (experts, tensor parallelism) cannot be sharded "
-            "over all of them. Name them in groups=, with the ranks that hold the same values. If "
-            "rank 0's are meant for all, set one seed on all ranks before the model is built"
+            f"than ranks {', '.join(map(str, first[1]))}, but all have equal values of other "
+            "parameters. zerocore.shard cannot shard experts and tensor-parallel parts over all "
+            "ranks. Name them in groups=, with the ranks that hold equal values. If all ranks "
+            "need rank 0's values, set one seed on all ranks before building the model"
         )
 
 

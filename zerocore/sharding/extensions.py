@@ -64,17 +64,17 @@ def check_options(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
         if not choice.gathers_itself:
             continue
         communication = config.communication
-        for option, given in (
+        for option, is_set in (
             ("offload=", config.offload is not None),
             ("replicas_share", communication.replicas_share is not None),
             ("tensor parallelism", choice.spec is not None),
             ("memory that is not contiguous", not choice.tensor.is_contiguous()),
             ("the meta device", choice.consists_of_several and choice.tensor.is_meta),
         ):
-            if given:
+            if is_set:
                 raise NotImplementedError(
-                    f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which is "
-                    f"not built with {option}; use another option or stage"
+                    f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which "
+                    f"does not support {option}; use another option or stage"
                 )
 
 
@@ -85,11 +85,11 @@ def with_extensions(sharding: Sharding) -> Sharding:
     units = []
     with together(sharding.meshes[0].groups, sharding.device) as facts:
         for unit in sharding.units:
-            own = _of_unit(unit, sharding.meshes[unit.mesh], sharding.config, sharding.device)
-            for each in own:
-                each.ask()
-                facts.append(f"parameter '{each.fqn}', gathered as {each.kinds}")
-            units.append(replace(unit, extensions=own))
+            added = _of_unit(unit, sharding.meshes[unit.mesh], sharding.config, sharding.device)
+            for extension in added:
+                extension.ask()
+                facts.append(f"parameter '{extension.fqn}', gathered as {extension.kinds}")
+            units.append(replace(unit, extensions=added))
     return replace(sharding, units=units)
 
 
@@ -147,20 +147,20 @@ def bind_extensions(state: ShardState, unit: Unit, planned: UnitPlanned) -> None
     """Takes the engine's memory, and replaces parameters of several tensors by this rank's rows."""
     engine, unit.extensions = state.engine, list(planned.extensions)
     known = {param.fqn: position for position, param in enumerate(unit.params)}
-    for each in unit.extensions:
-        each.bind(engine, unit)
-        if not each.is_param:
-            _bind_several(engine, unit, each)
+    for extension in unit.extensions:
+        extension.bind(engine, unit)
+        if not extension.is_param:
+            _bind_several(engine, unit, extension)
         else:
-            position = known[each.fqn]
+            position = known[extension.fqn]
             shard = unit.params[position].shard
-            local, wrapper = shard.local(), wrapper_of(each.rows)
-            each.version = partial(engine.param_version, unit.index, position)
-            sizes = (local.numel() // max(prod(each.shape[1:]), 1), *each.shape[1:])
+            local, wrapper = shard.local(), wrapper_of(extension.rows)
+            extension.version = partial(engine.param_version, unit.index, position)
+            sizes = (local.numel() // max(prod(extension.shape[1:]), 1), *extension.shape[1:])
             assert wrapper is not None
-            each.rows = wrapper.around(local.view(sizes))
-            shard.make_view = each.show
-        each.encode()
+            extension.rows = wrapper.around(local.view(sizes))
+            shard.make_view = extension.show
+        extension.encode()
 
 
 def _bind_several(engine: Engine, unit: Unit, extension: Extension) -> None:

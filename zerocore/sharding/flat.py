@@ -48,7 +48,7 @@ def _fact(choice: ParamChoice, uneven: int | None = None) -> str:
 
 
 def _unit_param(config: ShardConfig, unit: UnitPlanned, choice: ParamChoice) -> UnitParam:
-    is_gathered = all(each.fqn != choice.fqns[0] for each in unit.extensions)
+    is_gathered = all(extension.fqn != choice.fqns[0] for extension in unit.extensions)
     param, types = choice.tensor, types_of(choice, config)
     like = torch.empty_strided(param.shape, param.stride(), dtype=types.model, device="meta")
     like.requires_grad_(choice.param.requires_grad)
@@ -62,9 +62,9 @@ def _unit_param(config: ShardConfig, unit: UnitPlanned, choice: ParamChoice) -> 
 def _make_shard(state: ShardState, unit: Unit, position: int, choice: ParamChoice) -> Param:
     engine, param = state.engine, choice.param
     types = types_of(choice, state.config)  # first: become_shard() changes the parameter
-    made = engine.make_full(unit.index, position)
+    memory = engine.make_full(unit.index, position)
     kind: Any = type(param)
-    full: nn.Parameter = as_parameter(made, shown_class(kind), param.requires_grad)
+    full: nn.Parameter = as_parameter(memory, shown_class(kind), param.requires_grad)
     place = _place_of(state, unit, position, choice, full)
     shard = engine.make_shard(unit.index, position)
     grad = None
@@ -139,7 +139,7 @@ def _set_unit_calls(model: nn.Module, units_of: UnitsOf, state: ShardState) -> N
         is_root = module is model
         inside = looked_at_by(module)
         inner = () if inside is None else inside.modules()
-        looked_at = {unit for each in inner for unit in units_of.get(id(each), ())} - {*units}
+        looked_at = {unit for child in inner for unit in units_of.get(id(child), ())} - {*units}
         if units or is_root or looked_at:
             among = state.units if is_root else [state.units[unit] for unit in units]
             encodes = any(unit.extensions for unit in among)
@@ -176,8 +176,8 @@ def _load(
         if (whole := full[index]) is not None:
             full[index] = place.part_of_whole(whole)
     state.engine.materialize(unit.index, [*full, *[None] * len(unit.encoded)], broadcast)
-    for each in unit.extensions:
-        each.encode()
+    for extension in unit.extensions:
+        extension.encode()
 
 
 class Flat(Kind):

@@ -68,24 +68,24 @@ def give_rows(optimizer: Optimizer) -> None:
                 continue
             if optimizer.state.get(param):
                 raise ValueError(
-                    f"the optimizer has stepped before fully_shard: it has states of parameter "
-                    f"'{fqn}' in full. Build it after fully_shard, from model.parameters(), and "
-                    "load its states with torch.distributed.checkpoint"
+                    "the optimizer has stepped before fully_shard: its states of parameter "
+                    f"'{fqn}' are full tensors. Build it from model.parameters() after "
+                    "fully_shard, and load its states with torch.distributed.checkpoint"
                 )
             group["params"][number] = rows
 
 
 def live_optimizers() -> Iterator[Optimizer]:
     """Yields all optimizers of this process."""
-    for each in gc.get_objects():
-        if issubclass(type(each), Optimizer) and {"param_groups", "state"} <= vars(each).keys():
-            yield each
+    for obj in gc.get_objects():
+        if issubclass(type(obj), Optimizer) and {"param_groups", "state"} <= vars(obj).keys():
+            yield obj
 
 
 def give_rows_to_all() -> None:
     """Applies :func:`give_rows` to all optimizers; one with states raises in its next step."""
-    for each in live_optimizers():
+    for optimizer in live_optimizers():
         try:
-            give_rows(each)
+            give_rows(optimizer)
         except ValueError:
             continue

@@ -64,7 +64,7 @@ def apply_operator(func: Function, args: Args, kwargs: Kwargs, changed: list[Any
         if not isinstance(tensor, Placed):
             raise NotLocal(
                 f"; it also changes a plain tensor of shape {tuple(tensor.shape)} "
-                "(torch.zeros_like of the parameter makes one that knows its place)"
+                "(torch.zeros_like of the parameter makes a sharded one)"
             )
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)  # a kernel may not, or not on all ranks
@@ -82,7 +82,7 @@ def _is_list(value: Any) -> bool:
 def _apply_foreach(func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
     values = [*args, *kwargs.values()]
     if any(isinstance(value, Placed) for value in values):
-        raise NotLocal("; it stands beside lists of tensors")
+        raise NotLocal("; other arguments are lists of tensors")
     lists = [index for index, value in enumerate(values) if _is_list(value)]
     rows = list(zip(*(values[index] for index in lists), strict=True))
     fitted = [_fit_row(name, row) for row in rows]
@@ -123,13 +123,13 @@ def fit(tensors: list[Tensor], in_place: bool, out: Tensor | None = None) -> lis
     for other in sources:
         if not place.can_take(other.place):
             raise NotLocal(
-                f"; '{other.fqn}'{other.place.origin} beside it lies elsewhere ({other!r})"
+                f"; argument '{other.fqn}'{other.place.origin} is sharded differently ({other!r})"
             )
     if changed is not None and not isinstance(changed, Placed):
         if _is_full(changed, place, local_shape):
             return [place.gather(local_of(t)) if isinstance(t, Placed) else t for t in tensors]
         if changed.shape != local_shape:
-            raise NotLocal(f"; what is changed has shape {tuple(changed.shape)}")
+            raise NotLocal(f"; it changes a plain tensor of shape {tuple(changed.shape)}")
     # A plain tensor that is changed in place stays the same object.
     kept = None if isinstance(changed, Placed) else changed
     return [t if t is kept else _fit_one(t, place, local_shape) for t in tensors]
@@ -149,8 +149,8 @@ def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
         return tensor
     # On one rank, a row of the full matrix may have the shape of the local elements.
     raise NotLocal(
-        f"; a plain tensor of shape {tuple(tensor.shape)} stands beside it (torch.zeros_like of "
-        "the parameter makes one that knows its place)"
+        f"; another argument is a plain tensor of shape {tuple(tensor.shape)} (torch.zeros_like of "
+        "the parameter makes a sharded one)"
     )
 
 
@@ -165,11 +165,11 @@ def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
         dtype=torch.int64,
         device=changed.device,
     )
-    with waiting(place.group, f"a change by '{place.fqn}'"):
+    with waiting(place.group, f"an in-place change that reads '{place.fqn}'"):
         dist.all_reduce(votes, dist.ReduceOp.MAX, group=place.group)
     full, local = votes.tolist()
     if full and local:
-        raise NotLocal("; some ranks change a full tensor, others a local one")
+        raise NotLocal("; some ranks change a full tensor, other ranks a local one")
     return bool(is_full and not local)
 
 
@@ -184,7 +184,7 @@ def _view(func: Function, args: Args, kwargs: Kwargs) -> Any:
     is_same = after.stride() == before.stride() and after.shape == before.shape
     in_order = before.is_contiguous() and after.is_contiguous()
     if after.dtype != before.dtype or not (is_same or in_order):
-        raise NotLocal("; its elements would come in another order")
+        raise NotLocal("; its result has the elements in another order")
     result = keep_place(source.detach(), source)
     result.place = replace(source.place, global_shape=after.shape)
     return result
@@ -226,7 +226,7 @@ def draw(func: Function, name: str, shard: Placed, args: Any, kwargs: Any) -> Te
     """
     local = local_of(shard)
     if any(isinstance(value, Placed) for value in (*args[1:], *kwargs.values())):
-        raise NotLocal("; the parameters of the distribution are sharded, too")
+        raise NotLocal("; other arguments are sharded, too")
     full = func(shard.place.like_full(local), *args[1:], **kwargs)
     part = shard.place.part_of(full)
     return local.copy_(part) if is_in_place(name) else part.clone()

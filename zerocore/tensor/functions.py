@@ -238,8 +238,8 @@ def _schemas(func: Any) -> list[Any]:
         return []
     else:
         name = f"aten::{getattr(func, '__name__', '')}"
-    found = torch._C._jit_get_schemas_for_operator(name)
+    schemas = torch._C._jit_get_schemas_for_operator(name)
     # TorchScript's own overloads, which take lists, have no kernel.
-    names = [f"{schema.name}.{schema.overload_name}".removesuffix(".") for schema in found]
+    names = [f"{schema.name}.{schema.overload_name}".removesuffix(".") for schema in schemas]
     has_kernel = map(torch._C._dispatch_has_kernel, names)
-    return [schema for schema, has in zip(found, has_kernel, strict=True) if has]
+    return [schema for schema, has in zip(schemas, has_kernel, strict=True) if has]

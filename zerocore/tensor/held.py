@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
 def keep_recipe(func: Function, args: Args, kwargs: Kwargs, result: Any) -> None:
     """Notes how a shard was computed, if this rank has the full values of all arguments."""
     params, depth = [], 1
-    for value in (each for each in leaves((args, kwargs)) if isinstance(each, Tensor)):
+    for value in (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)):
         param, recipe = param_of(value), getattr(value, "recipe", None)
         state = None if param is None else param.state_ref()
         if state is not None and stays_whole(param, state) and not is_old(value, param, state):
@@ -81,10 +81,10 @@ def keep_recipe(func: Function, args: Args, kwargs: Kwargs, result: Any) -> None
 
 
 def _versions(params: list[Any], values: Any) -> list[int]:
-    others = [v for v in leaves(values) if isinstance(v, Tensor) and param_of(v) is None]
+    tensors = [v for v in leaves(values) if isinstance(v, Tensor) and param_of(v) is None]
     states = [(param, param.state_ref()) for param in params]
     known = [-1 if s is None else s.engine.param_version(p.unit, p.position) for p, s in states]
-    return known + [version_of(value) for value in others]
+    return known + [version_of(tensor) for tensor in tensors]
 
 
 def held_full(shard: Any) -> Tensor | None:
@@ -109,11 +109,11 @@ def call_held(func: Function, args: Args, kwargs: Kwargs) -> Any:
     Returns NotImplemented if this rank lacks values of a shard, or if another argument is a plain
     tensor, which may hold only local elements.
     """
-    found = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
-    if not found or any(not isinstance(value, Placed) and value.dim() > 0 for value in found):
+    tensors = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
+    if not tensors or any(not isinstance(t, Placed) and t.dim() > 0 for t in tensors):
         return NotImplemented
     fulls: dict[int, tuple[tuple[str, str], Tensor, int]] = {}
-    for shard in (value for value in found if isinstance(value, Placed)):
+    for shard in (tensor for tensor in tensors if isinstance(tensor, Placed)):
         full = held_full(shard)
         if full is None:
             return NotImplemented

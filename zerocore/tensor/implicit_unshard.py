@@ -81,7 +81,7 @@ def call_with_full(
         for (_, unit), param in sorted(units.items(), key=lambda item: item[0][1]):
             state = param.state_ref()
             if state is None:
-                raise RuntimeError(f"parameter '{param.fqn}': its model does not exist any more")
+                raise RuntimeError(f"parameter '{param.fqn}': its model was freed; keep the model")
             if state.engine.in_call:
                 state.engine.adopt(unit)
             else:
@@ -129,9 +129,9 @@ def check_unchanged(func: Function, fulls: list[_Full]) -> None:
     for (what, fqn), full, version in fulls:
         if version_of(full) != version:
             raise TypeError(
-                f"{name_of(func)}() changed {what} '{fqn}', and got a copy of the full "
-                "value: the change would be lost. If it works element by element, declare it with "
-                "zerocore.register_elementwise; else call it inside of "
+                f"{name_of(func)}() changed a full copy of {what} '{fqn}', so the change would be "
+                "lost. If the function is element-wise, declare it with "
+                "zerocore.register_elementwise. Otherwise call it under "
                 "`with zerocore.unsharded(model, write_back=True)`"
             )
 
@@ -163,7 +163,7 @@ def without(fulls: list[_Full], output: Any) -> Any:
             return tensor
         if type(tensor) in plain:
             return as_copy(tensor.clone(), of[1])
-        own = (tensor.detach() if tensor.is_leaf else tensor).clone().as_subclass(type(tensor))
-        return own.requires_grad_(tensor.requires_grad)
+        copy = (tensor.detach() if tensor.is_leaf else tensor).clone().as_subclass(type(tensor))
+        return copy.requires_grad_(tensor.requires_grad)
 
     return tree_map_only(Tensor, copied, output)

@@ -19,10 +19,10 @@ from zerocore.tensor.placed import Placed, PlacedParameter, local_of
 _SAMPLE = 1 << 20  # the most elements of a tensor that are compared
 
 
-def note_writes(name: str, changed: Sequence[Any], given: Sequence[Any]) -> None:
+def note_writes(name: str, changed: Sequence[Any], other_args: Sequence[Any]) -> None:
     """Notes that function ``name`` has written to the shards ``changed``.
 
-    ``given`` has its other arguments. The ranks compare them in the message that ends the next
+    ``other_args`` are its other arguments. The ranks compare them in the message that ends the next
     pass; the write itself sends none.
     """
     unique = list({id(shard): shard for shard in changed}.values())
@@ -31,9 +31,9 @@ def note_writes(name: str, changed: Sequence[Any], given: Sequence[Any]) -> None
         state = None if param is None else param.state_ref()
         if param is None or state is None or not state.engine.takes_notes:
             continue
-        lists = (v for v in given if is_foreach(name) and isinstance(v, list | tuple))
+        lists = (v for v in other_args if is_foreach(name) and isinstance(v, list | tuple))
         rows = {id(v): v[number] for v in lists if len(v) == len(unique)}
-        text = repr([name, *(_told(rows.get(id(v), v), param.place) for v in given)])
+        text = repr([name, *(_told(rows.get(id(v), v), param.place) for v in other_args)])
         state.engine.note_write(param.unit, param.position, crc32(text.encode()))
 
 
@@ -51,8 +51,8 @@ def _param_of(shard: Any) -> Any:
     param: Any = getattr(shard, "owner", lambda: None)()
     if not isinstance(param, PlacedParameter):
         return None
-    memory, own = (local_of(each).untyped_storage()._cdata for each in (param, shard))
-    return param if memory == own else None
+    storages = {local_of(tensor).untyped_storage()._cdata for tensor in (param, shard)}
+    return param if len(storages) == 1 else None
 
 
 def _told(value: Any, place: Place) -> Any:

@@ -91,14 +91,14 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
         if state is None:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            own = state.engine.make_grad(self.unit, self.position)
+            reduced = state.engine.make_grad(self.unit, self.position)
             if isinstance(grad, UnreducedGrad):
                 if grad.is_held:
                     return  # its values cannot be read
                 self.bind_sums()
-            elif own.untyped_storage()._cdata == grad.untyped_storage()._cdata:
-                own = ShardedGrad.make(own, self.place, self.state_ref)
-                state.engine.bind_grad(self.unit, self.position, own)
+            elif reduced.untyped_storage()._cdata == grad.untyped_storage()._cdata:
+                shard = ShardedGrad.make(reduced, self.place, self.state_ref)
+                state.engine.bind_grad(self.unit, self.position, shard)
             else:
                 return
             values = local_of(grad).clone()
@@ -179,8 +179,8 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:
         raise TypeError(
-            f"parameter '{self.fqn}' is sharded and cannot be pickled; use "
-            "zerocore.full_state_dict(model)"
+            f"parameter '{self.fqn}' is sharded and cannot be pickled; save "
+            "zerocore.full_state_dict(model) instead"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -235,10 +235,10 @@ def with_slots(cls: Any, slots: tuple[str, ...]) -> Any:
     if not slots:
         return cls
     base = type(cls)("Slots", (torch.Tensor,), {"__slots__": slots})
-    made = type(cls)(cls.__name__, (cls, base), {"__module__": cls.__module__})
-    if issubclass(made, ShardedParameter):
-        note_kind(made)
-    return made
+    slotted = type(cls)(cls.__name__, (cls, base), {"__module__": cls.__module__})
+    if issubclass(slotted, ShardedParameter):
+        note_kind(slotted)
+    return slotted
 
 
 KINDS: set[type] = set()  # of shards
@@ -264,8 +264,8 @@ def _checked_hook(
         result = hook(grad)
         if isinstance(result, Placed):
             raise TypeError(
-                f"a hook of parameter '{fqn}' was given the full gradient but returned a shard, "
-                f"{result!r}. Make what it is combined with (a mask) from p.full_tensor(), "
+                f"a hook of parameter '{fqn}' got the full gradient but returned a shard, "
+                f"{result!r}. Compute masks and other operands of the hook from p.full_tensor(), "
                 "before the backward"
             )
         return result
@@ -367,10 +367,10 @@ class UnreducedGrad(ShardedGrad):
         if self.is_held:
             raise RuntimeError(
                 f"the gradient of '{self.fqn}' is held back: the last backward ran under no_sync, "
-                "where this rank keeps no full gradient of its own. Read, clip and step after a "
-                "backward outside of no_sync, or drop it with zero_grad(); under no_sync, "
-                "zerocore.shard(model, stage=0) shows each rank's own gradient, as does stage=1 "
-                "behind a zero_grad(), as DistributedDataParallel"
+                "and this rank keeps no full gradient. Read, clip and step after a backward "
+                "outside of no_sync, or drop it with zero_grad(). To read this rank's gradient "
+                "under no_sync, as with DistributedDataParallel, use stage=0, or use stage=1 and "
+                "call zero_grad() first"
             )
 
     def replaced_by(self, value: Tensor, param: ShardedParameter) -> UnreducedGrad:
@@ -378,8 +378,8 @@ class UnreducedGrad(ShardedGrad):
         self.check_readable()
         if value.shape != self.global_shape and value.shape != self.shape:
             raise ValueError(
-                f".grad of parameter '{self.fqn}' takes a tensor of shape "
-                f"{tuple(self.global_shape)} after a backward under no_sync, but was set to shape "
+                f".grad of parameter '{self.fqn}' takes this rank's full gradient, of shape "
+                f"{tuple(self.global_shape)}, after a backward under no_sync, but was set to shape "
                 f"{tuple(value.shape)}"
             )
         if isinstance(value, UnreducedGrad):

@@ -47,7 +47,7 @@ def _watch_end() -> None:
 
 def _finish_at_end() -> None:
     """Finishes gathers at exit: other ranks may still need this rank's updated part."""
-    devices = {state.device for each in _gathering if (state := each()) is not None}
+    devices = {state.device for ref in _gathering if (state := ref()) is not None}
     if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
         with suppress(RuntimeError):  # of other ranks that have ended
             finish()
@@ -60,8 +60,8 @@ def finish() -> None:
     """Waits until shards may be written: after :func:`finish_updates`, also for the gathers that
     this thread has begun."""
     finish_updates()
-    own = [each for each, thread in _gathering.items() if thread == threading.get_ident()]
-    for state_ref in own:
+    refs = [ref for ref, thread in _gathering.items() if thread == threading.get_ident()]
+    for state_ref in refs:
         _gathering.pop(state_ref)
         if (state := state_ref()) is not None:
             # It may belong to another model, whose group is gone; its next use raises.

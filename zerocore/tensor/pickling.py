@@ -73,29 +73,29 @@ def _held(shard: Any, param: Any) -> Tensor:
     start, end = place.shard_range
     held = f"{end - start} of {place.whole_shape.numel()} elements ({start}:{end})"
     lines = (
-        "all ranks call zerocore.full_state_dict(model), or zerocore.full_optimizer_state_dict("
-        "optimizer) for states, and one saves the result; or use zerocore.Checkpoints"
+        "call zerocore.full_state_dict(model) on all ranks (zerocore.full_optimizer_state_dict("
+        "optimizer) for states), and save the result on one; or use zerocore.Checkpoints"
     )
     state = None if param is None else param.state_ref()
     if state is None or not stays_whole(param, state):
         raise TypeError(
-            f"{shard.what} '{place.fqn}' cannot be pickled: it is this rank's part, {held}, and "
-            f"the parts of other ranks would be in no file. To save all, {lines}. To save this "
-            "part alone, pickle .own_part()"
+            f"{shard.what} '{place.fqn}' cannot be pickled: it has only this rank's part, {held}, "
+            f"and the file would lack the rest. To save the full value, {lines}. To save this "
+            "rank's part alone, pickle .own_part()"
         )
     if (full := held_full(shard)) is None:
-        now = "the copy was made" if is_old(shard, param, state) else "it was gathered"
+        when = "the copy was made" if is_old(shard, param, state) else "the last all-gather"
         raise RuntimeError(
             f"{shard.what} '{place.fqn}' cannot be pickled now: the parameter has changed since "
-            f"{now}, and this rank holds {held} of the values to save. The next forward gathers "
-            f"it: save after that; or {lines}"
+            f"{when}, and this rank has only {held} of the values to save. Save after the next "
+            f"forward, which gathers the parameter; or {lines}"
         )
     return full
 
 
 def _tied(shard: Any, param: Any, flat: Tensor) -> Tensor:
     """Returns the full tensor of all elements; names of one parameter share memory in a file."""
-    own = shard.place.outline(shard.dtype)
+    outline = shard.place.outline(shard.dtype)
     is_shared = param is not None and not hasattr(shard, "version")
     memory = getattr(param, _MEMORY, lambda: None)() if is_shared else None
     if memory is None:
@@ -103,4 +103,4 @@ def _tied(shard: Any, param: Any, flat: Tensor) -> Tensor:
         if is_shared:
             setattr(param, _MEMORY, ref(memory))  # the pickler keeps the memory alive
     full = torch.empty(0, dtype=shard.dtype, device=memory.device)
-    return full.set_(memory, 0, own.shape, own.stride())
+    return full.set_(memory, 0, outline.shape, outline.stride())

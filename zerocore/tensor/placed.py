@@ -150,13 +150,13 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 _IS_AVERAGED = (
-    ", and the backward has averaged gradients over the ranks: leave out lines that average them "
-    "by hand"
+    ", and the backward has averaged gradients over the ranks already: remove the code that "
+    "averages them"
 )
 _REASONS = {
-    "data_ptr": ", and a shard without elements has no address: a trainer that finds parameters of "
-    "an optimizer by it cannot prepare a sharded model, zerocore.integrations can",
-    "storage": ", and safetensors.torch looks for tied tensors by it: zerocore.load_safetensors "
+    "data_ptr": ", and a shard without elements has no address. If a trainer finds an optimizer's "
+    "parameters by address, use zerocore.integrations",
+    "storage": ", and safetensors.torch finds tied tensors by storage. zerocore.load_safetensors "
     "and zerocore.save_safetensors read and write the same files",
     **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "reduce"), _IS_AVERAGED),
 }
@@ -175,20 +175,17 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     raise kind(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
         f"({shard.place.text}){reason}. "
-        f"{_advice_in_step()}{_advice_on_operator(name)}Call .full_tensor() on all "
-        "ranks for the full value, .local() for the local elements as a plain tensor; to change "
-        "it, use `with zerocore.unsharded(model, write_back=True)`; to save, "
-        "zerocore.full_state_dict(model), in save_pretrained as state_dict="
+        f"{_advice_in_step()}{_advice_on_operator(name)}Call .full_tensor() on all ranks for the "
+        "full value, or .local() for this rank's elements. To change the full value, use `with "
+        "zerocore.unsharded(model, write_back=True)`. To save it, use "
+        "zerocore.full_state_dict(model) (save_pretrained: state_dict=)"
     )
 
 
 def _advice_on_operator(name: str) -> str:
     if "::" not in name or is_elementwise(name):
         return ""
-    return (
-        "If the operator computes each element from the elements at its place alone, declare it: "
-        f"zerocore.register_elementwise('{name}'). "
-    )
+    return f"If the operator is element-wise, declare it: zerocore.register_elementwise('{name}'). "
 
 
 def _advice_in_step() -> str:
@@ -199,7 +196,7 @@ def _advice_in_step() -> str:
         if isinstance(optimizer, Optimizer):
             name = type(optimizer).__name__
             return (
-                f"{name} needs full parameters. If its update of a parameter needs no other one, "
+                f"{name} needs full parameters. If it updates each parameter independently, "
                 f"build it as zerocore.matrices.owned({name}, params, ...), which gives each "
                 "parameter to one rank in full. "
             )

@@ -55,19 +55,19 @@ def reduce(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
 def _options(base: str, args: Args, kwargs: Kwargs) -> dict[str, Any] | None:
     """Returns the arguments that change the number; None if they ask for more than one number."""
     neutral = {"dim": None, "axis": None, "keepdim": False, "out": None}
-    given = {
+    options = {
         name: value
         for name, value in kwargs.items()
         if name != "input" and (name not in neutral or value is not neutral[name])
     }
     if base in _SPREADS and args and isinstance(args[0], bool):
-        given["unbiased"] = args[0]
+        options["unbiased"] = args[0]
         args = args[1:]
     allowed = {"dtype"} if base in _SUMS else {"correction", "unbiased"}
     allowed = allowed if base in _SUMS + _SPREADS else set()
-    if any(value is not None for value in args) or not set(given) <= allowed:
+    if any(value is not None for value in args) or not set(options) <= allowed:
         return None
-    return given
+    return options
 
 
 def _combine(
@@ -165,23 +165,23 @@ def norm(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     """Computes the norm of all elements; NotImplemented for a norm along a dimension or of a
     matrix."""
     names = ("input", "p", "dim", "keepdim", "out", "dtype")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    shard: Any = given.get("input", given.get("A", given.get("x", given.get("self"))))
-    p = given.get("ord", given.get("p"))
+    named = dict(zip(names, args, strict=False)) | kwargs
+    shard: Any = named.get("input", named.get("A", named.get("x", named.get("self"))))
+    p = named.get("ord", named.get("p"))
     dims = (None, 0, -1, (0,), [0]) if len(shard.global_shape) == 1 else (None,)
-    if given.get("out") is not None or given.get("keepdim") or given.get("dim") not in dims:
+    if named.get("out") is not None or named.get("keepdim") or named.get("dim") not in dims:
         return NotImplemented
     if base == "linalg_norm" and len(shard.global_shape) != 1 and p not in (None, "fro"):
         return NotImplemented  # a norm of a matrix
     if isinstance(p, str) and p != "fro":
         return NotImplemented
-    return global_norms([shard], _parse_p(p), given.get("dtype"))[0]
+    return global_norms([shard], _parse_p(p), named.get("dtype"))[0]
 
 
 def foreach_norm(args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Computes ``torch._foreach_norm`` of the full tensors, with one all-reduce per group."""
-    given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
-    return global_norms(list(given["self"]), _parse_p(given.get("ord")), given.get("dtype"))
+    named = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
+    return global_norms(list(named["self"]), _parse_p(named.get("ord")), named.get("dtype"))
 
 
 def unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -241,7 +241,7 @@ def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | Non
         return norms
     check_not_capturing(norms.device, "a norm over several ranks was taken")
     if norm_type <= 0:
-        raise ValueError(f"the norm of a sharded gradient needs p > 0 or inf, got {norm_type}")
+        raise ValueError(f"the norm of a sharded tensor needs p > 0 or inf, got {norm_type}")
     wide = norms.double()
     if norm_type == float("inf"):
         # The bits of numbers from 0 to inf have the numbers' order, and NaN comes last. A maximum

@@ -86,7 +86,7 @@ def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
     if shard is not None:
         return shard
     for group, make in list(_late.items()):
-        if any(each.param is param for each in group.params):
+        if any(row.param is param for row in group.params):
             make(group)
             return _rows.get(param)
     return None
@@ -133,9 +133,9 @@ def _own_part(param: Any, value: Any) -> Tensor:
         name = getattr(shard_of(param), "fqn", "of zerocore.fsdp")
         raise ValueError(
             f"data of parameter '{name}' takes a tensor of {param.dtype} and shape "
-            f"{tuple(param.shape)}, the full one or a DTensor placed as {param.placements}, but "
-            f"was set to {type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}, "
-            f"placed as {getattr(value, 'placements', 'a plain tensor')}"
+            f"{tuple(param.shape)}, a full tensor or a DTensor with placements "
+            f"{param.placements}, but was set to {type(value).__name__} of {value.dtype}, shape "
+            f"{tuple(value.shape)} and placements {getattr(value, 'placements', None)}"
         )
     local: Tensor = value._local_tensor
     return local
@@ -172,8 +172,8 @@ def at_origin(tensor: Tensor) -> Tensor:
     """
     begin = tensor.storage_offset() * tensor.element_size()
     memory: Any = tensor.untyped_storage()
-    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return own.set_(memory[begin : begin + tensor.nbytes], 0, tensor.shape, tensor.stride())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(memory[begin : begin + tensor.nbytes], 0, tensor.shape, tensor.stride())
 
 
 def as_dtensor(local: Tensor, like: Any) -> DTensor:
@@ -215,9 +215,9 @@ def place_of(param: Any) -> Place | None:
         return None
     if len(_cut_dims(param)) != 1:
         raise ValueError(
-            f"parameter '{shard.fqn}' is cut in several ways, {tuple(param._spec.placements)}: "
-            "this rank's part is no range of its elements. Save it with "
-            "torch.distributed.checkpoint"
+            f"parameter '{shard.fqn}' is sharded over several mesh dimensions, as "
+            f"{tuple(param._spec.placements)}: this rank's elements are not one range. Save it "
+            "with torch.distributed.checkpoint"
         )
     return own_place_of(param, shard)
 
@@ -258,13 +258,13 @@ def as_range(value: Tensor, param: Any) -> Any:
     shard = shard_of(param)
     if not isinstance(shard, RowShard) or value.shape != param.shape:
         raise ValueError(
-            f"a DTensor of shape {tuple(value.shape)} is no part of a model of zerocore.fsdp: "
-            "save it with torch.distributed.checkpoint"
+            f"a DTensor of shape {tuple(value.shape)} does not belong to a model of "
+            "zerocore.fsdp: save it with torch.distributed.checkpoint"
         )
     if hasattr(local_part(value), "__tensor_flatten__"):
         raise NotImplementedError(
-            f"parameter '{shard.fqn}' is a {type(local_part(value)).__name__}, which says itself "
-            "what it consists of; save this model with torch.distributed.checkpoint"
+            f"parameter '{shard.fqn}' is a {type(local_part(value)).__name__}, a tensor subclass "
+            "around other tensors: save this model with torch.distributed.checkpoint"
         )
     place = place_of(param)
     assert place is not None
@@ -285,4 +285,4 @@ def _rows_of(value: Tensor, param: Any) -> Tensor:
 
 
 def _cut_dims(param: Any) -> list[int]:
-    return [each.dim for each in param._spec.placements if not each.is_replicate()]
+    return [placement.dim for placement in param._spec.placements if not placement.is_replicate()]

@@ -58,8 +58,8 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             return initialise(func, args, kwargs)
         if name in _TEMPLATES:
             return _view_like(name, *args, **kwargs)
-        found = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
-        params = [value for value in found if isinstance(value, PlacedParameter)]
+        shards = [value for value in leaves((args, kwargs)) if isinstance(value, Placed)]
+        params = [shard for shard in shards if isinstance(shard, PlacedParameter)]
         changed = list(leaves(functions.changed_by(func, args, kwargs)))
         writes = any(isinstance(value, Placed) for value in changed)
         if params and any(in_call(param) for param in params):
@@ -67,16 +67,16 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if name in functions.FACTORIES and not _reads_shard(args, kwargs):
             return func(*args, **kwargs)
         if name in functions.MEMORY:
-            refuse(name, found[0])
+            refuse(name, shards[0])
         if writes:
             _check_no_leaf(name, changed)
-            found = []  # else the function would change full copies
+            shards = []  # else the function would change full copies
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
-        result = _on_shards(func, args, kwargs, changed, found)
+        result = _on_shards(func, args, kwargs, changed, shards)
         forget_owners(changed)
         note_writes(name, changed if writes else (), [*args[1:], *kwargs.values()])
-        return keep_owner(result, found[0]) if name in functions.CLONES else result
+        return keep_owner(result, shards[0]) if name in functions.CLONES else result
 
 
 def _reads_shard(args: Args, kwargs: Kwargs) -> bool:
@@ -129,12 +129,12 @@ def _on_shards(
         return held
     if reads:
         return call_with_full(func, args, kwargs, params)
-    found = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
-    whole = {id(value): value.place.view_of_whole(local_of(value)) for value in found}
+    shards = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
+    whole = {id(shard): shard.place.view_of_whole(local_of(shard)) for shard in shards}
     if None not in whole.values() and not any(isinstance(value, Placed) for value in changed):
         args, kwargs = tree_map_only(Placed, lambda value: whole[id(value)], (args, kwargs))
         return func(*args, **kwargs)  # this rank has all elements
-    refuse(name_of(func), found[0], reason)
+    refuse(name_of(func), shards[0], reason)
 
 
 def _note_read(result: Any) -> None:
@@ -207,7 +207,7 @@ def _check_no_leaf(name: str, changed: list[Any]) -> None:
         if isinstance(shard, PlacedParameter) and torch.is_grad_enabled() and shard.requires_grad:
             raise RuntimeError(
                 f"{name}() changes parameter '{shard.fqn}', a leaf that requires grad, in place. "
-                "Do it under torch.no_grad()"
+                "Call it under torch.no_grad()"
             )
 
 

@@ -124,9 +124,9 @@ class InPlace(Shard):
         local = local_of(self)
         if (value.dtype, value.device) != (local.dtype, local.device):
             raise TypeError(
-                f"{self.what} '{self.fqn}' is sharded: its data cannot become {value.dtype} on "
-                f"{value.device} from {local.dtype} on {local.device}; do it before "
-                "zerocore.shard"
+                f"{self.what} '{self.fqn}' is sharded: its data takes {local.dtype} on "
+                f"{local.device}, but was set to {value.dtype} on {value.device}. Change dtype "
+                "and device before zerocore.shard"
             )
 
     def _check_averaged(self, value: Tensor, where: str) -> None:
@@ -139,14 +139,14 @@ class InPlace(Shard):
         if state is None or isinstance(value, Placed) or not (is_full or (is_vector and is_local)):
             return
         number = int(checksum(value))
-        own = [is_full and not is_local, is_local and not is_full, number, -number]
+        facts = [is_full and not is_local, is_local and not is_full, number, -number]
         groups = state.ranks_holding(self.fqn).groups
-        full, local, most, least = highest(groups, own, value.device)
+        full, local, most, least = highest(groups, facts, value.device)
         if (full and local) or (not local and most != -least):
             raise ValueError(
                 f"{where} of parameter '{self.fqn}' was set to full gradients that differ between "
-                "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad gives "
-                "each rank its own), or call loss.backward(), which averages"
+                "the ranks. Average them first, with dist.all_reduce (torch.autograd.grad does "
+                "not average), or call loss.backward(), which averages them"
             )
 
     def _part_of(self, value: Tensor, where: str) -> Tensor:
@@ -160,12 +160,12 @@ class InPlace(Shard):
             return value
         if isinstance(value, Placed) and self.place.can_take(known):
             return self.place.take(local_of(value), known)
-        given = repr(value) if isinstance(value, Placed) else f"shape {tuple(value.shape)}"
+        actual = repr(value) if isinstance(value, Placed) else f"shape {tuple(value.shape)}"
         start, end = self.shard_range
         raise ValueError(
             f"{where} of parameter '{self.fqn}' takes a tensor of shape "
             f"{tuple(self.global_shape)}, or this rank's elements {start}:{end} of it, 1-D, but "
-            f"was set to {given}. To change the shape build the model anew before zerocore.shard"
+            f"was set to {actual}. Change a parameter's shape before zerocore.shard"
         )
 
 

@@ -43,9 +43,9 @@ class ShownParameter(nn.Parameter):
             _grad.__set__(self, value)
         elif value is not None and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f".grad of parameter '{getattr(shard, 'fqn', '')}' is set within a backward, at "
-                "whose end the gradients of all ranks are added to it. Change this rank's own "
-                "gradient in p.register_hook(...), or set .grad after the backward"
+                f".grad of parameter '{getattr(shard, 'fqn', '')}' was set within a backward, "
+                "which adds the averaged gradient to .grad at its end. Change this rank's gradient "
+                "in p.register_hook(...), or set .grad after the backward"
             )
         else:
             shard.grad = value
@@ -131,18 +131,18 @@ def take_class_of_torch(full: Any) -> None:
     """Drops :class:`ShownParameter` from an object's class if the memory layouts agree, because
     torch's tracers compare the class itself."""
     kind = type(full)
-    own = next(cls for cls in kind.__mro__ if not issubclass(cls, ShownParameter))
-    if own.__basicsize__ == kind.__basicsize__:
-        full.__class__ = own
+    original = next(cls for cls in kind.__mro__ if not issubclass(cls, ShownParameter))
+    if original.__basicsize__ == kind.__basicsize__:
+        full.__class__ = original
 
 
-def full_rows(made: Tensor, shard: Any, kind: type[nn.Parameter]) -> Any:
-    """Makes a parameter over the memory of ``made`` that can exchange its tensor with the DTensor
+def full_rows(memory: Tensor, shard: Any, kind: type[nn.Parameter]) -> Any:
+    """Makes a parameter over ``memory``, plain, that can exchange its tensor with the DTensor
     ``shard``; ``kind`` is the class of the original parameter."""
     cls = with_slots(shown_class(kind, _ShownRows), slots_of(type(shard)))
-    full: Any = torch.Tensor._make_subclass(cls, made.new_empty(0))
-    for each, other in ((full, type(shard)), (shard, cls)):
-        own, each.__class__ = type(each), other  # attributes become a dict of their own
-        each.__class__ = own
-    exchange_impls(full, made.requires_grad_(shard.requires_grad))
+    full: Any = torch.Tensor._make_subclass(cls, memory.new_empty(0))
+    for param, other in ((full, type(shard)), (shard, cls)):
+        original, param.__class__ = type(param), other  # attributes become a dict of their own
+        param.__class__ = original
+    exchange_impls(full, memory.requires_grad_(shard.requires_grad))
     return full

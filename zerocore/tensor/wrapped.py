@@ -25,10 +25,10 @@ class Wrapper:
     def around(self, plain: Tensor) -> Tensor:
         """Makes a tensor of the class around ``plain``, on its memory, without a gradient."""
         inner = {self.name: plain.detach()}
-        made: Tensor = self.kind.__tensor_unflatten__(
+        wrapped: Tensor = self.kind.__tensor_unflatten__(
             inner, self.context, plain.shape, plain.stride()
         )
-        return made
+        return wrapped
 
 
 def is_wrapped(tensor: Tensor) -> bool:
@@ -54,13 +54,13 @@ def plain_part(tensor: Tensor) -> Tensor:
 
 def gathers_itself(fqn: str, tensor: Any) -> bool:
     """Whether a parameter gathers itself; raises AssertionError if it has one function of two."""
-    found = [hasattr(tensor, name) for name in (PRE, POST)]
-    if any(found) and not all(found):
+    defined = [hasattr(tensor, name) for name in (PRE, POST)]
+    if any(defined) and not all(defined):
         raise AssertionError(
             f"parameter '{fqn}': both {PRE} and {POST} should be defined if using all-gather "
             f"extensions; {type(tensor).__name__} has one of them"
         )
-    return all(found)
+    return all(defined)
 
 
 def show_made(leaf: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
