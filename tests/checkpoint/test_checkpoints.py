@@ -372,7 +372,7 @@ def load_wrong(folder: Path) -> None:
     halves = torch.optim.AdamW([{"params": list(model.parameters())[:2]}])
     with pytest.raises(COMMON, match="parameter groups of"):
         zerocore.Checkpoints(folder, model, halves).load()
-    with pytest.raises(COMMON, match=r"no state of \['loader'\]"):
+    with pytest.raises(COMMON, match=r"no state for \['loader'\]"):
         zerocore.Checkpoints(folder, model, optimizer, stateful={"loader": Loader()}).load()
     new = torch.optim.AdamW(model.parameters(), lr=5.0)
     new.param_groups[0]["added_later"] = 7

@@ -66,7 +66,7 @@ def save_past(folder: Path) -> None:
             named[5]: ["__7_0.distcp"],
             named[6]: [".nfs0000000000a1b2"],
         }
-        expected = ("it is a link", "no checksums.json", "export, notes.txt", "__7_0.distcp")
+        expected = ("it is a link", "lacks the checksums.json", "export, notes.txt", "__7_0.distcp")
         assert all(sum(part in text for text in messages) in (1, 2) for part in expected), messages
         assert not any(".nfs" in text or "mine" in text for text in messages)
     dist.barrier()

@@ -270,7 +270,7 @@ def refuse() -> None:
     blocks = nn.ModuleList(zerocore.fsdp.fully_shard(Block()) for _ in range(2))
     for block in blocks:
         block(torch.ones(2, 10))
-    with pytest.raises(ValueError, match="holds 2 models"):
+    with pytest.raises(ValueError, match="holds 2 separately sharded models"):
         zerocore.report(blocks)
 
 
