@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict, deque
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tests.checkpoint.resumed_optimizers import WAYS, plain_resumes, resume
+import zerocore
+from tests.checkpoint.resumed_optimizers import WAYS, build, plain_resumes, resume
 from tests.distributed.harness import run_ranks
 
 _Optimizer: Any = torch.optim.Optimizer
@@ -116,6 +119,78 @@ def resume_around(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_an_optimizer_around_another_one(way: str) -> None:
     run_ranks(resume_around, 2, way)
+
+
+class AroundList(Around):
+    """Holds the other optimizer where nobody looks for it."""
+
+    inner = property(lambda self: self.held[0], lambda self, new: self.hold(new))
+
+    def hold(self, optimizer: Any) -> None:
+        self.held = [optimizer]
+
+
+class Sharp(torch.optim.SGD):
+    """Needs a closure, and a gradient that is not zero."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["params"][0].grad.count_nonzero() > 0
+        return super().step(closure)
+
+
+class Averaging(_Optimizer):
+    """Has a state of the name that an average of weights might have, and draws numbers."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        torch.rand(1)
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["average"] = state.get("average", torch.zeros_like(param)).lerp(param.grad, 0.5)
+            param.sub_(state["average"], alpha=0.05)
+
+
+class Numbered(Averaging):
+    """Has a state whose key is a number."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            self.state[param][0] = torch.zeros_like(param)
+
+
+class Adding(Averaging):
+    """Adds a key to its state dict."""
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "calls": 1}
+
+
+def probe_carefully() -> None:
+    for kind in (Sharp, Averaging):
+        for stage in (0, 3):
+            assert resume(kind, stage, "checkpoints") == "resumes"
+    for kind, message in ((Numbered, "the key 0"), (Adding, r"Adding has .*'calls'")):
+        with pytest.raises(TypeError, match=message):
+            resume(kind, 3, "checkpoints")
+    model = zerocore.shard(build(), stage=3)
+    for kind in (AroundList, Averaging):
+        optimizer: Any = kind(model.parameters())
+        groups, seed = optimizer.param_groups, torch.get_rng_state()
+        with suppress(TypeError):
+            get_optimizer_state_dict(model, optimizer)
+        assert optimizer.param_groups is groups and len(groups[0]["params"]) == 7
+        assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_a_probe_changes_neither_the_optimizer_nor_random_streams() -> None:
+    run_ranks(probe_carefully, 2)
 
 
 # With states in containers, of one element, in full, of no parameter, late, and options they add.

@@ -10,6 +10,7 @@ import pytest
 from zerocore._C import CallEvent, PlannedEvent
 from zerocore.common import quantities
 from zerocore.common.links import PRESETS, Link, find_link, traffic_nbytes
+from zerocore.common.parsing import parse_nbytes
 from zerocore.planning.step_time import Timing, predict_timing
 
 ORDER = tuple(CallEvent(enter, unit) for unit in range(3) for enter in (True, False))
@@ -22,7 +23,7 @@ SECOND = Link("slow", 1.0, 0.0)  # one byte a second
     [("24GiB", 24 * 2**30), ("80 gb", 80 * 10**9), ("1.5KiB", 1536), (7, 7), ("12", 12)],
 )
 def test_sizes(text: str | int, nbytes: int) -> None:
-    assert quantities.parse_nbytes(text) == nbytes
+    assert parse_nbytes(text) == nbytes
 
 
 def test_bandwidths_times_and_rates() -> None:
@@ -35,7 +36,7 @@ def test_bandwidths_times_and_rates() -> None:
 @pytest.mark.parametrize("text", ["fast", "GiB", "-1GiB", "1 GiB/s", "nan", ""])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="memory must be"):
-        quantities.parse_nbytes(text)
+        parse_nbytes(text)
 
 
 def test_text_of_quantities() -> None:

@@ -27,7 +27,7 @@ from zerocore.checkpoint.plain_values import readable, saved_bytes
 from zerocore.checkpoint.safe_files import DamagedError
 from zerocore.common.agreement import from_rank, on_all_ranks
 from zerocore.common.alarm import operation
-from zerocore.common.quantities import parse_nbytes
+from zerocore.common.parsing import parse_nbytes
 from zerocore.model.extensions import check_plain
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.tensor.pickling import pickled_as_parts

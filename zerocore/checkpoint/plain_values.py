@@ -72,12 +72,19 @@ def tensors_in(value: Any) -> Iterator[Any]:
             yield from tensors_in(item)
 
 
+def text_key(key: Any, where: str) -> str:
+    """Returns the key; raises TypeError if it is not text, which a file would make of it."""
+    if isinstance(key, str):
+        return key
+    raise TypeError(f"{where} has the key {key!r}: a checkpoint keeps keys of text only")
+
+
 def taken_apart(state: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Moves the tensors of containers in a parameter's state to keys of their own. An outline
     replaces each container; :func:`put_together` makes the container from it again."""
     flat: dict[str, Any] = {}
     for key, value in state.items():
-        name = f"{where}[{key!r}]"
+        name = f"{where}[{text_key(key, where)!r}]"
         if isinstance(value, Tensor):
             flat[key] = value
         elif next(tensors_in(value), None) is None:

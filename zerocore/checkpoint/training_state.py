@@ -14,16 +14,24 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.plain_values import as_leaf, leaf_value, put_together, taken_apart
+from zerocore.checkpoint.plain_values import (
+    as_leaf,
+    leaf_value,
+    put_together,
+    taken_apart,
+    text_key,
+)
 from zerocore.checkpoint.safe_files import shown
 from zerocore.hooks.loading import as_loaded, has_own_loading
 from zerocore.hooks.optimizer_states import (
+    AVERAGE,
     NUMBERS,
     filled_later,
     first_keys,
     make_states,
     makes_all,
     params_of,
+    tried,
     unwrapped,
 )
 from zerocore.tensor.placed import Placed
@@ -122,6 +130,11 @@ def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
     merged: State = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         params, packed = _names(model, optimizer), optimizer.state_dict()
+        if packed.keys() != {"state", "param_groups"}:
+            raise TypeError(
+                f"optimizer: the state_dict of {type(optimizer).__name__} has {list(packed)}, "
+                "expected state and param_groups: Checkpoints cannot save the rest"
+            )
         names, unowned = list(params), {}
         for index, state in packed["state"].items():
             if not isinstance(index, int) or not isinstance(state, Mapping):
@@ -139,7 +152,8 @@ def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
 
 
 def _named_group(group: State, names: list[str]) -> State:
-    options = {k: as_leaf(v, f"the optimizer's option '{k}'") for k, v in group.items()}
+    where = "the optimizer's option"
+    options = {text_key(k, where): as_leaf(v, f"{where} '{k}'") for k, v in group.items()}
     return {**options, "params": [names[index] for index in group["params"]]}
 
 
@@ -219,7 +233,7 @@ def fit_optimizers(
     saved = saved_states(metadata)
     with filled_later():
         for optimizer in optimizers:
-            make_states(optimizer)
+            tried(make_states, optimizer)  # else the file's facts say which states there are
     drop_states(model, optimizers, new - set(saved))
     own_states, own_groups = _by_names(model, optimizers).values()
     if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
@@ -260,7 +274,7 @@ def _targets(optimizer: Optimizer, params: State, own_states: State, saved: Stat
         states: State = {}
         targets[name] = states
         for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
-            if (key == "average") != _averages(optimizer):  # of another optimizer
+            if (key == AVERAGE) != _averages(optimizer):  # of another optimizer
                 continue
             differs = key in unsharded and isinstance(known.get(key), Placed)
             used = None if differs else known.get(key)
@@ -361,7 +375,7 @@ def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> N
                 {
                     k: as_rows(v, params[name])
                     for k, v in values.items()
-                    if (k == "average") == _averages(optimizer)
+                    if (k == AVERAGE) == _averages(optimizer)
                 }
             )
             for name, values in state["state"].items()

@@ -1,16 +1,12 @@
-"""Reads and writes quantities with units: bytes, bytes per second, seconds, operations."""
+"""Reads rates and times, and writes quantities with units."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
 
-_NBYTES = {
-    "": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15,
-    "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40,
-}  # fmt: skip
-_BANDWIDTHS = {f"{unit}/s": factor for unit, factor in _NBYTES.items() if unit} | {
+from zerocore.common.parsing import NBYTES, parse
+
+_BANDWIDTHS = {f"{unit}/s": factor for unit, factor in NBYTES.items() if unit} | {
     "bit/s": 0.125, "kbit/s": 125.0, "mbit/s": 125e3, "gbit/s": 125e6, "tbit/s": 125e9,
 }  # fmt: skip
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -19,48 +15,22 @@ _RATES |= {unit.replace("flop/s", "flops"): factor for unit, factor in _RATES.it
 _PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
 
 
-def parse_nbytes(value: str | int | float, name: str = "memory") -> int:
-    """Returns bytes from a number or a text such as ``"24GiB"`` (2**30) or ``"24GB"`` (10**9)."""
-    nbytes = _parse(value, name, _NBYTES, "24GiB")
-    if math.isinf(nbytes):
-        raise ValueError(f"{name} must be a number of bytes, got {value!r}")
-    return int(nbytes)
-
-
 def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
     """Returns bytes per second from a number or a text such as ``"450GB/s"``, ``"400Gbit/s"``."""
-    return _parse(value, name, _BANDWIDTHS, "450GB/s")
+    return parse(value, name, _BANDWIDTHS, "450GB/s")
 
 
 def parse_seconds(value: str | float) -> float:
     """Returns seconds from a number or a text such as ``"12us"``."""
-    return _parse(value, "latency", _TIMES, "12us")
+    return parse(value, "latency", _TIMES, "12us")
 
 
 def parse_flops(value: str | float) -> float:
     """Returns floating-point operations per second from a number or such as ``"400TFLOP/s"``."""
-    rate = _parse(value, "flops", _RATES, "400TFLOP/s")
+    rate = parse(value, "flops", _RATES, "400TFLOP/s")
     if rate == 0:
         raise ValueError(f"flops must be positive, got {value!r}")
     return rate
-
-
-def _parse(value: str | float, name: str, units: dict[str, float], example: str) -> float:
-    expected = f"{name} must be a number or text such as '{example}', got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise TypeError(expected)
-    number = float(value) if not isinstance(value, str) else _parse_text(value, units, expected)
-    if not number >= 0:
-        raise ValueError(f"{name} must be 0 or more, got {value!r}")
-    return number
-
-
-def _parse_text(text: str, units: dict[str, float], expected: str) -> float:
-    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+|inf)\s*([a-z/]*)\s*", text.lower())
-    if match is None or match[2] not in units:
-        known = ", ".join(unit for unit in units if unit)
-        raise ValueError(f"{expected} (units: {known}; in any case)")
-    return float(match[1]) * units[match[2]]
 
 
 def format_nbytes(nbytes: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -43,6 +43,7 @@ def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 # States that are one number: for a 0-dim parameter their shape does not tell them from elements.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+AVERAGE = "zerocore_average"  # the state of an EMA, beside those of an optimizer
 
 _ADDED = "_zerocore_added_options"
 _P = TypeVar("_P", bound=Tensor)
@@ -57,18 +58,26 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
     Raises TypeError if the wrapper's ``state_dict`` differs from that optimizer's.
     """
+    ids = [*map(id, params_of(optimizer))]
     held = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-    same = (each for each in held if each.param_groups is optimizer.param_groups)
-    if "param_groups" in vars(optimizer) or (inner := next(same, None)) is None:
+    inner = next((each for each in held if [*map(id, params_of(each))] == ids), None)
+    if inner is None:
         return optimizer
     inner = unwrapped(inner)
-    if optimizer.state_dict().keys() != inner.state_dict().keys():
+    if _keys_of(optimizer.state_dict()) != _keys_of(inner.state_dict()):
         raise TypeError(
             f"optimizer: {type(optimizer).__name__} wraps a {type(inner).__name__}, and its "
             f"state_dict is another one, with {list(optimizer.state_dict())}. Pass the inner "
             "optimizer, and save the wrapper's own state yourself"
         )
     return inner
+
+
+def _keys_of(value: Any) -> Any:
+    """Returns the keys of dicts in dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: _keys_of(each) for key, each in value.items()}
+    return [_keys_of(each) for each in value] if isinstance(value, list) else None
 
 
 def params_of(optimizer: Optimizer) -> list[Any]:
@@ -209,11 +218,8 @@ def _numbers(optimizer: Optimizer) -> Callable[[ShardedParameter, str, Any], boo
 
     @cache
     def probed(number: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        try:
-            like = torch.empty(0, dtype=dtype, device=device)
-            return _probed(optimizer, optimizer.param_groups[number], like)
-        except Exception:  # the optimizer may need attributes that a probe lacks
-            return {}
+        like = torch.empty(0, dtype=dtype, device=device)
+        return tried(_probed, optimizer, optimizer.param_groups[number], like) or {}
 
     def is_number(param: ShardedParameter, key: str, value: Any) -> bool:
         if not isinstance(value, Tensor) or isinstance(value, Placed) or value.numel() != 1:
@@ -286,14 +292,24 @@ def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
     """Returns a function of a parameter: the keys of its states that its first step makes."""
     known: dict[int, set[str]] = {}
     for group in () if makes_all(optimizer) else optimizer.param_groups:
-        keys = [_probed(optimizer, group, own_elements(param)) for param in group["params"][:1]]
-        known.update({id(param): set(keys[0]) for param in group["params"]})
+        for first in map(own_elements, group["params"][:1]):
+            keys = set(tried(_probed, optimizer, group, first) or ())
+            known.update({id(param): keys for param in group["params"]})
 
     def needed(param: Any) -> set[str]:
         present = set(optimizer.state.get(param, {}))
         return present & known.get(id(param), present)
 
     return needed
+
+
+def tried(probe: Callable[..., Any], *args: Any) -> Any:
+    """Calls ``probe``. Returns None if the optimizer needs more for a step than a probe has, such
+    as a closure, other groups, or a gradient that is not zero."""
+    try:
+        return probe(*args)
+    except Exception:
+        return None
 
 
 def _probed(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> dict[str, Any]:
@@ -347,13 +363,20 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
 
 
 def stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> Any:
-    """Returns a twin after a step of ``probe`` with its ``grad``; leaves the optimizer as is."""
-    twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
+    """Returns a twin after a step of ``probe`` with its ``grad``; leaves the optimizer and torch's
+    random streams as they are. Raises TypeError if its groups are those of another object."""
+    kind = type(optimizer)
+    if any(hasattr(getattr(kind, name, None), "__set__") for name in ("param_groups", "state")):
+        raise TypeError(f"{kind.__name__} shows the groups of another optimizer: pass that one")
+    twin: Any = object.__new__(kind)
+    containers = (dict, list, deque, OrderedDict)
+    own = {k: copy(v) if type(v) in containers else v for k, v in vars(optimizer).items()}
+    twin.__dict__.update(own)
     twin.__dict__.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps
     twin.param_groups = [{**deepcopy(options_of(group)), "params": [probe]}]
     twin.state = defaultdict(dict)
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
-    twin.step()
+    with torch.random.fork_rng([probe.device] if probe.is_cuda else []):
+        twin.step()
     return twin

@@ -17,7 +17,7 @@ from zerocore._C import BackwardEvent, PlannedEvent
 from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import traffic_nbytes
-from zerocore.common.quantities import parse_nbytes
+from zerocore.common.parsing import parse_nbytes
 from zerocore.model.parameter_meshes import assign_parts
 from zerocore.model.state import is_sharded
 from zerocore.model.units import UnitChoice, UnitPlanned, choose_units

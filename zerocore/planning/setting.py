@@ -9,7 +9,8 @@ from typing import Any
 from zerocore.common.checks import check_int
 from zerocore.common.links import Link, LinkLike, find_link
 from zerocore.common.nodes import DEFAULT_NODE, MATMUL_SHARE, Gpu, Node, find_node
-from zerocore.common.quantities import parse_bandwidth, parse_flops, parse_nbytes
+from zerocore.common.parsing import parse_nbytes
+from zerocore.common.quantities import parse_bandwidth, parse_flops
 from zerocore.options.config import Communication
 from zerocore.options.parameter_mesh import ParameterMesh
 from zerocore.planning.activations import Loss

@@ -26,7 +26,7 @@ from zerocore.common.agreement import (
     ranks_by_value,
 )
 from zerocore.common.alarm import stall_seconds
-from zerocore.common.quantities import parse_nbytes
+from zerocore.common.parsing import parse_nbytes
 from zerocore.hooks.optimizer_rules import earlier_optimizers, take_over
 from zerocore.hooks.registration import watch_registrations, watch_state_dicts
 from zerocore.model.casting import cast_around_kept

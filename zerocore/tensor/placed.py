@@ -158,8 +158,14 @@ _REASONS = {
     "parameters by address, use zerocore.integrations",
     "storage": ", and safetensors.torch finds tied tensors by storage. zerocore.load_safetensors "
     "and zerocore.save_safetensors read and write the same files",
-    **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "reduce"), _IS_AVERAGED),
 }
+_AVERAGING = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "reduce",
+    "cat",
+    "stack",
+)  # cat: one call for all
 
 
 def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
@@ -168,7 +174,7 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     For functions of Python's operators it raises RuntimeError: Python would replace a TypeError by
     "unsupported operand type(s)", and the advice would be lost.
     """
-    if name in ("cat", "stack") and shard.what == "the gradient of":  # to average them in one call
+    if name in _AVERAGING and shard.what == "the gradient of":
         reason = _IS_AVERAGED
     reason = reason or _REASONS.get(name, "")
     kind = RuntimeError if base_of(name) in BEHIND_OPERATORS else TypeError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerocore.hooks.optimizer_states import as_state, params_of
+from zerocore.hooks.optimizer_states import AVERAGE, as_state, params_of
 from zerocore.tensor.rows import own_elements, shard_of
 
 
@@ -41,7 +41,7 @@ class EMA(Optimizer):
         """Makes missing averages, with the parameters' values."""
         for param in params_of(self):
             if not self.state.get(param):
-                self.state[param] = {"average": as_state(own_elements(param).clone(), param)}
+                self.state[param] = {AVERAGE: as_state(own_elements(param).clone(), param)}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Rejects the call: an EMA updates no parameters."""
@@ -85,5 +85,5 @@ class EMA(Optimizer):
     def _average(self, param: Any) -> Tensor:
         if not self.state.get(param):
             self.make_states()
-        average: Any = self.state[param]["average"]
+        average: Any = self.state[param][AVERAGE]
         return own_elements(average)

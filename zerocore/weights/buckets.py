@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zerocore.common.agreement import together
 from zerocore.common.alarm import operation, waiting
-from zerocore.common.quantities import parse_nbytes
+from zerocore.common.parsing import parse_nbytes
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of
 from zerocore.tensor.rows import elements_of
 from zerocore.weights.export_steps import DEFAULT_BUCKET, Op, export_steps

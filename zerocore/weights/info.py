@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from zerocore.common.quantities import parse_nbytes
+from zerocore.common.parsing import parse_nbytes
 from zerocore.layout.place import Place
 from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import Param, ShardState, Unit, ready_state_of

@@ -32,7 +32,7 @@ from zerocore.checkpoint.safetensors.files import (
 )
 from zerocore.common.agreement import agree, on_all_ranks
 from zerocore.common.alarm import operation
-from zerocore.common.quantities import parse_nbytes
+from zerocore.common.parsing import parse_nbytes
 from zerocore.hooks.loading import as_loaded, changed_by_hooks, has_own_loading
 from zerocore.layout.place import Place
 from zerocore.model.extensions import check_engine_gathers, check_plain
