@@ -98,8 +98,8 @@ def find_elsewhere(name: str) -> None:
     average.update()
     assert verified(model, both) == []
     cube = dict(model.named_parameters())["cube"]
-    flip(elements_of(average.state[cube]["zerocore_average"], cube), 0)
-    assert verified(model, both) == ["'cube': average changed on rank 0: nothing wrote it"]
+    flip(elements_of(average.state[cube]["weights_average"], cube), 0)
+    assert verified(model, both) == ["'cube': weights_average changed on rank 0: nothing wrote it"]
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -43,7 +43,7 @@ def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 # States that are one number: for a 0-dim parameter their shape does not tell them from elements.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-AVERAGE = "zerocore_average"  # the state of an EMA, beside those of an optimizer
+AVERAGE = "weights_average"  # the state of an EMA, beside those of an optimizer
 
 _ADDED = "_zerocore_added_options"
 _P = TypeVar("_P", bound=Tensor)
