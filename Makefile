@@ -2,7 +2,7 @@
 #
 #   make demo                      train a small GPT on all ranks of this machine
 #   make test                      run the tests of each change, one more at a time than cores; on
-#                                  two cores 7 to 8 minutes
+#                                  two cores 15 to 40 minutes
 #   make nightly                   run all: more stages, seeds and trainers than `make test`, then
 #                                  `make speed` beside the last commit that was measured
 #   make speed BASE=<commit>       compare the speed of this checkout with that of a commit, in ten

@@ -1,6 +1,6 @@
 """Other ways to shard a model; the only place that looks for them.
 
-A model whose plan exceeds a memory budget is refused with those that would fit.
+The error for an exceeded memory budget names the candidates that would fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zerocore.planning.division import Division, parts_of
 from zerocore.planning.planner import Planner, make_planner
 
 MAX_RANKS = 65536  # where a search for enough ranks gives up
-NUM_CHANGES = 3  # that a refusal names
+NUM_CHANGES = 3  # candidates that the error names
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Candidate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes from the device's allocator, without activations."""
+        """Bytes to reserve on the device, without activations."""
         return self.memory.reserved
 
     def at(self, text: str = "", **options: Any) -> Candidate:
-        """The same model with other attributes of :class:`Division`; parts stay as many."""
+        """Returns a candidate with other attributes of :class:`Division` and as many parts."""
         old = self.division
         more = options.get("world_size", old.world_size) // old.world_size
         parts = tuple((shards * more, *rest) for shards, *rest in old.parts)
@@ -65,7 +65,7 @@ class Candidate:
 
 
 def candidates(now: Candidate, narrow: Planner | None = None) -> Iterator[Candidate]:
-    """Other ways, cheapest first: no extra traffic, then more, precision, ranks, the host's memory.
+    """Yields other ways, cheapest first: without more traffic, with it, precision, ranks, the host.
 
     Args:
         now: how the model is sharded.
@@ -110,7 +110,7 @@ def _stages(now: Candidate) -> Iterator[Candidate]:
 
 
 def _fewer_replicas(now: Candidate) -> Iterator[Candidate]:
-    """The same ranks in fewer replicas, the most first."""
+    """Yields divisions of the same ranks into fewer replicas, the most replicas first."""
     name = "mesh" if now.planner.by_rows else "group"
     for number in range(now.division.num_replicas - 1, 0, -1):
         if now.division.world_size % number == 0:
@@ -120,7 +120,7 @@ def _fewer_replicas(now: Candidate) -> Iterator[Candidate]:
 
 
 def _more_ranks(now: Candidate, where: str = "") -> Iterator[Candidate]:
-    """Doublings of the ranks, up to :data:`MAX_RANKS`; none where ranks share no state."""
+    """Yields doublings of the ranks up to :data:`MAX_RANKS`, if ranks share any state."""
     while any(now.division.placements) and now.division.world_size <= MAX_RANKS // 2:
         now = now.at(world_size=2 * now.division.world_size)
         yield replace(now, text=f"{now.division.ranks}{where}", search=f"ranks{where}")
@@ -143,7 +143,7 @@ def _offloads(
 
 
 def call_of(options: Offload | Communication, always: str = "states") -> str:
-    """The argument of ``shard`` as text: the options that are not the default, and ``always``."""
+    """Returns an argument of ``shard`` as text: options other than the default, and ``always``."""
     kind = type(options)
     default, parts = kind(), []
     for name in (field.name for field in fields(options)):
@@ -155,7 +155,7 @@ def call_of(options: Offload | Communication, always: str = "states") -> str:
 
 
 def fitting(found: Iterator[Candidate], fits: Callable[[int], bool]) -> Iterator[Candidate]:
-    """Those whose bytes fit: of a search the first, of offloads the last, too."""
+    """Yields the candidates that fit: the first of each search, and the last offload, too."""
     for search, group in groupby(found, lambda candidate: candidate.search or candidate.text):
         enough = (candidate for candidate in group if fits(candidate.nbytes))
         yield from islice(enough, 1)

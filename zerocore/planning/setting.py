@@ -164,17 +164,17 @@ class Setting:
 
     @property
     def node(self) -> Node:
-        """The machine, or the one whose links are taken where none is named."""
+        """The machine's node; without a name, the default one, whose links then count."""
         return DEFAULT_NODE if self.machine.node is None else find_node(self.machine.node)
 
     @property
     def named_gpu(self) -> Gpu | None:
-        """That of the machine; None where no machine is named."""
+        """The GPU of the named machine; None without a name."""
         return None if self.machine.node is None else self.node.gpu
 
     @property
     def gpu(self) -> Gpu | None:
-        """Says how fast each kind of operation is; None where all reach :attr:`flops_per_s`."""
+        """The GPU with a rate for each kind of operation; None if :attr:`flops_per_s` counts."""
         return self.named_gpu if self.machine.flops is None else None
 
     @property
@@ -192,7 +192,7 @@ class Setting:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Between the ranks that share the state."""
+        """The links between the ranks that share the state."""
         given = self.machine.links
         if given is None:
             return (self.node.link(self.num_shards),)
@@ -201,12 +201,12 @@ class Setting:
 
     @property
     def replica_link(self) -> Link | None:
-        """Between replicas; None where there are none, or these share :attr:`links`."""
+        """The link between replicas; None for one replica, or if replicas use :attr:`links`."""
         return self._link(self.machine.replica_link, self.num_replicas, self.num_shards)
 
     @property
     def near_link(self) -> Link | None:
-        """Between near ranks; None where there are none, or these share :attr:`links`."""
+        """The link between near ranks; None without near ranks, or if they use :attr:`links`."""
         return self._link(self.machine.near_link, self.communication.num_near)
 
     def _link(self, given: LinkLike | None, num_ranks: int, stride: int = 1) -> Link | None:
@@ -218,7 +218,7 @@ class Setting:
 
     @property
     def host_nbytes(self) -> int | None:
-        """Memory of the host, for all ranks on a machine; None where it is not known."""
+        """Memory of a host, for all its ranks together; None if unknown."""
         given = self.machine.host_memory
         return None if given is None else parse_nbytes(given, "host_memory")
 
@@ -234,13 +234,13 @@ class Setting:
 
     @property
     def host_share(self) -> int | None:
-        """Memory of the host for one rank."""
+        """A rank's part of the host's memory; None if unknown."""
         ranks = min(self.world_size, self.node.num_ranks)
         return None if self.host_nbytes is None else self.host_nbytes // ranks
 
     @property
     def hiding_tokens(self) -> int:
-        """Tokens that a machine computes with in a step that lasts as long as the host's update.
+        """Tokens of a step whose compute takes as long as the host's update, so that it hides it.
 
         Both are proportional to the parameters, which cancel.
         """

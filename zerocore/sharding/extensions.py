@@ -35,8 +35,8 @@ from zerocore.tensor.wrapped import own_chunk, wrapper_of
 
 @cache
 def _fsdp_state() -> SimpleNamespace:
-    """Returns the state of a module's group that TransformerEngine's tensors read: it tells them
-    that they are encoded once for forward and backward."""
+    """Returns a stand-in for the FSDP state that TransformerEngine's tensors read. It says that
+    they are encoded once, for forward and backward."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # takes a second
 
     group = SimpleNamespace(_reshard_after_forward=False, _training_state=TrainingState.FORWARD)

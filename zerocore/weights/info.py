@@ -316,6 +316,6 @@ class _Builder:
 
 
 def padded_nbytes(param: Param) -> int:
-    """Returns a parameter's aligned bytes in an all-reduce, in the dtype of layers."""
+    """Returns the bytes of a parameter in an all-reduce: in the layers' dtype, aligned."""
     nbytes = param.full.numel() * param.types.model.itemsize
     return -(-nbytes // _SUM_ALIGNMENT) * _SUM_ALIGNMENT

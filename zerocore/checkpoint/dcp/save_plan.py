@@ -135,7 +135,7 @@ class SavePlan:
 
 
 def _chunks(spread: Spread, itemsize: int) -> list[tuple[int, int, dcp.ChunkStorageMetadata]]:
-    """Returns ``(rank, bytes of the chunk, its box)`` of each chunk."""
+    """Returns the rank, the bytes and the box of each chunk."""
     return [
         (
             rank,
