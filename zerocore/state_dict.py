@@ -112,7 +112,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, rank0_only: bool = True) -> 
     states = dict.fromkeys(state for p in shards if (state := p.state_ref()) is not None)
     keep = not rank0_only or {state.rank for state in states} <= {0}
     for state in states:
-        _check_alike(packed["state"], state)
+        _check_alike(packed, state)
     full = mapped(packed, partial(_full_value, keep=keep))
     return {**packed, **full} if keep else {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import OrderedDict, deque
 from contextlib import suppress
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import zerocore
-from tests.checkpoint.resumed_optimizers import WAYS, build, plain_resumes, resume
+from tests.checkpoint.resumed_optimizers import WAYS, build, plain_resumes, resume, train
 from tests.distributed.harness import run_ranks
 
 _Optimizer: Any = torch.optim.Optimizer
@@ -193,6 +197,109 @@ def test_a_probe_changes_neither_the_optimizer_nor_random_streams() -> None:
     run_ranks(probe_carefully, 2)
 
 
+class FromWeights(Averaging):
+    """Has a first state that is the parameter's value."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if "z" not in state:
+                state["z"] = param.clone()
+            state["z"].sub_(param.grad, alpha=self.param_groups[0]["lr"])
+            param.lerp_(state["z"], 0.5)
+
+
+class Bound(FromWeights):
+    """Holds a bound method of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.update = self.step_all
+
+    def step_all(self) -> None:
+        super().step()
+
+    def step(self, closure: Any = None) -> None:
+        self.update()
+
+
+class Cached(FromWeights):
+    """Holds a list of its parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.all = [*self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.all:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+
+def damped(params: Any) -> Any:
+    return torch.optim.SGD(params, 0.05, momentum=0.9, dampening=0.5)
+
+
+def read_before_a_step(stage: int) -> None:
+    """A state dict before the first step changes nothing, and begins a run as no state does."""
+    for make in (damped, FromWeights, Bound, torch.optim.AdamW):
+        models = [zerocore.shard(build(), stage=stage) for _ in range(3)]
+        optimizers: Any = [make(model.parameters()) for model in models]
+        get_optimizer_state_dict(models[1], optimizers[1])
+        saved = copy.deepcopy(get_optimizer_state_dict(models[2], optimizers[2]))
+        for model, optimizer in zip(models[:2], optimizers[:2], strict=True):
+            train(model, optimizer, 0, 3)
+        ends = [zerocore.full_state_dict(model, rank0_only=False) for model in models]
+        for key, value in ends[0].items():
+            assert torch.equal(ends[1][key], value), f"{make} {key}"
+        if make is not damped:  # plain torch's state dict before a step has the wrong sums, too
+            set_optimizer_state_dict(models[2], optimizers[2], saved)
+            train(models[2], optimizers[2], 0, 3)
+            ends[2] = zerocore.full_state_dict(models[2], rank0_only=False)
+            for key, value in ends[0].items():
+                assert torch.equal(ends[2][key], value), f"loaded {make} {key}"
+
+
+def read_after_a_step(stage: int) -> None:
+    """A parameter's late first step is that of plain torch, whatever was read before."""
+    for make in (damped, FromWeights, torch.optim.AdamW):
+        ends = []
+        for model in (build(), zerocore.shard(build(), stage=stage)):
+            optimizer: Any = make([*model.parameters()][:3])
+            train(model, optimizer, 0, 2)
+            optimizer.add_param_group({"params": [*model.parameters()][3:], "lr": 0.05})
+            if ends:
+                get_optimizer_state_dict(model, optimizer)
+            train(model, optimizer, 2, 2)
+            full = model.state_dict() if not ends else zerocore.full_state_dict(model, False)
+            ends.append(full)
+        for key, value in ends[0].items():
+            torch.testing.assert_close(ends[1][key], value, rtol=1e-5, atol=1e-6)
+
+
+def probe_with_gradients() -> None:
+    model = zerocore.shard(build(), stage=3)
+    optimizer: Any = Cached(model.parameters())
+    before = zerocore.full_state_dict(model, rank0_only=False)
+    model(torch.randn(5, 4)).sum().backward()
+    with pytest.raises(TypeError, match="Cached keeps parameters in its attribute 'all'"):
+        get_optimizer_state_dict(model, optimizer)
+    after = zerocore.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+@pytest.mark.parametrize("check", [read_before_a_step, read_after_a_step])
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_states_read_before_a_first_step(check: Any, stage: int) -> None:
+    run_ranks(check, 2, stage)
+
+
+def test_a_probe_steps_no_parameter() -> None:
+    run_ranks(probe_with_gradients, 2)
+
+
 # With states in containers, of one element, in full, of no parameter, late, and options they add.
 NAMES: tuple[str, ...] = (
     "a2grad",
@@ -250,7 +357,7 @@ def test_a_public_collection() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("way", [way for way in WAYS if "torch" not in way])
+@pytest.mark.parametrize("way", [*WAYS])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_of_a_public_collection(way: str, world_size: int) -> None:
     collection = pytest.importorskip("pytorch_optimizer.optimizer").OPTIMIZERS

@@ -220,3 +220,50 @@ def freeze_and_grow(folder: Path) -> None:
 
 def test_parameters_frozen_later_and_buffers_that_grow(tmp_path: Path) -> None:
     run_ranks(freeze_and_grow, 2, tmp_path)
+
+
+class Averages:
+    """Keeps an average of each parameter, as shards or in full."""
+
+    def __init__(self, model: nn.Module, full: bool) -> None:
+        self.full = full
+        self.values = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.full:
+            return {"nested": [self.values]}
+        return {n: v.full_tensor() for n, v in self.values.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+def save_averages(folder: Path, stage: int, full: bool) -> None:
+    torch.manual_seed(0)
+    model = zerocore.shard(nn.Linear(3, 5), stage=stage)
+    averages = Averages(model, full)
+    checkpoints = zerocore.Checkpoints(folder, model, stateful={"ema": averages})
+    checkpoints.save(1).wait()
+
+
+def load_averages(folder: Path, stage: int, wrong: str) -> None:
+    model = zerocore.shard(nn.Linear(3, 5), stage=stage)
+    averages = Averages(model, True)
+    checkpoints = zerocore.Checkpoints(folder, model, stateful={"ema": averages})
+    if wrong:
+        with pytest.raises(ValueError, match=wrong):
+            checkpoints.load()
+        assert not hasattr(averages, "loaded")
+    else:
+        checkpoints.load()
+        assert averages.loaded
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_parts_in_objects_load_where_they_are_this_ranks(ranks: int, tmp_path: Path) -> None:
+    for full in (False, True):
+        folder = tmp_path / str(full)
+        run_ranks(save_averages, 2, folder, 3, full)
+        wrong = "'ema' holds one rank's part of 'weight', .* saved on 2 ranks.*full_tensor"
+        run_ranks(load_averages, ranks, folder, 3, wrong if ranks > 2 and not full else "")
+        run_ranks(load_averages, ranks, folder, 1, wrong if ranks > 2 and not full else "")

@@ -34,7 +34,7 @@ from zerocore.hooks.optimizer_states import (
     tried,
     unwrapped,
 )
-from zerocore.tensor.placed import Placed
+from zerocore.tensor.placed import Placed, leaves
 from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of
 from zerocore.tensor.shard import as_shard
 
@@ -81,6 +81,23 @@ def check_stateful(objects: Mapping[str, Any]) -> None:
             raise TypeError(
                 f"{name}: expected an object with state_dict and load_state_dict, got {type(value)}"
             )
+
+
+def check_parts(model: nn.Module, objects: Mapping[str, Any], saved_on: int, ranks: int) -> None:
+    """Rejects parts of parameters in loaded states of objects that are not this rank's part now
+    (ValueError)."""
+    places: Any = {p.place.fqn: p.place for p in model.parameters() if isinstance(p, Placed)}
+    for name, value in objects.items():
+        for part in (each for each in leaves(value) if isinstance(each, Placed)):
+            own = places.get(part.place.fqn)
+            if saved_on != ranks or (own is not None and own.elements != part.place.elements):
+                now = "" if own is None else f", and this rank's are now {own.text}"
+                raise ValueError(
+                    f"the state of {name!r} holds one rank's part of '{part.place.fqn}', elements "
+                    f"{part.place.text}, saved on {saved_on} ranks{now} on {ranks}. Let its "
+                    "state_dict return value.full_tensor() for each shard; or load it at the stage "
+                    "and on the number of ranks that saved it"
+                )
 
 
 def training_state(model: nn.Module, optimizers: Optimizers) -> State:

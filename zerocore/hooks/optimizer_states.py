@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from copy import copy, deepcopy
 from functools import cache, partial
 from itertools import chain
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from zerocore.layout.place import Place
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.placed import Placed, local_of, shard_in
+from zerocore.tensor.placed import Placed, leaves, local_of, shard_in
 from zerocore.tensor.rows import as_part, own_elements
 from zerocore.tensor.shard import as_shard
 
@@ -46,6 +47,7 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 AVERAGE = "weights_average"  # the state of an EMA, beside those of an optimizer
 
 _ADDED = "_zerocore_added_options"
+_MADE = "_zerocore_made_states"
 _P = TypeVar("_P", bound=Tensor)
 
 
@@ -276,6 +278,13 @@ def make_states(optimizer: Optimizer) -> None:
     if makes_all(optimizer):
         maker.make_states()
         return
+    for param, _, probed in _missing(optimizer):
+        if state := dict(_first_states(param, probed)):
+            optimizer.state[param] = state
+
+
+def _missing(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Yields each parameter without state, its group, and the probed state of its kind."""
     for group in optimizer.param_groups:
         probed: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = {}
         for param in without_state(group["params"], optimizer.state):
@@ -283,9 +292,80 @@ def make_states(optimizer: Optimizer) -> None:
             kind = (local.dtype, local.device)
             if kind not in probed:
                 probed[kind] = _probed(optimizer, group, local)
-            state = dict(_first_states(param, probed[kind]))
-            if state:
-                optimizer.state[param] = state
+            yield param, group, probed[kind]
+
+
+def make_until_step(optimizer: Optimizer) -> None:
+    """Makes the missing states for a state dict. The next step drops those that nobody has loaded:
+    first states may depend on the values of parameters or of a first gradient.
+
+    If the optimizer has stepped already, only states that change nothing are made.
+    """
+    if makes_all(optimizer):
+        make_states(optimizer)
+        return
+    begun = any(optimizer.state.values())
+    neutral: dict[Any, Any] = {}
+    made: dict[Any, Any] = {}
+    for param, group, probed in _missing(optimizer):
+        kind = (id(group), param.dtype, param.device)
+        if kind not in neutral:
+            neutral[kind] = tried(_changes_nothing, optimizer, group, param, probed)
+        if neutral[kind] or not begun:
+            made[param] = dict(_first_states(param, probed))
+        if not (neutral[kind] or begun):
+            made[param].update(tried(_own_states, optimizer, group, param, probed) or {})
+    made = {param: state for param, state in made.items() if state}
+    optimizer.state.update(made)
+    kept = vars(optimizer).setdefault(_MADE, {})
+    kept.update({param: (state, _versions(state)) for param, state in made.items()})
+
+
+def drop_unloaded(optimizer: Optimizer) -> None:
+    """Drops the states of :func:`make_until_step` that nobody has written to; before a step."""
+    for param, (state, versions) in vars(optimizer).pop(_MADE, {}).items():
+        if optimizer.state.get(param) is state and _versions(state) == versions:
+            del optimizer.state[param]
+
+
+def _versions(state: Any) -> list[int]:
+    return [v._version for v in leaves(state) if isinstance(v, Tensor) and not v.is_inference()]
+
+
+def _changes_nothing(
+    optimizer: Optimizer, group: dict[str, Any], param: Any, probed: dict[str, Any]
+) -> bool:
+    """Whether a step from the first states is a step from no states."""
+    ends = []
+    for state in ({}, probed):
+        probe = _probe(own_elements(param))
+        probe.data += torch.tensor([1.5, -2.0])
+        probe.grad = torch.full_like(probe, 0.5)
+        twin = stepped(optimizer, group, probe, dict(_first_states(probe, state)))
+        ends.append([probe, *leaves(twin.state[probe])])
+    return len(ends[0]) == len(ends[1]) and all(map(_is_same, *ends))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    return bool(value == other)
+
+
+def _own_states(
+    optimizer: Optimizer, group: dict[str, Any], param: Any, probed: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the states of a parameter's elements after a step of them without a gradient."""
+    local = own_elements(param)
+    probe = nn.Parameter(local.clone())
+    probe.grad = torch.zeros_like(probe)
+    rate = {"lr": group["lr"] * 0} if "lr" in group else {}
+    states = stepped(optimizer, {**group, **rate}, probe).state[probe]
+    return {
+        key: as_state(states[key], param)
+        for key, value in probed.items()
+        if isinstance(value, Tensor) and value.shape == (2,)
+    }
 
 
 def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
@@ -362,21 +442,44 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
             yield key, as_state(full, param)
 
 
-def stepped(optimizer: Optimizer, group: dict[str, Any], probe: nn.Parameter) -> Any:
-    """Returns a twin after a step of ``probe`` with its ``grad``; leaves the optimizer and torch's
-    random streams as they are. Raises TypeError if its groups are those of another object."""
+def stepped(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    probe: nn.Parameter,
+    state: dict[str, Any] | None = None,
+) -> Any:
+    """Returns a twin after a step of ``probe`` with its ``grad``, from ``state``; leaves the
+    optimizer and torch's random streams as they are. Raises TypeError if the groups are those of
+    another object, or if an attribute holds parameters, which the step would update."""
     kind = type(optimizer)
     if any(hasattr(getattr(kind, name, None), "__set__") for name in ("param_groups", "state")):
         raise TypeError(f"{kind.__name__} shows the groups of another optimizer: pass that one")
     twin: Any = object.__new__(kind)
     containers = (dict, list, deque, OrderedDict)
     own = {k: copy(v) if type(v) in containers else v for k, v in vars(optimizer).items()}
+    _refuse_cached(optimizer, own)
+    for name, value in own.items():
+        if isinstance(value, MethodType) and value.__self__ is optimizer:
+            own[name] = MethodType(value.__func__, twin)
     twin.__dict__.update(own)
+    twin.__dict__.pop(_MADE, None)
     twin.__dict__.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps
     twin.param_groups = [{**deepcopy(options_of(group)), "params": [probe]}]
-    twin.state = defaultdict(dict)
+    twin.state = defaultdict(dict, {probe: state} if state else {})
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
     with torch.random.fork_rng([probe.device] if probe.is_cuda else []):
         twin.step()
     return twin
+
+
+def _refuse_cached(optimizer: Optimizer, attributes: dict[str, Any]) -> None:
+    params = {id(param) for param in params_of(optimizer)}
+    for name, value in attributes.items():
+        if name in ("param_groups", "state"):
+            continue
+        if any(id(each) in params for each in leaves(value)):
+            raise TypeError(
+                f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}, so a step "
+                "that finds out its states would update them. Take a step of the model first"
+            )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zerocore._C import Engine, UpdatedUnit, show_grad
 from zerocore.common.eager import eager
 from zerocore.hooks.optimizer_rules import prepare
-from zerocore.hooks.optimizer_states import params_of
+from zerocore.hooks.optimizer_states import drop_unloaded, params_of
 from zerocore.model.state import ShardState
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.earlier import give_rows
@@ -189,6 +189,7 @@ def _warn_of_unsharded(params: list[Any], states: list[Callable[[], ShardState |
 @eager  # a compiled step of DTensors calls it between its graphs
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Runs before each step (a torch hook); returns the arguments for the step."""
+    drop_unloaded(optimizer)
     known = _updates.get(optimizer)
     key = (sum(len(group["params"]) for group in optimizer.param_groups), ShardState.num_made)
     if known is None or known[0] != key:

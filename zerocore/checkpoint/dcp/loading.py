@@ -110,6 +110,10 @@ class TrainingLoad:
                 self._file.begin()
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state for {missing}")
+        used = {name: self.own["stateful"][name] for name in stateful}
+        with named(self._folder, "does not fit"):
+            world_size = self._state.world_size
+            training_state.check_parts(self._model, used, self.own["world_size"], world_size)
         self._wanted = training_state.training_state(self._model, ())
         wanted = self._wanted["model"]
         self._wanted["model"] = training_state.resized(wanted, contents.metadata)

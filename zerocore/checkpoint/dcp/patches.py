@@ -21,7 +21,12 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
 from zerocore.hooks.collectives import begins_to_count, counts_issued
-from zerocore.hooks.optimizer_states import is_of_shards, make_states, note_added_options, unwrapped
+from zerocore.hooks.optimizer_states import (
+    is_of_shards,
+    make_until_step,
+    note_added_options,
+    unwrapped,
+)
 from zerocore.tensor.placed import Placed, local_of
 from zerocore.tensor.shard import as_shard
 
@@ -55,7 +60,7 @@ def _makes_states(original: Any, optim: Any, *args: Any) -> Any:
     optim = unwrapped(optim)
     if not any(optim.state.values()):
         note_added_options(optim)
-    return make_states(optim)
+    return make_until_step(optim)
 
 
 @around
