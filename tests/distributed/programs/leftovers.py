@@ -1,8 +1,14 @@
-"""Programs: gradients that zero_grad() drops or zeroes, of layers that few micro-batches use."""
+"""Programs: gradients that zero_grad() drops or zeroes, weights averaged by hand, states before a
+step."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.distributed.programs.models import Block, SometimesTwo, mean_square
 from tests.distributed.programs.registry import program
@@ -37,3 +43,51 @@ def zeroed_gradients(run: Run) -> None:
         run.average(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+
+
+@program("model averaging: each step ends with all_reduce(p.data) and a division, as local SGD")
+def averaged_weights(run: Run) -> None:
+    model = run.shard(nn.Sequential(Block(), Block()), [Block])
+    for param in model.parameters():  # as the loops of before DistributedDataParallel begin
+        dist.broadcast(param.data, src=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        loss = mean_square(model(run.tensor(4, 8, key=step)))
+        loss.backward()
+        run.record(loss)
+        run.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        for param in model.parameters():
+            dist.all_reduce(param.data)
+            param.data /= dist.get_world_size()
+
+
+@program("an optimizer that begins from the weights; its state dict is read before a step")
+def state_dict_before_a_step(run: Run) -> None:
+    model = run.shard(nn.Sequential(Block(), Block()), [Block])
+    optimizer = FromWeights(model.parameters())
+    for step in range(3):
+        get_optimizer_state_dict(model, optimizer)  # a trainer asks what there is to save
+        loss = mean_square(model(run.tensor(4, 8, key=step)))
+        loss.backward()
+        run.record(loss)
+        run.average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class FromWeights(torch.optim.Optimizer):
+    """Averages weights with a faster sequence, which begins at them, as schedule-free SGD does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            if not state:
+                state["z"] = param.clone()
+            state["z"].sub_(param.grad, alpha=0.05)
+            param.lerp_(state["z"], 0.5)
