@@ -149,11 +149,11 @@ def _wrapped(param: Any, state: Any) -> Any:
 def is_part(value: Tensor, param: ShardedParameter) -> bool:
     """Whether a plain tensor holds this rank's elements of a state. One number does not, nor does
     a tensor as long as a dimension of the full state: it may be a row or a column."""
-    local = local_of(param).shape
+    start, end = param.place.shard_range
     return (
         not isinstance(value, Placed)
-        and value.shape == local
-        and value.numel() not in (1, *param.place.global_shape)
+        and value.shape == (end - start,)
+        and end - start not in (1, *param.place.global_shape)
     )
 
 

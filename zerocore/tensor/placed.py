@@ -111,13 +111,16 @@ class PlacedParameter(Placed):
         raise NotImplementedError
 
 
+_as_subclass: Any = torch._C.TensorBase.as_subclass  # not the patched one of Tensor
+
+
 def local_of(shard: Any) -> Tensor:
     """Returns a shard's elements as a plain tensor on the same memory, without a gradient."""
     pending_host_updates.finish()
     if isinstance(shard, Placed):
         shard.check_readable()
     with torch._C.DisableTorchFunctionSubclass():
-        return Tensor.detach(shard).as_subclass(Tensor)
+        return _as_subclass(Tensor.detach(shard), Tensor)
 
 
 def keep_place(result: Any, source: Any) -> Any:

@@ -196,8 +196,9 @@ def saved_state(kept: KeptPlan, nested: dict[str, Any], copy: bool) -> SavedStat
     plain: dict[str, Any] = {}
     for key, value in flat.items():
         if isinstance(value, Placed):
-            facts[key] = (value.dtype, value.place)
-            tensors[key] = (local_of(value), value.place.shard_range[0])
+            local = local_of(value)
+            facts[key] = (local.dtype, value.place)
+            tensors[key] = (local, value.place.shard_range[0])
         elif isinstance(value, Tensor):
             facts[key] = (value.dtype, value.shape)
             if is_first:
