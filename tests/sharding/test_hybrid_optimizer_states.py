@@ -281,7 +281,7 @@ def refuse() -> None:
     turned = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("a", "b"))
     with pytest.raises(ValueError, match="in ascending order"):
         zerocore.shard(Chain(3), group=turned, **share)
-    with pytest.raises(ValueError, match="is not built for Muon"):
+    with pytest.raises(ValueError, match="is not supported for Muon"):
         zerocore.plan(
             Chain(3), 4, num_replicas=2, workload=zerocore.Workload(optimizer="muon"), **share
         )

@@ -1,4 +1,4 @@
-"""Plans of training steps: the memory they need and the time they take, before they run."""
+"""Plans the memory and the time of training steps before they run."""
 
 from zerocore.common.links import Link
 from zerocore.common.memory_bytes import MemoryBytes

@@ -1,10 +1,10 @@
-"""Measures what a forward and backward hold, without data: on fake tensors, as they run.
+"""Measures the activations of a forward and backward by running both on fake tensors.
 
-Storages are counted, each once: a tensor and its views are one. Parameters, buffers and
-inputs are not counted. Saved-tensor hooks see the tensors that autograd saves; those alive at any
-time (saved, temporary, gradients of activations, and the full gradients of a unit until the unit
-is done) are found by following every storage from the operator that makes it until it is freed.
-Buffers that a kernel uses inside are not seen.
+It counts storages, each once: a tensor and its views share one. Parameters, buffers and inputs do
+not count. Saved-tensor hooks see the tensors that autograd saves. To find all bytes alive at a
+moment, it follows each storage from the operator that makes it until it is freed: saved and
+temporary tensors, gradients of activations, and a unit's full gradients until all have fired.
+Workspaces inside kernels are not seen.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def mirrored(order: Sequence[CallEvent]) -> list[CallEvent]:
-    """The calls of a forward, and those of the backward that mirrors it: one for each moment but
-    the last."""
+    """Returns a forward's calls, then the same in reverse for the backward: one for each moment
+    but the last."""
     return [*order, *(CallEvent(not call.enter, call.unit) for call in reversed(order))]
 
 
 @dataclass(frozen=True)
 class Activations:
-    """One forward and backward of one micro-batch on one rank.
+    """Figures of one forward and backward of one micro-batch on one rank.
 
     Attributes:
         order: units entered and left in the forward, in order.
-        backward: (False, index of an exit in ``order``) when outputs of that call got a gradient,
-            (True, unit) when all gradients of a unit existed, in order.
-        saved_nbytes: bytes that autograd saved, at the end of the forward.
-        live_nbytes: highest bytes alive by moment: at event i of ``order`` in the forward,
-            mirrored at 2n - 1 - i in the backward, and 2n at its end.
+        backward: events of the backward, in order: (False, index of an exit in ``order``) when an
+            output of that call gets a gradient, (True, unit) when a unit's gradients are complete.
+        saved_nbytes: bytes that autograd has saved when the forward ends.
+        live_nbytes: highest bytes alive in each moment. Event i of ``order`` begins moment i; its
+            mirror in the backward begins moment 2n - 1 - i. Moment 2n is the backward's end.
         flops: floating-point operations by moment: matrix products, convolutions, attention.
         unused: by unit, the indices of trainable parameters that got no gradient.
-        work: what kernels do, by moment.
+        work: the work of kernels by moment.
     """
 
     order: tuple[CallEvent, ...]
@@ -76,13 +76,13 @@ class Activations:
 
     @property
     def total_flops(self) -> int:
-        """Operations of the forward, the backward and what checkpointing repeats."""
+        """Operations of the forward and backward, and those that checkpointing repeats."""
         return sum(self.flops)
 
     @property
     def model_flops(self) -> int:
-        """Operations for MFU, of a run without checkpointing: the backward's are twice the
-        forward's, also where fused attention repeats its scores (7 products for 6)."""
+        """Operations for MFU, of a run without checkpointing. The backward counts as twice the
+        forward: fused attention, which recomputes its scores, makes 7 products for 6 counted."""
         products = sum(work.products + work.products_fp32 for work in self.work)
         return products + (self.total_flops - products) * 6 // 7
 
@@ -96,13 +96,13 @@ def record(
     checkpointing: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Activations:
-    """Runs ``loss(model, inputs)`` and its backward on fake tensors; the model is left alone.
+    """Runs ``loss(model, inputs)`` and its backward on a fake copy; ``model`` does not change.
 
     Args:
         model: any module; its parameters and ``inputs`` are read for shapes only.
         planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
         checkpointing: recompute each block in the backward.
-        dtype: floating-point dtype of parameters and inputs; None leaves them as they are.
+        dtype: floating-point dtype of parameters and inputs; None keeps their own.
     """
     names = {id(module): name for name, module in model.named_modules()}
     units = units_by_module(unit.modules for unit in planned)
@@ -124,7 +124,7 @@ def record(
 
 
 def default_loss(model: nn.Module, inputs: Any) -> Tensor:
-    """``model(**inputs)`` or ``model(*inputs)``: its ``loss``, or the sum of its outputs."""
+    """Calls the model with ``inputs``; returns the output's ``loss``, or the sum of all outputs."""
     if isinstance(inputs, dict):
         output = model(**inputs)
     else:
@@ -152,7 +152,7 @@ def _checkpoint_blocks(model: nn.Module, blocks: list[str]) -> None:
 
 
 def _next_node() -> int:
-    """The number that the next node of this thread's graph will have."""
+    """Returns the sequence number of the next autograd node of this thread."""
     with torch.enable_grad():
         node = torch.ones((), requires_grad=True, device="cpu").view(()).grad_fn
     assert node is not None
@@ -161,7 +161,7 @@ def _next_node() -> int:
 
 @dataclass
 class _Recorder:
-    """Hooks of one run: calls of units, gradients, saved tensors."""
+    """The hooks of one run, which record calls of units, gradients and saved tensors."""
 
     model: nn.Module
     entries: dict[str, tuple[int, ...]]
@@ -169,10 +169,10 @@ class _Recorder:
     mode: RepeatingFakeMode
     events: list[CallEvent] = field(default_factory=list)
     exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
-    first_nodes: list[int] = field(default_factory=list)  # of the calls not left
+    first_nodes: list[int] = field(default_factory=list)  # of the calls that still run
     backward: list[tuple[bool, int]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # nbytes by id of the storage
-    saved_nbytes: int = 0  # when the forward is over
+    saved_nbytes: int = 0  # at the end of the forward
 
     def __post_init__(self) -> None:
         params = dict(self.model.named_parameters(remove_duplicate=False))
@@ -215,12 +215,12 @@ class _Recorder:
             self._add(False, unit, bool(outputs), backward_reads(module))
             nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
             first = self.first_nodes.pop()
-            # As in the runtime: a tensor that the unit only hands on is none of its outputs.
+            # As in the runtime, a tensor that the unit only passes through is not its output.
             computed = {node for node in nodes if node._sequence_nr() >= first}
             for node in computed or nodes:
                 if node not in self.exits:
                     node.register_prehook(partial(self._backward, node))
-                # In front, as in the runtime: a unit may return what it was given.
+                # As in the runtime, the outer unit comes first if it returns an inner's output.
                 self.exits.setdefault(node, []).insert(0, index)
 
     def _backward(self, node: torch.autograd.graph.Node, _grads: Any) -> None:
@@ -245,7 +245,7 @@ class _Recorder:
         return tensor
 
     def result(self) -> Activations:
-        """The figures by moment."""
+        """Returns the figures by moment."""
         moments = range(2 * len(self.events) + 1)
         unused = [
             tuple(i for i, p in enumerate(unit) if p.requires_grad and p not in self.used)

@@ -1,4 +1,4 @@
-"""Says what to do about a plan: which stage, and what to change where none fits."""
+"""Writes the advice of a plan: which stage to use, and what to change if none fits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner
 from zerocore.planning.result import Plan, StagePlan
 
-SLOW_LINK = 0.2  # exposed communication, of the step
+SLOW_LINK = 0.2  # a link is slow if exposed communication is this part of the step
 
 
 def advise(plan: Plan, planner: Planner) -> list[str]:
-    """Sentences, most important first."""
+    """Returns sentences, the most important first."""
     fit = plan.smallest_fit
     roomy = fit is not None and plan.verdict(fit) == "yes"
     lines = [] if fit is not None else list(_where_none_fits(plan, planner))
@@ -31,7 +31,7 @@ def advise(plan: Plan, planner: Planner) -> list[str]:
                 f"activations are {fit.activations / fit.peak.nbytes:.0%} of its peak"
                 + ("" if plan.setting.workload.checkpointing else "; checkpointing would lower it")
             )
-    if fit is None or fit.stage == HIGHEST_STAGE or not roomy:  # what one would choose
+    if fit is None or fit.stage == HIGHEST_STAGE or not roomy:  # a stage that users would choose
         lines += _slow_links(plan, planner)
     if (share := plan.setting.host_share) is not None:
         lines.append(_offload(plan, share))
@@ -79,8 +79,8 @@ def _where_none_fits(plan: Plan, planner: Planner) -> Iterator[str]:
 
 
 def _other_ranks(plan: Plan, planner: Planner, activations: int, with_it: str) -> Iterator[str]:
-    """The same ranks in fewer replicas, or else the first doubling of them, where all is sharded.
-    The doubled ranks are those of one replica."""
+    """Yields the advice to use fewer replicas, or else more ranks (doubled until the model fits),
+    both at the highest stage. A larger number of ranks is planned as one replica."""
     room = plan.setting.memory_nbytes - activations
     now, highest = _fully_sharded(plan, planner), f"stage {HIGHEST_STAGE}"
 
@@ -123,7 +123,7 @@ def _slow_links(plan: Plan, planner: Planner) -> Iterator[str]:
 
 
 def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
-    """The call that shards within nodes, where there are several and the model fits so."""
+    """Returns the advice to shard within nodes, if there are several and the model fits one."""
     world_size, node = plan.setting.world_size, plan.setting.node
     shards = max(n for n in range(1, node.num_ranks + 1) if world_size % n == 0)
     replicas, activations = world_size // shards, plan.stages[-1].activations or 0
@@ -143,8 +143,8 @@ def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
 
 
 def _offload(plan: Plan, share: int) -> str:
-    """The least offload that fits, and from how many tokens on its update is hidden. On the host a
-    rank has ``share`` bytes."""
+    """Returns the least offload that fits, with the tokens a step whose compute takes as long as
+    the host's update. ``share``: a rank's bytes of host memory."""
     fit = next((each for each in plan.offloads if each.fits), None)
     of_share = f"the {format_nbytes(share)} that a rank has on the host"
     if fit is None:

@@ -1,4 +1,4 @@
-"""Other ways to shard a model; the only place that looks for them.
+"""Searches for other ways to shard a model: stages, replicas, ranks, dtypes and offloads.
 
 The error for an exceeded memory budget names the candidates that would fit.
 """
@@ -25,19 +25,19 @@ from zerocore.options.stages import HIGHEST_STAGE, placements_of, stages_above
 from zerocore.planning.division import Division, parts_of
 from zerocore.planning.planner import Planner, make_planner
 
-MAX_RANKS = 65536  # where a search for enough ranks gives up
-NUM_CHANGES = 3  # candidates that the error names
+MAX_RANKS = 65536  # the search for enough ranks ends here
+NUM_CHANGES = 3  # the error names so many candidates
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model divided in one way.
+    """One way to shard a model.
 
     Attributes:
-        planner: of the model.
-        division: over ranks.
+        planner: plans the model.
+        division: how the state is divided over ranks.
         text: the change that leads to it.
-        search: ``replicas``, ``ranks`` or ``offload`` where one that fits is enough.
+        search: a common name of similar candidates, if one of them that fits is enough.
     """
 
     planner: Planner
@@ -65,11 +65,11 @@ class Candidate:
 
 
 def candidates(now: Candidate, narrow: Planner | None = None) -> Iterator[Candidate]:
-    """Yields other ways, cheapest first: without more traffic, with it, precision, ranks, the host.
+    """Yields other ways to shard: stages, prefetch, replicas, then bfloat16, ranks and offloads.
 
     Args:
         now: how the model is sharded.
-        narrow: plans the model with parameters in bfloat16; without it that is not proposed.
+        narrow: plans the model in bfloat16; None skips that candidate.
     """
     rows, is_highest = now.planner.by_rows, not stages_above(now.division.stage)
     if not rows:
@@ -129,8 +129,8 @@ def _more_ranks(now: Candidate, where: str = "") -> Iterator[Candidate]:
 def _offloads(
     now: Candidate, place: str, remark: str, path: str | None = None
 ) -> Iterator[Candidate]:
-    """The parts that can leave the device for ``"cpu"`` or ``"disk"`` at each stage from that of
-    ``now`` on, least first; gradients go to the host."""
+    """Yields offloads to ``place`` (``"cpu"`` or ``"disk"``) for the stage of ``now`` and those
+    above it, each stage's least first; gradients always go to the host."""
     for stage in (now.division.stage, *stages_above(now.division.stage)):
         places: dict[str, Any] = {"path": path}
         for part, where in (("states", place), ("gradients", "cpu"), ("parameters", place)):
@@ -148,14 +148,14 @@ def call_of(options: Offload | Communication, always: str = "states") -> str:
     default, parts = kind(), []
     for name in (field.name for field in fields(options)):
         value = getattr(options, name)
-        by_all = name == "regather" and value == 1  # a number of ranks in a plan
+        by_all = name == "regather" and value == 1  # plans have the number of ranks here
         if (value != getattr(default, name) and not by_all) or name == always:
             parts.append(f"{name}={value!r}")
     return f"{kind.__name__.lower()}=zerocore.{kind.__name__}({', '.join(parts)})"
 
 
 def fitting(found: Iterator[Candidate], fits: Callable[[int], bool]) -> Iterator[Candidate]:
-    """Yields the candidates that fit: the first of each search, and the last offload, too."""
+    """Yields the first candidate of each search that fits, and the last offload that fits."""
     for search, group in groupby(found, lambda candidate: candidate.search or candidate.text):
         enough = (candidate for candidate in group if fits(candidate.nbytes))
         yield from islice(enough, 1)
@@ -170,10 +170,10 @@ def check_budget(
     meshes: Sequence[Ranks],
     budget: int,
 ) -> None:
-    """Raises ValueError if what zerocore and Adam would allocate on rank 0 exceeds ``budget``.
+    """Raises ValueError if zerocore and Adam would allocate more than ``budget`` bytes on rank 0.
 
-    Parameters, gradients, two optimizer states and the bucket pool, bytes; activations are not
-    known before a forward and not counted. Rank 0 owns the most, so all ranks decide alike.
+    Counts parameters, gradients, two optimizer states and the bucket pool, but no activations,
+    which are unknown before a forward. Rank 0 owns the most, so all ranks decide alike.
     """
     ranks = meshes[0]
     division = Division(

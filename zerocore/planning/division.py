@@ -1,4 +1,4 @@
-"""How a model's state is divided over ranks, in which one plan differs from another."""
+"""How a model's state is divided over ranks: the input in which plans of one model differ."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from zerocore.options.offload import Offload
 from zerocore.options.stages import Placements, placements_of
 
 Part = tuple[int, int, int]
-"""Ranks that share the state of a part of the model, replicas, and the rank's shard."""
+"""Of a part of the model: ranks that share its state, replicas, and the index of this shard."""
 
 
 def parts_of(meshes: Sequence[Ranks]) -> tuple[Part, ...]:
-    """The parts of a model, seen from this rank."""
+    """Returns the parts of a model, seen from this rank."""
     return tuple((ranks.num_shards, ranks.num_replicas, ranks.shard_rank) for ranks in meshes)
 
 
 @dataclass(frozen=True)
 class Division:
-    """A stage on so many ranks.
+    """A stage, the ranks, and the options that decide the bytes of a rank.
 
     Attributes:
         stage: 0 to 3.
-        world_size: all ranks, numbered replica by replica.
-        num_replicas: groups of ranks that hold the same; the ranks of one share the state.
-        parts: those of the model, such as its experts.
-        communication: its ``regather`` is a number of ranks.
-        rank: whose bytes; rank 0 owns the most.
-        backend: of the groups; the memory of a reduction depends on it.
-        sums_on_host: sums over the replicas wait for the host, as on the CPU.
-        offload: what leaves the device.
+        world_size: number of all ranks, which are numbered replica by replica.
+        num_replicas: replicas; the ranks of each share the state.
+        communication: as for ``shard``; its ``regather`` is a number of ranks.
+        parts: parts of the model that fewer ranks share, such as its experts.
+        rank: the rank whose bytes are planned; rank 0 owns the most.
+        backend: backend of the groups, on which the memory of a reduction depends.
+        sums_on_host: the host waits for sums over the replicas, as on the CPU.
+        offload: state that is offloaded from the device.
     """
 
     stage: int
@@ -47,11 +47,11 @@ class Division:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share the state."""
+        """The number of ranks that share the state."""
         return self.world_size // self.num_replicas
 
     def num_parts(self, mesh: int) -> int:
-        """Parts of each parameter of a mesh, on other ranks each."""
+        """Returns into how many parts, on different ranks, a mesh's parameters are cut."""
         if mesh == 0:
             return 1
         num_shards, num_replicas, _ = self.parts[mesh - 1]
@@ -59,7 +59,7 @@ class Division:
 
     @property
     def placements(self) -> Placements:
-        """The state that these ranks share."""
+        """Which state the ranks share."""
         return placements_of(self.stage)
 
     @property
@@ -69,11 +69,11 @@ class Division:
 
     @property
     def mesh(self) -> str:
-        """Replicas by shards."""
+        """The mesh as text, replicas by shards."""
         return f"({self.num_replicas}, {self.num_shards}) mesh"
 
     @property
     def ranks(self) -> str:
-        """How many ranks, and of several replicas the mesh."""
+        """The number of ranks as text, with the mesh if there are several replicas."""
         in_mesh = f" in a {self.mesh}" if self.num_replicas > 1 else ""
         return f"{self.world_size} ranks{in_mesh}"

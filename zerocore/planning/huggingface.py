@@ -1,4 +1,4 @@
-"""Models from Hugging Face configurations, without weights, and the presets that ship."""
+"""Builds models from Hugging Face configurations or presets, without weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerocore.common.extras import missing
 
 
 def preset_names() -> list[str]:
-    """Names of the configurations that ship with the package."""
+    """Returns the names of the configurations that ship with the package."""
     folder = resources.files("zerocore.planning") / "presets"
     return sorted(
         entry.name.removesuffix(".json")
@@ -26,12 +26,12 @@ def preset_names() -> list[str]:
 
 
 def load_config(source: str | Path | dict[str, Any]) -> Any:
-    """A Hugging Face configuration from a preset's name, a JSON file or its content.
+    """Loads a Hugging Face configuration from a preset's name, a JSON file or its content.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: neither a preset nor a file, not a configuration, or one with values that
-            transformers refuses.
+        ValueError: ``source`` is neither a preset nor a file, or is not a configuration that
+            transformers accepts.
     """
     values = source if isinstance(source, dict) else _read(str(source))
     if not isinstance(values, dict) or "model_type" not in values:
@@ -47,14 +47,14 @@ def load_config(source: str | Path | dict[str, Any]) -> Any:
 
 
 def build_model(config: Any, dtype: torch.dtype | None = None, source: object = None) -> nn.Module:
-    """The model of a configuration on the meta device, in training mode.
+    """Builds a configuration's model on the meta device, in training mode.
 
-    The class is the first of ``config.architectures``, or the causal language model of its type.
+    Its class is the first of ``config.architectures``, or the type's causal language model.
 
     Args:
         config: a Hugging Face configuration.
         dtype: floating-point dtype of the parameters; None takes torch's default.
-        source: what the configuration was loaded from, for errors.
+        source: where the configuration was loaded from, for errors.
 
     Raises:
         ValueError: transformers has no such class, or cannot build it from these values.
@@ -67,11 +67,10 @@ def build_model(config: Any, dtype: torch.dtype | None = None, source: object = 
 
 
 def sample_inputs(model: nn.Module, micro_batch: int, seq_len: int) -> dict[str, Any] | None:
-    """Keyword arguments of one training forward of a Hugging Face model, on the meta device:
-    samples of ``seq_len`` tokens, or as many as the configuration allows.
+    """Makes the keyword arguments of a Hugging Face model's training forward, on the meta device.
 
-    Returns:
-        None for a model whose inputs are not known.
+    A sample has ``seq_len`` tokens, or as many as the configuration allows. Returns None for a
+    model whose inputs are unknown.
     """
     config, main_input = getattr(model, "config", None), getattr(model, "main_input_name", None)
     if config is None:
@@ -94,7 +93,7 @@ def sample_inputs(model: nn.Module, micro_batch: int, seq_len: int) -> dict[str,
 
 
 def config_dtype(config: Any) -> torch.dtype | None:
-    """The dtype that a configuration asks for, None where it does not."""
+    """Returns the dtype of a configuration; None if it names none."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -114,12 +113,12 @@ def _model_maker(config: Any, source: object) -> Callable[..., nn.Module]:
 
 @contextmanager
 def _naming(source: object) -> Iterator[None]:
-    """Turns an error of transformers about a configuration's values into one that names it."""
+    """Turns transformers' errors about a configuration into a ValueError that names its source."""
     try:
         yield
-    except ImportError:  # of a library that the model needs
+    except ImportError:  # the model needs a library that is not installed
         raise
-    except Exception as error:  # its classes of errors are many and change
+    except Exception as error:  # transformers raises errors of many classes
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{_name(source)}: transformers cannot use this configuration: "
@@ -142,7 +141,7 @@ def _read(source: str) -> Any:
         )
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON, or of UTF-8
+    except ValueError as error:  # the text is not JSON or not UTF-8
         raise ValueError(f"'{source}' is not JSON: {error}") from None
 
 

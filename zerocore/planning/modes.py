@@ -1,4 +1,4 @@
-"""Modes in which a model runs without data: on fake tensors, watched, with fused attention."""
+"""Modes that run a model on fake tensors, count its work and use fused attention."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _VIEW, _NEW, _OTHER = "view of the first argument", "new tensors", "other"
 class StorageTracker:
     """Follows every storage from the operator that makes it until it is freed.
 
-    ``known`` are not counted. ``live`` is in bytes; ``highest`` and ``work`` are by moment: the
-    latter has ``flops``, and what each kind of kernel does, under the names of :class:`Work`.
+    It does not count the tensors in ``known``. ``live`` has the bytes alive now, ``highest`` the
+    most in each moment, ``work`` each moment's ``flops`` and the fields of :class:`Work`.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -34,21 +34,21 @@ class StorageTracker:
         self.live = 0
         self.highest: defaultdict[int, int] = defaultdict(int)
         self.work: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        self._ignored = [tensor.untyped_storage() for tensor in known]  # keeps their ids taken
+        self._ignored = [tensor.untyped_storage() for tensor in known]  # keeps their ids from reuse
         self._seen: dict[int, Any] = {id(storage): None for storage in self._ignored}
 
     def at(self, moment: int) -> None:
-        """From here on operators belong to a later moment."""
+        """Begins a later moment, to which the next operators belong."""
         self.moment = max(self.moment, moment)
         self._note()
 
     def is_ignored(self, tensor: Tensor) -> bool:
-        """Whether the tensor is, or is a view of, one that was there before."""
+        """Whether the tensor is in ``known``, or a view of such a tensor."""
         key = id(tensor.untyped_storage())
         return key in self._seen and self._seen[key] is None
 
     def add(self, out: Any, work: dict[str, int]) -> None:
-        """An operator's results, and what it did."""
+        """Adds an operator's results and its work."""
         counted = self.work[self.moment]
         for name, amount in work.items():
             counted[name] += amount
@@ -76,7 +76,7 @@ class StorageTracker:
 
 @dataclass(frozen=True)
 class _NewTensor:
-    """A tensor with a storage of its own, as large as it needs."""
+    """The description of a tensor that fills a storage of its own."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -85,35 +85,35 @@ class _NewTensor:
 
 
 class _NotRepeatable(Exception):
-    """An operator, argument or result that a FakeTensorMode must see every time."""
+    """Raised for an argument with which a FakeTensorMode must run the operator every time."""
 
 
 class RepeatingFakeMode(FakeTensorMode):
-    """A FakeTensorMode for models whose blocks repeat each other.
+    """A FakeTensorMode that is fast for models whose blocks repeat.
 
-    A FakeTensorMode takes a fraction of a millisecond for an operator, also where its own cache
-    has it. Here the operator's own kernel makes views, and other results are new tensors like
-    those that the FakeTensorMode made of arguments of the same shapes. The FakeTensorMode is asked
-    every time about operators that write, and about tensors that are not fake or have a value.
+    FakeTensorMode takes a fraction of a millisecond for an operator, even on a hit of its cache.
+    This class makes views with the operator's own kernel. For other operators it keeps the results
+    by the shapes of the arguments, and makes new tensors like them. FakeTensorMode runs operators
+    that write, and those with arguments that are not fake or have a known value, every time.
 
     Attributes:
-        tracker: sees the results of all operators but those that others decompose into.
+        tracker: gets the results and the work of outermost operators.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.tracker: StorageTracker | None = None
-        self._is_inside = False  # of an operator that is tracked
+        self._is_inside = False  # an outer operator runs, and is tracked itself
         self._kinds: dict[Any, str] = {}
         self._results: dict[Any, Any] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # no compiler traces this: torch need not guard every operator against it
+        return False  # no compiler traces this, so torch need not wrap every operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # asked for more often than all others together
+        if func is torch.ops.prim.device.default:  # the most frequent operator by far
             return args[0].fake_device
         was_inside, self._is_inside = self._is_inside, True
         try:
@@ -125,7 +125,7 @@ class RepeatingFakeMode(FakeTensorMode):
         return out
 
     def _run(self, func: Any, types: Any, args: Any, options: Any) -> tuple[Any, dict[str, int]]:
-        """An operator's results and work: see :attr:`StorageTracker.work`."""
+        """Runs an operator; returns its results and its work, see :class:`StorageTracker`."""
         kind = self._kinds.get(func) or self._kinds.setdefault(func, _kind_of(func))
         try:
             if kind is _VIEW:
@@ -144,7 +144,7 @@ class RepeatingFakeMode(FakeTensorMode):
         return out, work
 
     def _key(self, value: Any) -> Any:
-        """The key of a call: arguments on which the shapes of its results depend."""
+        """Returns the key of a call: everything on which the shapes of its results depend."""
         if type(value) is FakeTensor:
             if value.fake_mode is not self or value.constant is not None:
                 raise _NotRepeatable
@@ -153,7 +153,7 @@ class RepeatingFakeMode(FakeTensorMode):
             return tuple(map(self._key, value))
         if not isinstance(value, _PLAIN):
             raise _NotRepeatable
-        return type(value), value  # 1, 1.0 and True are equal
+        return type(value), value  # the type tells 1, 1.0 and True apart
 
     def _view(self, func: Any, args: Any, options: dict[str, Any]) -> Any:
         self._key(args[0])
@@ -165,7 +165,7 @@ class RepeatingFakeMode(FakeTensorMode):
         return type(out)(self._fake(view, device) for view in out)
 
     def _make(self, result: Any) -> Any:
-        """New tensors as described."""
+        """Makes new tensors from their descriptions."""
         if not isinstance(result, _NewTensor):
             return tree_map_only(_NewTensor, self._make, result)
         with torch._C._DisableTorchDispatch():
@@ -175,8 +175,8 @@ class RepeatingFakeMode(FakeTensorMode):
         return self._fake(plain, result.device)
 
     def _fake(self, plain: Tensor, device: torch.device) -> FakeTensor:
-        """A FakeTensor around a tensor on the meta device. Its class sets a dozen attributes one by
-        one, which are the same for all on a device."""
+        """Makes a FakeTensor of a tensor on the meta device. It copies the dozen attributes that
+        all tensors on a device share, which is faster than the constructor."""
         attributes = self._attributes.get(device)
         if attributes is None:
             fake = FakeTensor(self, plain, device)
@@ -192,7 +192,7 @@ class RepeatingFakeMode(FakeTensorMode):
 
 def _kind_of(func: Any) -> str:
     if not isinstance(func, torch._ops.OpOverload) or func._can_decompose():
-        return _OTHER  # a decomposition asks for its own operators
+        return _OTHER  # a decomposition calls its own operators
     if func.is_view or func is torch.ops.aten._unsafe_view.default:
         return _VIEW
     values = (*func._schema.arguments, *func._schema.returns)
@@ -200,13 +200,13 @@ def _kind_of(func: Any) -> str:
 
 
 def _are_new(out: Any, args: Any) -> bool:
-    """Whether a new call could return other tensors with the same descriptions."""
+    """Whether the results are new tensors that their descriptions suffice to make again."""
     taken = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
     return all(_is_new(each, taken) for each in tree_leaves(out) if isinstance(each, Tensor))
 
 
 def _is_new(tensor: Tensor, taken: set[int]) -> bool:
-    """Whether nothing but its description matters; its storage is one of the taken then."""
+    """Whether the tensor is new and its description suffices; adds its storage to ``taken``."""
     if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
         return False
     if tensor.layout is not torch.strided or tensor.storage_offset() != 0:
@@ -224,9 +224,9 @@ def _describe(tensor: FakeTensor) -> _NewTensor:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers are fake; no data is read or copied.
-    Floating-point parameters take ``dtype`` where it is given."""
-    # deepcopy takes what the memo has for an object instead of copying it.
+    """Copies ``model`` with fake parameters and buffers; no data is read or copied. ``dtype``, if
+    given, is the dtype of its floating-point parameters."""
+    # deepcopy uses the memo's entry for an object instead of a copy.
     memo: dict[int, Any] = {}
     with mode:
         for param in model.parameters():
@@ -238,9 +238,9 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None)
 
 
 def fake_like(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """A tensor of the same shape and strides on the CPU; what is no tensor comes back as it is.
+    """Makes a tensor of the same shape and strides on the CPU; returns other values unchanged.
 
-    Needs an active FakeTensorMode. Floating-point tensors take ``dtype`` where it is given.
+    Needs an active FakeTensorMode. ``dtype``, if given, is the dtype of floating-point tensors.
     """
     if not isinstance(value, Tensor):
         return value
@@ -252,8 +252,8 @@ _WITHOUT_KERNEL = {"aten::_unsafe_view", "aten::empty", "aten::empty_like", "ate
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as a GPU runs it: a fused kernel that saves its inputs, output and one number a
-    row, whatever kernel the dispatcher would choose for a tensor without a device."""
+    """Runs attention as a GPU does: by a fused kernel that saves its inputs, its output and one
+    number a row. On the CPU the dispatcher would choose another kernel."""
 
     def __torch_function__(
         self,
@@ -271,7 +271,7 @@ class FusedAttention(TorchFunctionMode):
 def _is_fused(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> bool:
-    """Whether fused kernels take it: no learned bias, one head size."""
+    """Whether fused kernels support the call: no learned bias, one head size."""
     learned = attn_mask is not None and attn_mask.requires_grad
     return not learned and query.shape[-1] == value.shape[-1]
 
@@ -294,7 +294,7 @@ def _attend(
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Operations of a matrix product, a convolution or attention; 0 of all else."""
+    """Returns the operations of a matrix product, a convolution or attention; 0 for others."""
     packet = func._overloadpacket
     if packet in flop_registry:
         return flop_registry[packet](*_with_all_heads(packet, args), **kwargs, out_val=out)
@@ -304,7 +304,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 
 def _work(func: Any, args: Any, options: dict[str, Any], out: Any) -> dict[str, int]:
-    """Operations, and the work of a kernel; views and allocations have none."""
+    """Returns the operations and the work of a kernel; views and allocations have none."""
     flops = _flops(func, args, options, out)
     if flops and "scaled_dot_product" in func._schema.name:
         return {"flops": flops, "attention": flops // 2 if _is_causal(func, args) else flops}
@@ -319,7 +319,7 @@ def _work(func: Any, args: Any, options: dict[str, Any], out: Any) -> dict[str, 
 
 
 def _is_causal(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a fused attention, or its backward, skips what comes later."""
+    """Whether a fused attention, or its backward, skips later tokens."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name == "is_causal":
             return bool(value)
@@ -333,8 +333,8 @@ def _nbytes(value: Any) -> int:
 
 
 def _with_all_heads(packet: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of grouped-query attention with as many key and value heads as query heads. The
-    kernels broadcast them; the formula of torch 2.11 asks for equal shapes."""
+    """Expands keys and values of grouped-query attention to as many heads as queries have. Kernels
+    broadcast them, but torch 2.11's formula for operations requires equal shapes."""
     if "scaled_dot_product" not in str(packet):
         return args
     heads = max(a.shape[1] for a in args if isinstance(a, Tensor) and a.dim() == 4)

@@ -1,5 +1,5 @@
-"""Bytes beside a step's memory, of a model that is not sharded yet: of a checkpoint, and those that
-``zerocore.matrices.Muon`` sends in a step."""
+"""Plans the bytes of a checkpoint, and those that ``zerocore.matrices.Muon`` sends in a step, for a
+model that is not sharded yet."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zerocore.planning.planner import Planner
 
 @dataclass(frozen=True)
 class CheckpointBytes:
-    """Bytes of the weights and of the optimizer's states of their size; without what frames them.
+    """Bytes of the weights and of optimizer states of their size; file headers do not count.
 
     Attributes:
-        total: of all ranks.
-        own: what this rank writes.
+        total: bytes that all ranks write.
+        own: bytes that this rank writes.
     """
 
     total: int
@@ -28,19 +28,19 @@ class CheckpointBytes:
 
     @property
     def host(self) -> int:
-        """Memory on this rank's host that a background save takes: copies, and blocks to write."""
+        """Host memory that this rank's background save takes: copies, and blocks to write."""
         blocks = FileWriter.RING_NBYTES if self.own > FileWriter.RING_NBYTES else 0
         return min(self.own, MEMORY_BUDGET) + blocks
 
     @property
     def near(self) -> int:
-        """Memory that a node holds for this rank with ``zerocore.recovery.PeerCheckpoints``: its
-        file and another rank's, of two checkpoints that stay and one that is written."""
+        """Node memory that ``zerocore.recovery.PeerCheckpoints`` takes for each rank: two files
+        (its own and another rank's) of three checkpoints (two complete, one being written)."""
         return 3 * 2 * self.own
 
 
 def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:
-    """Bytes that ``zerocore.Checkpoints`` writes of a model and its optimizer."""
+    """Returns the bytes that ``zerocore.Checkpoints`` writes for a model and its optimizer."""
     total = own = 0
     for unit, layout in zip(planner.units, planner.layouts(division), strict=True):
         num_parts, rank = division.num_parts(unit.mesh), division.rank
@@ -60,10 +60,10 @@ _ITEMSIZE = 2  # bfloat16
 
 
 def exchanged_nbytes(planner: Planner, division: Division) -> int:
-    """Bytes that the division's rank sends if Muon trains all matrices, chosen by their shape;
-    raises ValueError if replicas share the optimizer's states."""
+    """Returns the bytes that the division's rank sends if Muon trains all matrices, chosen by their
+    shape. Raises ValueError if replicas share the optimizer's states."""
     if division.communication.replicas_share is not None:
-        raise ValueError("replicas_share='optimizer' is not built for Muon; leave it out")
+        raise ValueError("replicas_share='optimizer' is not supported for Muon; leave it out")
     shared = division.placements.optimizer
     levels = (division.num_replicas,) if shared else (division.num_shards, division.num_replicas)
     grid = Grid(division.num_shards if shared else 1, tuple(size for size in levels if size > 1))

@@ -36,7 +36,7 @@ from zerocore.planning.setting import Machine, Setting, Workload, checked_groups
 from zerocore.planning.step_time import predict_timing
 from zerocore.weights.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 
-# How fake tensors refuse what depends on values.
+# Fake tensors raise these for operators whose results depend on values.
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 ModelLike = nn.Module | str | Path | dict[str, Any]
@@ -55,22 +55,22 @@ def plan(
     dtype: torch.dtype | None = None,
     units: Sequence[UnitChoice] | None = None,
 ) -> Plan:
-    """Bytes, traffic and time of a training step at each stage, on one rank.
+    """Predicts the bytes, traffic and time of a training step on one rank, at each stage.
 
-    The bytes are those of the layouts and the schedule that the runtime executes; activations are
-    measured on fake tensors. All figures are predictions.
+    The bytes follow from the layouts and the schedule that the runtime executes. Activations are
+    measured on fake tensors.
 
     Args:
         model: a module (on any device, also meta) that is not sharded, a Hugging Face
             configuration, a configuration file, its content, or a preset's name.
         world_size: number of data-parallel ranks, of all replicas together.
-        num_replicas: groups of ranks that hold the same (hybrid sharding): the state is sharded
-            over ``world_size / num_replicas`` ranks, as with ``group=`` a DeviceMesh of
-            ``(num_replicas, world_size // num_replicas)``; they may share the optimizer's states
-            (``Communication(replicas_share="optimizer")``).
-        groups: parameters that not all ranks share, such as experts, by a pattern of their names:
+        num_replicas: replicas of hybrid sharding: the state is sharded over
+            ``world_size / num_replicas`` ranks, as with ``group=`` a DeviceMesh of
+            ``(num_replicas, world_size // num_replicas)``. Replicas may share the optimizer's
+            states (``Communication(replicas_share="optimizer")``).
+        groups: parameters that fewer ranks share, such as experts, by a pattern of their names:
             ``{"*.experts.*": zerocore.ParameterMesh(2, of=4)}`` for 4 parts along dimension 0, each
-            on 2 ranks. ``model`` has all of them, and rank 0 the largest part.
+            on 2 ranks. ``model`` has all parts, and rank 0 owns the largest.
         communication: as for :func:`zerocore.shard`.
         workload: the step of a rank, such as ``Workload(inputs=batch, micro_batches=4)``; see
             :class:`Workload`.
@@ -81,10 +81,10 @@ def plan(
         units: as for :func:`zerocore.shard`.
 
     Raises:
-        ValueError, TypeError: an argument is out of range, the model is sharded already, or it
-            fails with the ``inputs`` or the ``loss`` given. A model whose forward depends on the
-            values of its inputs is no error: it is planned without activations.
-        ImportError: a configuration without transformers.
+        ValueError, TypeError: an argument is out of range, the model is sharded already, or its
+            forward or backward fails with the ``inputs`` or ``loss`` given. If it only needs the
+            values of its inputs, the plan has no activations instead.
+        ImportError: a configuration needs transformers, which is not installed.
     """
     communication = Communication() if communication is None else communication
     workload = Workload() if workload is None else workload
@@ -156,7 +156,7 @@ def _make_plan(
     checkpointed: Activations | None,
     note: str,
 ) -> Plan:
-    """All stages and the advice; ``note`` says why activations were not measured."""
+    """Plans all stages and adds the advice; ``note`` says why activations were not measured."""
     run = checkpointed if setting.workload.checkpointing else plain
     if run is not None:
         backward = tuple(BackwardEvent(*event) for event in run.backward)
@@ -178,8 +178,8 @@ def _make_plan(
 
 
 def _offloads(planner: Planner, setting: Setting, activations: int) -> Iterator[OffloadPlan]:
-    """All stages with all offloads, the least first: those to a disk behind those to the host; none
-    where no host was given. The peak of ``activations`` is in bytes."""
+    """Yields the plan of each offload at each stage: to the host, then to a disk. Yields none if
+    the host's memory is unknown. ``activations``: their peak in bytes."""
     share = setting.host_share
     for each in candidates(Candidate(planner, setting.division(STAGES[0]))):
         offload = each.division.offload
@@ -192,12 +192,12 @@ def _offloads(planner: Planner, setting: Setting, activations: int) -> Iterator[
 def plan_stage(
     planner: Planner, stage: int, setting: Setting, activations: Activations | None
 ) -> StagePlan:
-    """One stage of a plan."""
+    """Plans one stage."""
     division = setting.division(stage)
     memory, events = planner.memory(division), planner.events(division)
     collectives = [event for event in events if event.op in COLLECTIVES]
     deferred = 0
-    if setting.workload.zero_bubble:  # all buckets are under way at its end
+    if setting.workload.zero_bubble:  # at its end all buckets are in flight
         sent = sum(event.nbytes for event in collectives if event.op == "reduce_scatter")
         deferred = planner.full_gradient_nbytes + sent
     exchanged = exchanged_nbytes(planner, division) if planner.moves_matrices else 0
@@ -247,7 +247,7 @@ def _export_nbytes(planner: Planner, division: Division) -> int:
 
 
 def _compute_s(setting: Setting, activations: Activations) -> tuple[float, ...]:
-    """Seconds of compute, by moment."""
+    """Returns the seconds of compute by moment."""
     gpu, rate = setting.gpu, setting.flops_per_s
     if gpu is None:
         return tuple(flops / rate for flops in activations.flops)
@@ -255,7 +255,7 @@ def _compute_s(setting: Setting, activations: Activations) -> tuple[float, ...]:
 
 
 def _num_tokens(inputs: Any) -> int | None:
-    """Tokens of a micro-batch, None where the inputs are no tokens."""
+    """Returns the tokens of a micro-batch; None if the inputs are not tokens."""
     tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
     return tokens.numel() if isinstance(tokens, torch.Tensor) else None
 
@@ -270,7 +270,7 @@ def _group_nbytes(
 
 
 def _near_nbytes(collectives: list[PlannedEvent], num_near: int) -> int:
-    """Bytes that stay among near ranks: all that is gathered there, else what is meant for them."""
+    """Returns the bytes sent among near ranks: their own gathers, and their part of the others."""
     total = 0.0
     for event in collectives:
         sent = traffic_nbytes(event.op, event.nbytes, event.num_ranks)
@@ -288,7 +288,7 @@ def _sent_nbytes(collectives: list[PlannedEvent]) -> int:
 def _resolve(
     model: Any, dtype: torch.dtype | None, mixed: MixedPrecision | None
 ) -> tuple[nn.Module, str, torch.dtype | None]:
-    """The module to plan, its name, and the dtype that its parameters do not have yet."""
+    """Returns the module to plan, its name, and a dtype if it is not its parameters' own."""
     if isinstance(model, nn.Module):
         if is_sharded(model):
             raise ValueError(
@@ -302,7 +302,7 @@ def _resolve(
             "plan expects a module, a Hugging Face configuration, a configuration file or a "
             f"preset's name, got {type(model)}"
         )
-    # Under mixed precision a checkpoint's narrow dtype is not that of the main weights.
+    # Under mixed precision the main weights are in float32, not in a checkpoint's narrow dtype.
     own = torch.float32 if mixed is not None else config_dtype(config)
     built = build_model(config, dtype or own, model)
     name = model if isinstance(model, str) else type(built).__name__
@@ -317,8 +317,8 @@ def _measure(
     dtype: torch.dtype | None,
     given: bool,
 ) -> tuple[Activations | None, Activations | None, str]:
-    """The run as it is, the checkpointed one, and why either is missing. Inputs or a loss that were
-    ``given`` are a mistake if they fail for want of no data."""
+    """Returns the activations without and with checkpointing, and a note if one is missing. If the
+    user has ``given`` inputs or a loss, raises ValueError unless the run only lacked data."""
     if inputs is None:
         note = (
             "activations not measured: pass workload=zerocore.Workload(inputs=...) to run a "
@@ -349,7 +349,7 @@ def _measure(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps torch from logging operators that do not run without data; they are in the note."""
+    """Keeps torch from logging operators that need data: the plan's note names them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True

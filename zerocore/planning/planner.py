@@ -1,4 +1,4 @@
-"""Feeds the C++ plan of a model that is not sharded: units, order of calls, dtypes."""
+"""Describes a model to the C++ planner: units, order of calls, dtypes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerocore.options.config import shard_options
 from zerocore.options.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.planning.division import Division
 
-# Tensors of a parameter's size that an optimizer keeps for it, as torch.optim allocates them.
+# State tensors of a parameter's size that each optimizer of torch.optim allocates.
 OPTIMIZER_STATES = {
     "sgd": 0,
     "momentum": 1,
@@ -31,8 +31,8 @@ _DTYPE_NUMBERS: dict[torch.dtype, int] = {}  # the C++ plan only compares them
 
 
 def optimizer_states(optimizer: str | int) -> int:
-    """State tensors of an optimizer named as in :data:`OPTIMIZER_STATES`, or a number of them;
-    raises ValueError for an unknown name or a negative number."""
+    """Returns the number of state tensors of an optimizer in :data:`OPTIMIZER_STATES`, or the
+    number given. Raises ValueError for an unknown name or a negative number."""
     if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
         return optimizer
     if isinstance(optimizer, str) and optimizer.lower() in OPTIMIZER_STATES:
@@ -45,16 +45,16 @@ def optimizer_states(optimizer: str | int) -> int:
 
 @dataclass(frozen=True)
 class PlannerUnit:
-    """One unit.
+    """A unit as the C++ planner needs it.
 
     Attributes:
-        name: its name.
+        name: the unit's name.
         specs: its parameters as they are gathered.
-        types: their dtypes.
+        types: the parameters' dtypes.
         unused: indices of parameters that get no gradient.
         stays: whether it stays unsharded from forward to backward.
-        near: whether it gathers again from near ranks, where there are some.
-        mesh: 0 for that of the model, or the number of its part.
+        near: whether later gathers come from the near ranks, if there are any.
+        mesh: 0 for the model's mesh, or the number of its part.
     """
 
     name: str
@@ -68,19 +68,19 @@ class PlannerUnit:
 
 @dataclass(frozen=True)
 class Planner:
-    """Byte plans of one model, for any stage and number of ranks.
+    """Plans one model's bytes for any stage and number of ranks.
 
     Attributes:
-        units: of the model.
+        units: the model's units.
         order: calls of the units in a forward.
-        first_order: calls that the runtime expects before it has seen a forward; empty where
-            ``order`` is what it has seen.
-        backward: observed backward; mirrors the forward where empty.
-        num_states: the optimizer's tensors of a parameter's size.
+        first_order: calls that the runtime expects before it has seen a forward; empty if it has
+            seen ``order``.
+        backward: events of the backward; if empty, it mirrors the forward.
+        num_states: the optimizer's state tensors of a parameter's size.
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
-        by_rows: a shard is some rows of each parameter.
-        sums_in_order: ranks sum gradients themselves, in their order.
-        moves_matrices: the optimizer is Muon, which moves matrices to their owners.
+        by_rows: a shard is some rows of each parameter, as under ``fully_shard``.
+        sums_in_order: ranks sum gradients themselves, in the order of ranks.
+        moves_matrices: the optimizer is Muon, which sends matrices to their owners.
     """
 
     units: tuple[PlannerUnit, ...]
@@ -95,7 +95,7 @@ class Planner:
 
     @property
     def full_gradient_nbytes(self) -> int:
-        """Bytes of all gradients in full, as autograd leaves them."""
+        """Bytes of all full gradients, as autograd makes them."""
         return sum(
             spec.numel * types.model.itemsize
             for unit in self.units
@@ -104,7 +104,7 @@ class Planner:
         )
 
     def memory(self, division: Division) -> MemoryBytes:
-        """Bytes on the division's rank after a steady step."""
+        """Returns the bytes on the division's rank after a steady step."""
         plan = _C.plan_memory(
             self._units(), self.order, self._options(division), optimizer_states=self.num_states
         )
@@ -123,11 +123,11 @@ class Planner:
         )
 
     def layouts(self, division: Division) -> list[_C.Layout]:
-        """Layouts of the units."""
+        """Returns the layouts of the units."""
         return _C.plan_layouts(self._units(), self._options(division))
 
     def events(self, division: Division) -> list[_C.PlannedEvent]:
-        """A steady step, in order."""
+        """Returns the events of a steady step, in order."""
         return _C.plan_events(self._units(), self.order, self._options(division))
 
     def _units(self) -> list[_C.UnitPlan]:
@@ -164,25 +164,25 @@ def make_planner(
     num_states: int = 2,
     num_parts: Sequence[int] = (),
 ) -> Planner:
-    """A planner that expects the units in order of registration and every parameter to be used.
+    """Makes a planner that expects units in order of registration, and every parameter in use.
 
     Args:
         model: a model that is not sharded.
         planned: its units, as :func:`zerocore.model.units.choose_units` returns them.
-        dtype: floating-point dtype of the model; None for that of its parameters.
-        mixed: what is computed, gathered and reduced in another dtype.
-        num_states: the optimizer's tensors of a parameter's size.
-        num_parts: by mesh, into how many parts its parameters are to be cut along dimension 0;
-            empty where they are as they are trained.
+        dtype: floating-point dtype of the model; None for its parameters' own.
+        mixed: the dtypes of compute, gathers and reductions, where they differ.
+        num_states: the optimizer's state tensors of a parameter's size.
+        num_parts: by mesh, into how many parts ``shard`` would cut parameters along dimension 0;
+            empty if they are cut already, or in one part.
 
     Raises:
-        NotImplementedError: a parameter says only in ``shard`` what it gathers.
+        NotImplementedError: a parameter gathers itself, so its bytes are known only in ``shard``.
     """
     for choice in (choice for unit in planned for choice in (*unit.params, *unit.several)):
         if choice.gathers_itself:
             raise NotImplementedError(
-                f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which is not "
-                "planned before shard; shard the model inside of `with "
+                f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather): its bytes are "
+                "unknown before the model is sharded. Shard it inside of `with "
                 "zerocore.emulate(world_size):` and call zerocore.planning.predict_memory(model)"
             )
     units = []

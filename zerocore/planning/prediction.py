@@ -1,4 +1,4 @@
-"""Bytes and collectives of a sharded model's step, predicted from its layouts."""
+"""Predicts the bytes and collectives of a sharded model's step from its layouts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def predict_memory(
     optimizer_states: int = 2,
     micro_batches: int = 1,
 ) -> MemoryBytes:
-    """Predicted from the layouts: what :func:`zerocore.memory_usage` shows after a steady step.
+    """Predicts from the layouts what :func:`zerocore.memory_usage` shows after a steady step.
 
     Args:
         model: a sharded model.
         stage: any stage, the model's own by default.
-        optimizer_states: tensors of the parameter's size that the optimizer keeps (Adam: 2).
+        optimizer_states: state tensors of a parameter's size that the optimizer keeps (Adam: 2).
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``.
 
     Raises:
         ValueError: the model is not sharded, there is no such stage, or a number is too small.
-        TypeError: a number is no int.
+        TypeError: a number is not an int.
         RuntimeError: this process was forked from the one that sharded the model.
     """
     check_int("optimizer_states", optimizer_states, 0)
@@ -47,7 +47,7 @@ def predict_memory(
 
 
 def division_of(state: ShardState) -> Division:
-    """How a sharded model is divided, seen from this rank."""
+    """Returns how a sharded model is divided, seen from this rank."""
     ranks = state.meshes[0]
     return Division(
         stage=state.config.stage,
@@ -63,8 +63,8 @@ def division_of(state: ShardState) -> Division:
 
 
 def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -> Planner:
-    """Plans a sharded model, with the calls that its runtime has seen; raises ValueError or
-    TypeError for ``micro_batches`` below 1, or no int."""
+    """Makes the planner of a sharded model, with the calls that its runtime has seen. Raises
+    ValueError if ``micro_batches`` is below 1, TypeError if it is not an int."""
     check_int("micro_batches", micro_batches, 1)
     units = (
         PlannerUnit(
@@ -88,7 +88,7 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
 
 
 def planned_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int, int]]:
-    """Predicted events of a steady step: ``(op, unit, nbytes, pool_nbytes)`` in order.
+    """Predicts a steady step's events: ``(op, unit, nbytes, pool_nbytes)`` in order.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`predict_events`.
@@ -99,16 +99,16 @@ def planned_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, 
 
 
 def predict_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, str, int]]:
-    """Predicted collectives of a steady step: ``(op, unit, nbytes)`` in order.
+    """Predicts a steady step's collectives: ``(op, unit, nbytes)`` in order.
 
     All micro-batches but the last are under ``no_sync``.
 
-    ``nbytes`` is the full bucket; a rank sends or receives ``nbytes * (W - 1) / W`` of it (twice
-    that for an all-reduce).
+    ``nbytes`` is the full bucket; a rank sends and receives ``nbytes * (W - 1) / W`` of it (twice
+    as much for an all-reduce), where ``W`` is the number of ranks in the collective.
 
     Raises:
         ValueError: the model is not sharded, or ``micro_batches`` is below 1.
-        TypeError: ``micro_batches`` is no int.
+        TypeError: ``micro_batches`` is not an int.
         RuntimeError: this process was forked from the one that sharded the model.
     """
     return [

@@ -17,12 +17,12 @@ from zerocore.planning.setting import Setting
 from zerocore.planning.step_time import Timing
 
 LITTLE_HEADROOM = 0.2
-"""Less of the device's memory to spare than this is little headroom."""
+"""A stage has little headroom if it spares less than this part of the device's memory."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest bytes of a step, and when they are reached."""
+    """The highest bytes of a step, and when it reaches them."""
 
     nbytes: int
     when: str
@@ -30,26 +30,26 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan(MemoryBytes):
-    """One stage on one rank: the bytes of the model, and what the step needs besides.
+    """One stage on one rank: the bytes of the model, and the other bytes and times of a step.
 
     Attributes:
         stage: 0 to 3.
         deferred_gradients: bytes of full gradients that a zero-bubble schedule keeps until its end,
-            and of the buckets that it reduces them in.
-        activations: highest bytes of what forward and backward hold; None where not measured.
+            and of the buckets that reduce them.
+        activations: highest bytes of activations; None if not measured.
         peak: highest sum.
-        spare: memory of the device less the peak; negative where it does not fit.
+        spare: the device's memory less the peak; negative if the stage does not fit.
         sent_nbytes: bytes that the rank sends in a step.
         exchanged_nbytes: the part of them that Muon sends to owners of matrices and back.
-        across_nbytes: the part of them that goes to other replicas.
-        near_nbytes: the part that stays among near ranks, such as those of a node; the others go
-            between nodes. Of a ring, or of messages to each rank.
-        group_nbytes: the part of them that goes between the ranks of each of ``groups``.
+        across_nbytes: the part of ``sent_nbytes`` that goes to other replicas.
+        near_nbytes: the part that goes to near ranks, such as a node's, as if a rank sent each
+            other rank a message of its own.
+        group_nbytes: the part that the ranks of each of ``groups`` send to each other.
         num_collectives: collectives in a step.
-        timings: predicted steps by link; none where activations were not measured.
+        timings: predicted steps by link; none if activations were not measured.
         checkpoint: bytes of a checkpoint, and of this rank's part of it.
         export: most bytes that :func:`zerocore.export` takes at a time with buckets of 1 GiB; less
-            for rows where ranks of one machine read each other's memory.
+            under ``fully_shard`` if ranks of one machine read each other's memory.
     """
 
     stage: int
@@ -69,19 +69,19 @@ class StagePlan(MemoryBytes):
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory; without activations that are None."""
+        """Whether the peak fits the device's memory; the peak lacks activations that are None."""
         return self.spare >= 0
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """One stage with one offload, on one rank; predicted.
+    """One stage with one offload, on one rank.
 
     Attributes:
         stage: 0 to 3.
-        offload: what leaves the device.
+        offload: state that is offloaded from the device.
         memory: bytes without activations.
-        device_nbytes: most bytes on the device, with activations where these were measured.
+        device_nbytes: most bytes on the device, with activations if measured.
         fits: whether the device's and the host's memory suffice.
     """
 
@@ -98,16 +98,16 @@ class Plan:
 
     Attributes:
         model: name of the model.
-        num_params: its parameters, tied ones once.
-        num_units: units it is sharded by.
-        setting: what the plan is made for.
+        num_params: number of its parameters' elements; tied parameters count once.
+        num_units: units by which it is sharded.
+        setting: the step, the machine and the ranks of the plan.
         stages: stages 0 to 3.
-        activations: measured without checkpointing; None where they could not be.
+        activations: measured without checkpointing; None if that failed.
         checkpointed: measured with each block recomputed in the backward.
-        offloads: stages with what leaves the device; none where no host was given.
+        offloads: stages with offloads; empty if the host's memory is unknown.
         note: why activations were not measured, if so.
-        advice: sentences, most important first.
-        num_tokens: tokens of a micro-batch on a rank; None where the inputs are no tokens.
+        advice: sentences, the most important first.
+        num_tokens: tokens of a micro-batch on a rank; None if the inputs are not tokens.
     """
 
     model: str
@@ -128,19 +128,19 @@ class Plan:
         return next((stage for stage in self.stages if stage.fits), None)
 
     def tokens_per_s(self, timing: Timing) -> float | None:
-        """Predicted tokens a second on each GPU; None where the inputs are no tokens."""
+        """Returns the tokens a second on each GPU; None if the inputs are not tokens."""
         return None if self.num_tokens is None else self.num_tokens / timing.step_s
 
     def mfu(self, timing: Timing) -> float | None:
-        """Predicted share of the GPU's peak that the model's operations are, without those that
-        checkpointing repeats; None without the ``node`` of a :class:`Machine`."""
+        """Returns the model FLOPs utilization of the GPU's peak, for which operations that
+        checkpointing repeats do not count; None without the ``node`` of a :class:`Machine`."""
         gpu = self.setting.gpu
         if gpu is None or self.activations is None:
             return None
         return self.activations.model_flops / (timing.step_s * gpu.peak_flops)
 
     def rows(self) -> list[list[str]]:
-        """The table as text, a row for each figure and a column for each stage."""
+        """Returns the table as text, a row for each figure and a column for each stage."""
         stages = self.stages
         figures: dict[str, Sequence[int | None]] = {
             "parameters": [stage.parameters for stage in stages],
@@ -185,14 +185,14 @@ class Plan:
         return [row for row in rows if len(row) > 1]
 
     def verdict(self, stage: StagePlan) -> str:
-        """Whether a stage fits: ``no``, ``little headroom`` or ``yes``."""
+        """Returns whether a stage fits: ``no``, ``little headroom`` or ``yes``."""
         if not stage.fits:
             return "no"
         tight = stage.spare < LITTLE_HEADROOM * self.setting.memory_nbytes
         return "little headroom" if tight else "yes"
 
     def notes(self) -> list[str]:
-        """The lines under the table: how it was predicted, the peak, activations, advice."""
+        """Returns the lines under the table: activations, the peak, assumptions and advice."""
         lines = []
         for run, name in ((self.activations, "as it is"), (self.checkpointed, "checkpointed")):
             if run is not None:
@@ -202,7 +202,7 @@ class Plan:
                     f"{format_flops(run.total_flops)} a step"
                 )
         if self.stages[0].activations is not None:
-            # The rest of the peak is held all the time, so the moment is the same at every stage.
+            # The other bytes never change, so the peak comes at the same moment at every stage.
             lines.append(f"peak of every stage: {self.stages[0].peak.when}")
         if self.stages[0].timings:
             lines += self._assumptions()
@@ -215,7 +215,7 @@ class Plan:
         return [*lines, *self.advice]
 
     def _assumptions(self) -> list[str]:
-        """The rates and sizes that the predicted times follow from."""
+        """Returns the rates and sizes from which the times are predicted."""
         setting, workload = self.setting, self.setting.workload
         seconds = format_seconds(self.stages[0].timings[0].compute_s)
         lines = [f"{seconds} of compute at {setting.flops_per_s / 1e12:,.4g} TFLOP/s"]
@@ -238,7 +238,7 @@ class Plan:
         return lines
 
     def title(self) -> str:
-        """One line: model, ranks, memory."""
+        """Returns one line with the model, the ranks and the memory."""
         setting, communication = self.setting, self.setting.communication
         reductions = communication.reductions_in_flight
         return (
@@ -259,7 +259,7 @@ class Plan:
         return render_table(self.title(), self.rows(), self.notes())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the figures by moment; numbers are bytes and seconds."""
+        """Returns all but the figures by moment as values for JSON, in bytes and seconds."""
         stages = []
         for stage in self.stages:
             entry = asdict(stage)
@@ -305,7 +305,7 @@ def _checkpoint_note(stages: Sequence[StagePlan]) -> str:
 
 
 def _timing_rows(timings: Sequence[Timing]) -> list[list[str]]:
-    """A link's rows: a predicted step of each stage, what it communicates, and its bound."""
+    """Returns a link's rows: each stage's predicted step, its communication and its bound."""
     seconds = {
         f"step, {timings[0].link}": [t.step_s for t in timings],
         "  communication": [t.communication_s for t in timings],
@@ -329,7 +329,7 @@ def _summary(activations: Activations | None) -> dict[str, int] | None:
 
 
 def moment_name(order: tuple[CallEvent, ...], moment: int, names: Sequence[str]) -> str:
-    """When a moment is, in words."""
+    """Returns a moment in words."""
     calls = mirrored(order)
     if moment == len(calls):
         return "end of the backward"

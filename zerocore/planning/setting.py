@@ -1,4 +1,4 @@
-"""The question that a plan answers: the training step, the machine and the ranks."""
+"""The inputs of a plan: the training step, the machine and the ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from zerocore.planning.activations import Loss
 from zerocore.planning.division import Division
 
 DEFAULT_FLOPS = 400e12
-"""Operations per second: about 40 % of an H100's 989e12 dense bf16 ones (NVIDIA's data sheet)."""
+"""Operations a second: about 40 % of an H100's 989e12 dense bf16 ones (NVIDIA's data sheet)."""
 
 DEFAULT_MEMORY = "24GiB"
 
 DEFAULT_HOST_BANDWIDTH = "400GB/s"
-"""Assumed of a server with two sockets, of about 600 GB/s that 16 channels of DDR5 reach on
-paper."""
+"""Bytes a second, assumed for a server with two sockets; its 16 channels of DDR5 have a nominal
+600 GB/s."""
 
 UPDATE_NBYTES = 28
-"""Host memory traffic for a parameter: AdamW in float32 reads four numbers and writes three."""
+"""Bytes of host memory that AdamW in float32 reads (four numbers) and writes (three) for each
+parameter."""
 STEP_OPERATIONS = 6
-"""For a parameter and a token: two in the forward, four in the backward."""
+"""Operations for each parameter and token: two in the forward, four in the backward."""
 
 
 @dataclass(frozen=True, eq=False)  # inputs may be tensors, which have no truth value
@@ -37,24 +38,24 @@ class Workload:
 
     Attributes:
         micro_batches: forwards and backwards of a step, all but the last under ``no_sync``. Bytes
-            are those of the whole step, times those of one micro-batch that communicates.
+            are for the whole step, times for the one micro-batch that communicates.
         inputs: one micro-batch for ``loss``, read for shapes only; made from ``micro_batch`` and
             ``seq_len`` for Hugging Face models.
         loss: called as ``loss(model, inputs)``; by default the model's ``loss`` or the sum of its
             outputs.
-        optimizer: a name such as ``"adamw"``, or how many tensors of a parameter's size it keeps.
-            ``"muon"`` is that on all matrices by shape: what it sends is counted, its time is not.
-        rank: whose step, counted replica by replica; rank 0 owns the most.
+        optimizer: a name such as ``"adamw"``, or the number of state tensors of a parameter's size.
+            ``"muon"`` trains all matrices, chosen by shape; its bytes count, its time does not.
+        rank: the rank whose step is planned, numbered replica by replica; rank 0 owns the most.
         micro_batch: samples in a forward, for Hugging Face models.
         seq_len: tokens in a sample, at most what the configuration allows.
         checkpointing: recompute each block in the backward.
         zero_bubble: the model is a stage of a pipeline whose schedule splits the backward in two.
             Its units are gathered once a step and stay; gradients are reduced once, at its end.
-        compiled: by torch.compile, which fuses elementwise kernels; for the time on a ``node``.
+        compiled: torch.compile fuses elementwise kernels; changes the time on a ``node``.
 
     Raises:
         ValueError: a number is below 1.
-        TypeError: a number is no int.
+        TypeError: a number is not an int.
     """
 
     micro_batches: int = 1
@@ -80,28 +81,28 @@ class Workload:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices, the links between them and the host that they are in, for :func:`zerocore.plan`.
+    """The devices, their links and their host, for :func:`zerocore.plan`.
 
     Attributes:
         node: GPUs, links and network by name, such as ``"8xH100-ib400"``, see
             :func:`zerocore.common.nodes.find_node`, or a :class:`zerocore.common.nodes.Node`. The
-            other options go before it. By default links are those of ``8xH100-ib400``.
-        memory: bytes of a device, as a number or text such as ``"24GiB"``; by default that of the
-            node's GPU, and 24 GiB without a node.
-        links: presets, bandwidths such as ``"450GB/s"`` or ``"450GB/s,12us"``, or links, between
-            the ranks that share the state; by default that of the node.
-        replica_link: the link between replicas. By default they share the one of ``links``; without
-            ``links`` it is that of the node.
-        near_link: the link between ranks of ``regather``. By default that of ``links``; without
-            ``links`` it is that of the node.
-        flops: operations per second that layers reach. By default the node's GPU says it for each
+            other options override it. Without a node, links default to those of ``8xH100-ib400``.
+        memory: bytes of a device, as a number or text such as ``"24GiB"``; by default the memory of
+            the node's GPU, or 24 GiB without a node.
+        links: one or several links between the ranks that share the state, as presets, bandwidths
+            such as ``"450GB/s"`` or ``"450GB/s,12us"``, or objects; by default the node's link.
+        replica_link: the link between replicas. If only ``links`` is given, replicas share it; by
+            default it is the node's link.
+        near_link: the link between ranks of ``regather``. If only ``links`` is given, near ranks
+            share it; by default it is the node's link.
+        flops: operations a second that layers reach. By default the node's GPU has a rate for each
             kind of kernel; without a node it is 400 TFLOP/s.
-        host_memory: bytes of a machine beside its devices, such as ``"512GiB"``, which the ranks
-            of a node share: says which stage and ``offload=`` fit.
-        host_bandwidth: what the host reads and writes in a second, such as ``"400GB/s"``.
+        host_memory: bytes of a host, such as ``"512GiB"``, which the ranks of a node share. If
+            given, the plan says which stage and ``offload=`` fit.
+        host_bandwidth: bytes that the host reads and writes in a second, such as ``"400GB/s"``.
 
     Raises:
-        ValueError, TypeError: no such quantity, machine or link.
+        ValueError, TypeError: a quantity, machine or link does not exist.
     """
 
     node: str | Node | None = None
@@ -119,13 +120,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Setting:
-    """The question that a plan answers; fields are arguments of :func:`zerocore.plan`, and
-    ``groups`` has numbers of ranks. The workload's ``inputs`` and ``loss`` are None: they are
-    measured before.
+    """The inputs of a plan. Fields are arguments of :func:`zerocore.plan`; ``groups`` has numbers
+    of ranks. The workload's ``inputs`` and ``loss`` are None: activations are measured already.
 
     Raises:
-        ValueError: there is no such rank, or replicas or near ranks of unequal size.
-        TypeError: a number that is no int.
+        ValueError: there is no such rank, or replicas or near ranks differ in size.
+        TypeError: a number is not an int.
     """
 
     world_size: int
@@ -151,11 +151,11 @@ class Setting:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share the state."""
+        """The number of ranks that share the state."""
         return self.world_size // self.num_replicas
 
     def division(self, stage: int) -> Division:
-        """How the state is divided at a stage."""
+        """Returns how the state is divided at a stage."""
         rank = self.workload.rank
         parts = tuple((group.mesh, 1, rank // group.of) for group in self.groups.values())
         return Division(
@@ -164,7 +164,7 @@ class Setting:
 
     @property
     def node(self) -> Node:
-        """The machine's node; without a name, the default one, whose links then count."""
+        """The machine's node, or the default one, of which only the links are used."""
         return DEFAULT_NODE if self.machine.node is None else find_node(self.machine.node)
 
     @property
@@ -174,7 +174,7 @@ class Setting:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU with a rate for each kind of operation; None if :attr:`flops_per_s` counts."""
+        """The GPU with a rate for each kind of kernel; None if :attr:`flops_per_s` applies."""
         return self.named_gpu if self.machine.flops is None else None
 
     @property
@@ -240,16 +240,16 @@ class Setting:
 
     @property
     def hiding_tokens(self) -> int:
-        """Tokens of a step whose compute takes as long as the host's update, so that it hides it.
+        """Tokens a step whose compute takes as long as the host's update, and so hides it.
 
-        Both are proportional to the parameters, which cancel.
+        Both times are proportional to the number of parameters, which cancels.
         """
         flops = self.flops_per_s * min(self.world_size, self.node.num_ranks)
         return round(UPDATE_NBYTES * flops / (STEP_OPERATIONS * self.host_bytes_per_s))
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for JSON: numbers of the workload, of the machine bytes, bytes and operations a
-        second."""
+        """Returns values for JSON: the workload's numbers, and the machine's bytes, bytes a second
+        and operations a second."""
         found = asdict(self)
         for name in ("inputs", "loss"):
             del found["workload"][name]
@@ -277,11 +277,11 @@ class Setting:
 
 
 def checked_groups(groups: Mapping[str, Any] | None, world_size: int) -> dict[str, ParameterMesh]:
-    """``groups=`` of :func:`zerocore.plan`, each with the number of its parts.
+    """Checks ``groups=`` of :func:`zerocore.plan`; returns it with each group's number of parts.
 
     Raises:
-        TypeError: no dict of :class:`zerocore.ParameterMesh` with numbers of ranks.
-        ValueError: a number below 1, or numbers that do not make up ``world_size``.
+        TypeError: ``groups`` is not a dict of :class:`zerocore.ParameterMesh` with numbers.
+        ValueError: a number is below 1, or a group's numbers do not multiply to ``world_size``.
     """
     if groups is not None and not isinstance(groups, Mapping):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Predicts the time of a step: plays the planned collectives on a modelled link."""
+"""Predicts the time of a step by simulating the planned collectives on links."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zerocore.planning.activations import mirrored
 
 @dataclass(frozen=True)
 class Timing:
-    """A predicted step on a link, or on one between shards and one between replicas; seconds.
+    """The predicted times of a step, in seconds, on one link or on several.
 
     Attributes:
-        link: the link's name; of two, both.
+        link: the name of the link, or the names of all.
         communication_s: time of all collectives, one after the other.
         compute_s: time of all operations, without communication.
-        step_s: predicted step, with as much hidden as the order of collectives allows.
-        across_s: the part of ``communication_s`` that the link between replicas carries; 0 where
-            that is the same link.
+        step_s: predicted step; it hides as much as the order of collectives allows.
+        across_s: the part of ``communication_s`` on the link between replicas; 0 if replicas use
+            the same link.
     """
 
     link: str
@@ -31,7 +31,7 @@ class Timing:
 
     @property
     def bound_s(self) -> float:
-        """No schedule is faster: the longest of compute and what each link carries."""
+        """The longest of compute and each link's traffic; no schedule is faster."""
         return max(self.communication_s - self.across_s, self.across_s, self.compute_s)
 
     @property
@@ -41,7 +41,7 @@ class Timing:
 
     @property
     def hidden(self) -> float:
-        """Share of the communication that compute hides, 1 where there is none."""
+        """Share of the communication that compute hides; 1 without communication."""
         if self.communication_s == 0:
             return 1.0
         return 1.0 - self.exposed_s / self.communication_s
@@ -55,20 +55,20 @@ def predict_timing(
     replica_link: Link | None = None,
     near_link: Link | None = None,
 ) -> Timing:
-    """Plays one step: compute runs on, collectives queue on their link in the order of issue.
+    """Simulates one step. Collectives queue on their link in the order of issue.
 
-    A unit's forward and backward wait for its gather; a reduction waits for the one before, as
-    the runtime has one in flight, and a sum over the replicas for the reduction whose shards it
-    sums; the step ends when all are done. Optimizer and host time are not counted. Gathers that
-    begin when the optimizer's step ends run under the next forward.
+    A unit's forward and backward wait for its gather. A reduction waits for the previous one, as
+    the runtime has one in flight. A sum over the replicas waits for the reduction whose shards it
+    sums. The step ends when all are done. Optimizer and host time do not count. Gathers that
+    begin when the optimizer's step ends overlap the next forward.
 
     Args:
         events: planned events of the step.
         order: calls of the forward; moments are numbered by it.
         compute_s: seconds of compute by moment.
-        link: the link of this rank to those that it shares the state with.
-        replica_link: its link to the other replicas; None for the same.
-        near_link: its link to near ranks; None for the same.
+        link: the link between ranks that share the state.
+        replica_link: the link between replicas; None for the same.
+        near_link: the link between near ranks; None for the same.
     """
     across, near = replica_link or link, near_link or link
     links = {"state": link, "replicas": across, "near": near}
