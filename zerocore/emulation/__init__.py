@@ -1,4 +1,4 @@
-"""The emulated link: one process plays one rank of N over a modelled network."""
+"""Emulates a network: one process plays one rank of N."""
 
 from zerocore.emulation.backend import Emulation, emulate, link
 

@@ -1,9 +1,8 @@
-"""The emulated link: one process plays one rank of N over a modelled network.
+"""The c10d backend ``"emulated"``, on which one process plays one rank of N.
 
-A c10d backend named ``"emulated"``, for CPU and CUDA tensors, so zerocore, FSDP2 and DDP
-run on it unchanged. The peers are mirrors of this rank, so a training step computes what a single
-process computes whose batch every rank sees; only the wire is a model. A time that is measured
-on it is *emulated*, and has to be called so.
+It takes CPU and CUDA tensors, so zerocore, FSDP2 and DDP run on it unchanged. The other ranks are
+mirrors of this one: a training step computes the same as if every rank got the same batch. Only
+the times of collectives come from a model, so call a time that is measured on it *emulated*.
 
 ``torch.distributed.init_process_group("emulated", rank=0, world_size=64, store=HashStore())`` works
 too, with ``pg_options=link("ib400")`` for another link than the default one.
@@ -36,19 +35,20 @@ def link(
 
     A collective of B bytes (of the full tensor) over N ranks lasts latency + B * f / bandwidth;
     f = (N-1)/N for all-gather, reduce-scatter, all-to-all, gather and scatter, twice that for
-    all-reduce, 1 for broadcast and reduce: the bus bandwidth of nccl-tests (its PERFORMANCE.md).
+    all-reduce, 1 for broadcast and reduce. The bandwidth is nccl-tests' bus bandwidth (see its
+    PERFORMANCE.md).
 
     Args:
-        bandwidth: a link as :func:`zerocore.plan` takes it: a preset's name
-            (:data:`zerocore.common.links.PRESETS`), bytes per second that a rank sends and
-            receives, as a number or text such as ``"450GB/s"``, ``"400Gbit/s"``, ``"inf"``, a
-            bandwidth and a latency as ``"450GB/s,12us"``, or a :class:`zerocore.planning.Link`.
+        bandwidth: a link as for :func:`zerocore.plan`: a preset's name
+            (:data:`zerocore.common.links.PRESETS`); the bytes that a rank sends and receives in a
+            second, as a number or text such as ``"450GB/s"``, ``"400Gbit/s"``, ``"inf"``; both as
+            ``"450GB/s,12us"``; or a :class:`zerocore.planning.Link`.
         latency: seconds per call, or text such as ``"12us"``, instead of the link's own.
         sms: multiprocessors that a collective keeps busy on a GPU.
 
     Raises:
-        ValueError: not understood, or out of range.
-        TypeError: of another type.
+        ValueError: an option cannot be parsed, or is out of range.
+        TypeError: an option has a wrong type.
     """
     check_int("sms", sms, 0)
     found = find_link(bandwidth)
@@ -60,14 +60,14 @@ def link(
 
 
 class Emulation:
-    """The default process group on an emulated link; leaving the ``with`` block destroys it."""
+    """The default process group on an emulated link; the end of ``with`` destroys it."""
 
     def __init__(self, backend: EmulatedGroup) -> None:
         self._backend = backend
 
     @property
     def link(self) -> LinkModel:
-        """The link; what is assigned holds for collectives issued from then on."""
+        """The link; a new one applies to collectives issued after it is set."""
         return self._backend.link
 
     @link.setter
@@ -75,15 +75,15 @@ class Emulation:
         self._backend.link = value
 
     def set_group_link(self, group: dist.ProcessGroup, link: LinkModel) -> None:
-        """Gives a group a link of its own, such as that of a mesh dimension: ``mesh.get_group(0)``.
+        """Gives a group, such as a mesh dimension's ``mesh.get_group(0)``, a link of its own.
 
-        It holds for collectives issued from then on; until then a group has the link that the
-        default group had when it was made. Collectives of one group do not queue behind those of
-        another.
+        The link applies to collectives issued afterwards. Before, a group has the link that the
+        default group had when the group was made. Each group has a queue of its own for its
+        collectives.
 
         Raises:
             ValueError: the group is not on an emulated link.
-            TypeError: no process group, or not what :func:`link` returns.
+            TypeError: ``group`` is not a process group, or ``link`` not a result of :func:`link`.
         """
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
@@ -93,11 +93,11 @@ class Emulation:
 
     @property
     def waited_ns(self) -> int:
-        """Nanoseconds that this process has spent waiting for collectives of the CPU so far."""
+        """Nanoseconds that this process has waited for collectives on the CPU so far."""
         return self._backend.waited_ns()
 
     def close(self) -> None:
-        """Destroys all process groups; collectives under way fail. Again, it does nothing."""
+        """Destroys all process groups, if there are any; collectives in flight fail."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -120,18 +120,18 @@ def emulate(
 
     Args:
         world_size: number of ranks; all but this one exist only as mirrors of it.
-        bandwidth: a link as :func:`link` takes it; by default that of nodes of 8
-            H100, as in :func:`zerocore.plan`.
+        bandwidth: a link as for :func:`link`; by default, as in :func:`zerocore.plan`, the link of
+            nodes with 8 H100.
         latency: seconds per call, or text; see :func:`link`.
         sms: multiprocessors that a collective keeps busy on a GPU.
-        rank: which rank this process plays.
+        rank: the rank that this process plays.
 
     Returns:
-        A handle that can change the link, and ends the emulation when used as context manager.
+        A handle that can change the link. As a context manager it ends the emulation.
 
     Raises:
         ValueError: an option is out of range, or there is a default group already.
-        TypeError: an option is of another type.
+        TypeError: an option has a wrong type.
     """
     check_int("world_size", world_size, 1)
     check_int("rank", rank, 0)
@@ -155,14 +155,14 @@ def _backend_of(group: dist.ProcessGroup) -> EmulatedGroup:
     if not isinstance(backend, EmulatedGroup):
         raise ValueError(
             f"the backend of group '{group.group_name}' is a {type(backend).__name__}, not "
-            "emulated; TORCH_DISTRIBUTED_DEBUG=DETAIL would wrap it: unset it"
+            "emulated; if TORCH_DISTRIBUTED_DEBUG=DETAIL is set, which wraps it, unset it"
         )
     return backend
 
 
 def make_group(options: Any, chosen: LinkModel | EmulatedGroup | None) -> EmulatedGroup:
-    """Called by torch.distributed for each group; subgroups take the default group's link model. A
-    group in the place of a link: another communicator of its ranks, over its very link."""
+    """Makes a group's backend for torch.distributed. Subgroups take the default group's link model.
+    If ``chosen`` is a group, makes another communicator of its ranks over the same link."""
     _end_with_process()
     if isinstance(chosen, EmulatedGroup):
         return chosen.beside()
@@ -178,5 +178,5 @@ def make_group(options: Any, chosen: LinkModel | EmulatedGroup | None) -> Emulat
 
 @cache
 def _end_with_process() -> None:
-    """Threads of groups that nobody destroyed must end before the interpreter does."""
+    """Ends the threads of groups that still exist before the interpreter ends."""
     atexit.register(EmulatedGroup.shut_down_all)
