@@ -234,10 +234,10 @@ def test_bench_prints_the_help_and_the_results_of_a_script(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "give one of --hf-config and --preset"),
+        ((), "give either --hf-config or --preset"),
         (("--preset", "gpt-5"), "preset must be one of gpt-3-175b"),
         (("--hf-config", "nowhere.json"), "'nowhere.json' is neither a file nor a preset"),
-        (("--preset", "qwen3-4b", "--reduce-dtype", "fp32"), "goes with --mixed-precision"),
+        (("--preset", "qwen3-4b", "--reduce-dtype", "fp32"), "needs --mixed-precision"),
         (("--preset", "qwen3-4b", "--optimizer", "adamm"), "optimizer must be one of sgd"),
     ],
 )

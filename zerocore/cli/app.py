@@ -1,4 +1,4 @@
-"""The command line: plan, describe, env, bench; checkpoint is in a file of its own."""
+"""The commands plan, describe, env and bench; checkpoint has a file of its own."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ _FLAGS: dict[type, dict[str, str]] = {
     MixedPrecision: {
         "reduce_dtype": "Dtype of gradients, with --mixed-precision.",
         "wire_dtype": "Dtype of gradients on the wire, which ranks add exactly.",
-        "gather_dtype": "Numbers of one byte that gathers move, at stage 3.",
+        "gather_dtype": "One-byte dtype in which parameters are gathered, at stage 3.",
     },
     Workload: {
         "micro_batch": "Samples in a forward.",
@@ -97,15 +97,15 @@ _FLAGS: dict[type, dict[str, str]] = {
         "checkpointing": "Recompute each block in the backward.",
         "compiled": "torch.compile fuses elementwise kernels; with --machine.",
         "zero_bubble": "The model is a stage of a pipeline without bubbles.",
-        "rank": "Whose bytes; rank 0 owns the most.",
+        "rank": "The rank to plan; rank 0 owns the most.",
     },
     Machine: {
-        "memory": "Memory of a GPU, such as 80GB; that of --machine, else 24GiB.",
-        "replica_link": "Link between replicas; by default that of --link.",
+        "memory": "Memory of a GPU, such as 80GB; by default --machine's, else 24GiB.",
+        "replica_link": "Link between replicas; by default --link.",
         "near_link": "Link between GPUs of --regather; by default --link.",
-        "flops": "Operations per second that layers reach, instead of --machine's.",
-        "host_memory": "Memory of a machine beside its GPUs, such as 512GiB: which offload.",
-        "host_bandwidth": "What the host reads and writes in a second.",
+        "flops": "Operations a second that layers reach, instead of --machine's.",
+        "host_memory": "Memory of a host, such as 512GiB; the plan then lists offloads that fit.",
+        "host_bandwidth": "Bytes that the host reads and writes in a second, such as 400GB/s.",
     },
 }
 
@@ -137,15 +137,15 @@ def plan(
     preset: _Preset = None,
     gpus: _Gpus = 8,
     num_replicas: Annotated[
-        int, typer.Option(min=1, help="Groups of GPUs that hold the same: hybrid sharding.")
+        int, typer.Option(min=1, help="Replicas of the model: hybrid sharding.")
     ] = 1,
     regather: Annotated[
-        int, typer.Option(min=1, help="GPUs that gather again from each other, at stage 3.")
+        int, typer.Option(min=1, help="GPUs that gather from each other again, at stage 3.")
     ] = 1,
     group: Annotated[
         list[str] | None,
         typer.Option(
-            help="Parameters that not all GPUs share, as 'experts=edp:2,ep:4': 4 parts, each on 2."
+            help="Parameters that fewer GPUs share: 'experts=edp:2,ep:4' is 4 parts, each on 2."
         ),
     ] = None,
     machine: Annotated[
@@ -153,7 +153,7 @@ def plan(
     ] = None,
     link: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(PRESETS)}, or such as 450GB/s,12us; may be repeated."),
+        typer.Option(help=f"{', '.join(PRESETS)}, or a link like 450GB/s,12us; repeatable."),
     ] = None,
     dtype: _DType = None,
     mixed_precision: Annotated[
@@ -162,7 +162,7 @@ def plan(
     as_json: _Json = False,
     **given: Any,
 ) -> None:
-    """Plan each stage's memory and time, and say which one to choose; needs no GPU."""
+    """Plan each stage's memory and time and recommend one; needs no GPU."""
     with _errors():
         result = zerocore.plan(
             _source(hf_config, preset),
@@ -183,19 +183,19 @@ def plan(
 
 def _mixed(param: DType | None, given: Mapping[str, Any]) -> MixedPrecision | None:
     if given["reduce_dtype"] is not None and param is None:
-        raise ValueError("--reduce-dtype goes with --mixed-precision")
+        raise ValueError("--reduce-dtype needs --mixed-precision; give both")
     dtypes: dict[str, Any] = {name: _torch_dtype(given[name]) for name in _FLAGS[MixedPrecision]}
     dtypes["param_dtype"] = _torch_dtype(param)
     return MixedPrecision(**dtypes) if any(dtypes.values()) else None
 
 
 def _groups(given: list[str]) -> dict[str, zerocore.ParameterMesh]:
-    """Of ``experts=edp:2,ep:4``: a name or pattern, the ranks that share, and the parts."""
+    """Parses ``experts=edp:2,ep:4``: a name or pattern, the ranks that share, and the parts."""
     groups = {}
     for text in given:
         match = re.fullmatch(r"([^=]+)=\w+:(\d+)(?:,\w+:(\d+))?", text)
         if match is None:
-            raise ValueError(f"--group: expected such as 'experts=edp:2,ep:4', got '{text}'")
+            raise ValueError(f"--group: expected text like 'experts=edp:2,ep:4', got '{text}'")
         name, num_ranks, num_parts = match.groups()
         pattern = name if "*" in name else f"*.{name}.*"
         groups[pattern] = zerocore.ParameterMesh(int(num_ranks), of=int(num_parts or 1))
@@ -211,7 +211,7 @@ def describe(
     dtype: _DType = None,
     as_json: _Json = False,
 ) -> None:
-    """The units a model is sharded by: bytes, shards, padding, regions."""
+    """List the units by which a model is sharded: bytes, shards, padding, regions."""
     with _errors():
         source = _source(hf_config, preset)
         config = load_config(source)
@@ -226,7 +226,7 @@ def describe(
 
 @app.command()
 def env(as_json: _Json = False) -> None:
-    """Versions and devices, to paste in a bug report."""
+    """Print versions and devices for a bug report."""
     facts = environment()
     if as_json:
         _print_json(facts)
@@ -237,7 +237,7 @@ def env(as_json: _Json = False) -> None:
 
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,  # --help after NAME is the script's
+    add_help_option=False,  # --help after NAME goes to the script
 )
 def bench(
     context: typer.Context,
@@ -246,7 +246,7 @@ def bench(
         bool, typer.Option("--json", help="Print the results file; the script's output is stderr.")
     ] = False,
 ) -> None:
-    """Runs benchmarks/NAME.py of a checkout; what follows NAME goes to it, --help too."""
+    """Run benchmarks/NAME.py of a checkout; arguments after NAME go to it, --help too."""
     if name == "--help":
         typer.echo(context.get_help())
         return
@@ -272,7 +272,7 @@ def bench(
 
 
 def _results_folder() -> Path:
-    """Where benchmarks write, as they find it themselves."""
+    """Returns the folder that benchmarks write to; they find it in the same way."""
     return Path(os.environ.get("ZEROCORE_RESULTS", BENCHMARKS / "results"))
 
 
@@ -281,14 +281,14 @@ def _results() -> dict[Path, int]:
 
 
 def _print_results(name: str, before: dict[Path, int]) -> None:
-    """Prints what was written since ``before``; traces and the like are no results."""
+    """Prints the results that are newer than ``before``, but no traces and other files."""
     written = [path for path, time_ns in _results().items() if before.get(path) != time_ns]
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(written)]
     results = [each for each in found if isinstance(each, dict) and "theme" in each]
     if not results:
         raise ValueError(
-            f"benchmark '{name}' wrote no results to {_results_folder()}; leave out "
-            "--out and the like, and choose the folder with the variable ZEROCORE_RESULTS"
+            f"benchmark '{name}' wrote no results to {_results_folder()}; leave out options such "
+            "as --out, and choose the folder with the environment variable ZEROCORE_RESULTS"
         )
     for result in results:
         _print_json(result)
@@ -296,7 +296,7 @@ def _print_results(name: str, before: dict[Path, int]) -> None:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """A mistake of the user is one message and exit code 2, not a traceback."""
+    """Turns a user's mistake into one message and exit code 2, without a traceback."""
     try:
         yield
     except (ValueError, TypeError, ImportError, FileNotFoundError) as error:
@@ -306,7 +306,7 @@ def _errors() -> Iterator[None]:
 
 def _source(hf_config: str | None, preset: str | None) -> str:
     if (hf_config is None) == (preset is None):
-        raise ValueError("give one of --hf-config and --preset")
+        raise ValueError("give either --hf-config or --preset")
     if preset is not None and preset.lower() not in preset_names():
         raise ValueError(f"preset must be one of {', '.join(preset_names())}, got '{preset}'")
     return preset or str(hf_config)

@@ -20,7 +20,7 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 
 
 def environment() -> dict[str, str]:
-    """Names and facts, in order; what is missing says so."""
+    """Returns facts by name, in order; a missing library has a fact, too."""
     return {
         "zerocore": f"{zerocore.__version__}, {Path(_C.__file__).name}",
         "zerocore build": _C.build,
