@@ -34,7 +34,7 @@ def test_without_a_driver_the_message_says_so() -> None:
     [
         ("NVML_ERROR_LIBRARY_NOT_FOUND", "libnvidia-ml.so.1 is missing"),
         ("NVML_ERROR_DRIVER_NOT_LOADED", "not loaded"),
-        ("NVML_ERROR_NO_PERMISSION", "may not talk"),
+        ("NVML_ERROR_NO_PERMISSION", "no permission"),
         ("NVML_ERROR_NOT_FOUND", "does not know this GPU"),
         ("NVML_ERROR_GPU_IS_LOST", "fallen off the bus"),
         ("NVML_ERROR_UNKNOWN", "refused"),

@@ -1,4 +1,4 @@
-"""Reports on training steps: time, bytes, and the memory held when there was none left."""
+"""Reports the time and bytes of training steps, and explains out-of-memory errors."""
 
 from zerocore.reporting.description import Description
 from zerocore.reporting.events import Event

@@ -23,11 +23,11 @@ from zerocore.planning.planner import Planner
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """One unit; sizes in bytes.
+    """A unit's sizes in bytes, dtypes and ranks.
 
     Attributes:
-        ranks: that share it, replicas by shards where there are both.
-        divisor: of the sum of the ranks' gradients; None of a plan.
+        ranks: the ranks that share it, replicas by shards if there are both.
+        divisor: divides the sum of the ranks' gradients; None in a plan.
     """
 
     name: str
@@ -41,26 +41,26 @@ class UnitDescription:
 
     @property
     def padding_nbytes(self) -> int:
-        """Bytes of the buffer that hold no parameter."""
+        """Bytes of the unit's buffer without a parameter."""
         return self.buffer_nbytes - self.param_nbytes
 
 
 @dataclass(frozen=True)
 class Description:
-    """A sharded model; ``str()`` is a table."""
+    """The description of a sharded model; ``str()`` is a table."""
 
     model: str
     stage: int
     world_size: int
     rank: int
     units: tuple[UnitDescription, ...]
-    offload: str = ""  # what leaves the device, and where it is
+    offload: str = ""  # offloaded state, and where it is
     num_near: int = 1
     replicas_share: str | None = None
     registered: str = ""  # see registered_of
 
     def title(self) -> str:
-        """One line: model, stage, ranks."""
+        """Returns one line with the model, its stage and its ranks."""
         return (
             f"{self.model}: stage {self.stage}, rank {self.rank} of {self.world_size}, "
             f"{len(self.units)} units{self.offload and f', {self.offload}'}"
@@ -70,7 +70,7 @@ class Description:
         )
 
     def rows(self) -> list[list[str]]:
-        """The table as text, a row for each unit and their sum."""
+        """Returns the table as text, with a row for each unit and one for their sum."""
         rows = [["unit", "params", "bytes", "shard bytes", "padding", "regions"]]
         for unit in self.units:
             rows.append([unit.name, *_cells([unit]), ", ".join(unit.regions)])
@@ -105,20 +105,20 @@ def describe(model: Optimizer) -> Choice: ...
 
 
 def describe(model: nn.Module | Optimizer) -> Description | Choice:
-    """The units of a sharded model, their bytes, regions and padding, as a :class:`Description`.
+    """Describes the units of a sharded model: their bytes, regions and padding.
 
-    Of a :class:`zerocore.matrices.Muon` or an optimizer of :func:`zerocore.matrices.owned` what
-    its own ``describe()`` returns: who trains and owns which parameter, and what a step sends.
+    For a :class:`zerocore.matrices.Muon` or an optimizer of :func:`zerocore.matrices.owned` it
+    returns ``model.describe()``: each parameter's optimizer and owner, and the bytes of a step.
 
     Raises:
-        ValueError: the model is not sharded, or another optimizer.
+        ValueError: the model is not sharded, or the optimizer has no ``describe()``.
         RuntimeError: this process was forked from the one that sharded it.
     """
     if isinstance(model, Optimizer):
         if (own := getattr(model, "describe", None)) is None:
             raise ValueError(
-                f"{type(model).__name__} updates each shard where it lies; only optimizers of "
-                "whole matrices have something to describe"
+                f"{type(model).__name__} updates each shard where it is; describe() takes a "
+                "sharded model, a zerocore.matrices.Muon or an optimizer of zerocore.matrices.owned"
             )
         choice: Choice = own()
         return choice
@@ -157,7 +157,7 @@ def _describe_offload(config: ShardConfig) -> str:
 
 
 def describe_plan(model: str, planner: Planner, division: Division) -> Description:
-    """As :func:`describe`, for a model that is not sharded."""
+    """Describes a model as :func:`describe`, before it is sharded."""
     layouts = planner.layouts(division)
     rows = zip(planner.units, layouts, strict=True)
     units = tuple(_describe_unit(unit.name, layout, unit.types) for unit, layout in rows)
@@ -168,13 +168,13 @@ def _describe_unit(
     name: str,
     layout: Layout,
     types: Sequence[ParamTypes],
-    encoded: Sequence[str] = (),  # dtypes of what is gathered in the place of parameters
+    encoded: Sequence[str] = (),  # dtypes of tensors that are gathered instead of parameters
     ranks: str = "",
     divisor: float | None = None,
 ) -> UnitDescription:
     regions = []
     for region in layout.regions:
-        if region.params[0] >= len(types):  # the bytes of others, or what consists of several
+        if region.params[0] >= len(types):  # encoded bytes, or a parameter of several tensors
             if not region.is_gathered:
                 regions.append(f"frozen, gathered as {' and '.join(encoded)}")
             continue
@@ -193,7 +193,7 @@ def _names(dtypes: Iterable[torch.dtype | None]) -> list[str]:
 
 
 def wires_of(state: ShardState) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The dtypes that parameters are gathered in, and those that gradients travel in."""
+    """Returns the dtypes in which parameters are gathered, and those of reduced gradients."""
     gathered, reduced = set(), set()
     for unit in state.units:
         gathered |= {each.dtype for each in unit.encoded if each.dtype}
@@ -209,7 +209,7 @@ def wires_of(state: ShardState) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def registered_of(state: ShardState) -> str:
-    """Memory that is registered with a communicator; empty where that was not asked for."""
+    """Returns the memory that is registered with a communicator; empty without ``registered``."""
     if not state.config.communication.registered:
         return ""
     found = state.engine.registered

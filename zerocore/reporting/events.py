@@ -1,4 +1,4 @@
-"""Reads the runtime's trace: events, and when each collective had the link."""
+"""Reads the runtime's trace: its events, and when each collective used the link."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from zerocore._C import TraceRecord
 from zerocore.common.events import COLLECTIVES, EXCHANGE, GATHERS
 
 HOST = ("to_host", "host_squares", "host_update", "to_device")
-"""Those of states on the host: gradients come, are squared for their norm, weights are updated, and
-go back."""
+"""Operations of states on the host: gradients arrive, are squared for the norm, update weights, and
+weights return."""
 OPTIMIZER = "optimizer"
-"""Such events have it in the place of a unit's name."""
+"""The name that the optimizer's events have instead of a unit's."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing the runtime did.
+    """One event of the runtime.
 
     Attributes:
         op: ``all_gather``, ``gather_near``, ``reduce_scatter``, ``all_reduce``, ``unshard`` or
-            ``reshard``; ``gather_sums``, of gradients that ranks have summed in order; or
-            ``all_to_all``, of an optimizer of whole matrices, and ``to_host``, ``host_squares``,
-            ``host_update``, ``to_device``, of states on the host.
+            ``reshard``; ``gather_sums`` gathers gradients that ranks have summed in order; an
+            optimizer of whole matrices has ``all_to_all``, and states on the host have
+            ``to_host``, ``host_squares``, ``host_update`` and ``to_device``.
         unit: name of the unit, or ``optimizer``.
-        nbytes: bytes of the full bucket; of an all-to-all those that this rank sends.
-        pool_nbytes: bytes of the bucket pool in use right after.
+        nbytes: bytes of the full bucket; for an all-to-all, the bytes that this rank sends.
+        pool_nbytes: bytes of the bucket pool in use right after the event.
         issued_ns: when it was issued, on a monotonic clock; on a GPU when it began there.
-        done_ns: when it was done; -1 where that is not known.
-        wait_ns: exposed time: the host, on a GPU the compute stream, stood still for it.
+        done_ns: when it was done; -1 if unknown.
+        wait_ns: exposed time, in which the host, or on a GPU the compute stream, waited for it.
     """
 
     op: str
@@ -42,7 +42,7 @@ class Event:
 
 
 def read_events(records: Iterable[TraceRecord], names: Sequence[str]) -> list[Event]:
-    """Events of the records of a trace; ``names`` are those of the units."""
+    """Reads the events of a trace's records; ``names``: the units' names."""
     return [
         Event(
             record.op,
@@ -58,15 +58,15 @@ def read_events(records: Iterable[TraceRecord], names: Sequence[str]) -> list[Ev
 
 
 Queues = Mapping[str, str]
-"""The names of the queues in which collectives take turns, by operation; "" for those not named."""
+"""The queue of each operation, in which its collectives take turns; "" if not named."""
 ONE_QUEUE: Queues = {}
-"""On the host."""
+"""On the host all collectives share one queue."""
 
 
 def queues_of_device(own_reductions: bool) -> Queues:
-    """On a GPU collectives of one communicator take turns.
+    """Returns the queues on a GPU, on which the collectives of one communicator take turns.
 
-    Sums over replicas and gathers from near ranks have one of their own, and so may reductions.
+    Sums over replicas and gathers from near ranks have their own, and so may reductions.
     """
     across = {"all_reduce": "across", "gather_near": "near"}
     own = dict.fromkeys(("reduce_scatter", "gather_sums", EXCHANGE), "own")
@@ -74,13 +74,13 @@ def queues_of_device(own_reductions: bool) -> Queues:
 
 
 def transfers(events: Iterable[Event], queues: Queues) -> Iterator[tuple[Event, int]]:
-    """Each finished collective with the time it began to move bytes, ns.
+    """Yields each finished collective with the time, in ns, at which it began to move bytes.
 
-    One that was issued before the last of its queue was done begins when that was done. A gather
-    begins when what it sends has come from the host.
+    A collective begins when the previous one of its queue is done, a gather also not before its
+    shard has come from the host.
     """
     free_ns: dict[str, int] = {}
-    there_ns: dict[str, int] = {}  # by unit
+    there_ns: dict[str, int] = {}  # when a unit's shard has come from the host
     for event in events:
         if event.op == "to_device":
             there_ns[event.unit] = event.done_ns

@@ -1,4 +1,4 @@
-"""Bytes on this rank, measured on a sharded model."""
+"""Measures a sharded model's bytes on this rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zerocore.tensor.rows import local_part, shard_of
 
 
 def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> MemoryBytes:
-    """Measured: what is allocated on this rank now, and the pool's peak since ``shard``.
+    """Measures the bytes allocated on this rank now, and the pool's peak since ``shard``.
 
     Args:
         model: a sharded model.
-        optimizer: whose states are counted.
+        optimizer: the optimizer whose states count; None counts no states.
 
     Raises:
         ValueError: the model is not sharded.
@@ -28,7 +28,7 @@ def memory_usage(model: nn.Module, optimizer: Optimizer | None = None) -> Memory
 
 
 def usage_of(state: ShardState, optimizers: Iterable[Optimizer]) -> MemoryBytes:
-    """As :func:`memory_usage`, with the states of several optimizers."""
+    """Measures as :func:`memory_usage`, with the states of several optimizers."""
     engine, on_host = state.engine, state.config.leaves("gradients")
     host = engine.host_bytes
     found = [_states_of(optimizer) for optimizer in optimizers]
@@ -48,9 +48,9 @@ def usage_of(state: ShardState, optimizers: Iterable[Optimizer]) -> MemoryBytes:
 
 
 def _states_of(optimizer: Optimizer) -> tuple[int, int]:
-    """Bytes of an optimizer's states on the device and on the host; a file counts its own."""
+    """Returns the bytes of an optimizer's states on the device and on the host, none on disk."""
     device = host = 0
-    with torch._C.DisableTorchFunctionSubclass():  # of shards the elements of this rank count
+    with torch._C.DisableTorchFunctionSubclass():  # numel() of a shard is the rank's own
         for param, entry in optimizer.state.items():
             parts = [local_part(t) for t in entry.values() if isinstance(t, Tensor) and t.dim() > 0]
             nbytes = sum(t.numel() * t.element_size() for t in parts)

@@ -1,4 +1,4 @@
-"""Figures of the last step for loggers, by flat names."""
+"""Returns the last step's figures for loggers, by flat names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerocore.reporting.memory_usage import usage_of
 from zerocore.reporting.report import recent_report
 
 PREFIX = "zerocore/"
-"""Of all names, so that loggers show them together."""
+"""Begins all names, so that loggers show them together."""
 
 _STEP = (
     *("step_ms", "outside_ms", "tokens_per_s", "mfu", "gathered_nbytes", "reduced_nbytes"),
@@ -30,12 +30,12 @@ def metrics(
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
 ) -> dict[str, float]:
-    """Figures of the last step on this rank, for any logger; no communication.
+    """Returns figures of the last step on this rank, for any logger, without communication.
 
-    The names are those of :class:`StepFigures`, :class:`CommunicationTimes` of the last traced step
-    and, under ``memory/``, of :class:`MemoryBytes` and :class:`MemoryFigures`, all behind
-    ``zerocore/``. Milliseconds, bytes, and shares from 0 to 1. An unknown figure is left out, so
-    there are none before the first step is complete.
+    Names are the attributes of :class:`StepFigures`, of :class:`CommunicationTimes` for the last
+    traced step and, after ``memory/``, of :class:`MemoryBytes` and :class:`MemoryFigures`; all
+    begin with ``zerocore/``. Units are milliseconds, bytes, and shares from 0 to 1. Unknown figures
+    are left out, so the result is empty before the first step is complete.
 
     Args:
         model: a sharded model.

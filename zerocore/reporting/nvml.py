@@ -1,4 +1,4 @@
-"""The library of the NVIDIA driver (NVML), and what its errors mean."""
+"""Loads the NVIDIA driver's library (NVML) and explains its errors."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from types import ModuleType
 _ADVICE = {
     "NVMLError_LibraryNotFound": "no NVIDIA driver is installed (libnvidia-ml.so.1 is missing)",
     "NVMLError_DriverNotLoaded": "the NVIDIA driver is not loaded, or this machine has no GPU",
-    "NVMLError_NoPermission": "this process may not talk to the NVIDIA driver",
+    "NVMLError_NoPermission": "this process has no permission to use the NVIDIA driver",
     "NVMLError_NotFound": "the driver does not know this GPU",
     "NVMLError_GpuIsLost": "the GPU has fallen off the bus; the machine must be restarted",
     "NVMLError_LibRmVersionMismatch": (
-        "the driver was updated and not loaded again; restart the machine"
+        "the driver was updated but not reloaded; restart the machine"
     ),
 }
 
 
 class NvmlUnavailable(RuntimeError):
-    """NVML cannot be used here; the message says why."""
+    """Raised if NVML cannot be used; the message says why."""
 
 
 def driver_version() -> str:
-    """Version of the driver, also where torch sees no device; NvmlUnavailable without one."""
+    """Returns the driver's version, even if torch sees no device; NvmlUnavailable without one."""
     nvml = load_nvml()
     try:
         nvml.nvmlInit()
@@ -34,13 +34,13 @@ def driver_version() -> str:
 
 
 def unavailable(error: Exception) -> NvmlUnavailable:
-    """Says in plain words what an error of the NVML library means."""
+    """Returns the error to raise for one of NVML, with its reason in plain words."""
     reason = _ADVICE.get(type(error).__name__, "the NVIDIA driver refused")
     return NvmlUnavailable(f"no figures from NVML: {reason} (NVML says: {error})")
 
 
 def load_nvml() -> ModuleType:
-    """The library; raises NvmlUnavailable where it is not installed."""
+    """Imports the library; raises NvmlUnavailable if it is not installed."""
     try:
         return import_module("pynvml")
     except ImportError:

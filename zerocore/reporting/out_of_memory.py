@@ -1,4 +1,4 @@
-"""Says on OutOfMemory where it happened, what holds the memory, and what would make it fit."""
+"""Explains OutOfMemory errors: where memory ran out, what holds it, and which changes save some."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from zerocore.reporting.memory_usage import usage_of
 from zerocore.reporting.unlike_dtypes import explain_types
 from zerocore.tensor.rows import shard_of
 
-NUM_BUCKETS = 3  # that are listed
+NUM_BUCKETS = 3  # the message lists so many
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where memory ran out and what held it; bytes on this rank.
+    """Where memory ran out on this rank and what held it, in bytes.
 
     Attributes:
         unit: names of the units in use, empty between units.
         phase: ``forward``, ``backward``, ``recomputed forward``, ``optimizer step``, or
             ``optimizer step or other`` in :func:`explain_out_of_memory`.
-        requested: what could not be allocated; None where the error does not say.
+        requested: the bytes that could not be allocated; None if the error does not say.
         held: bytes by category.
         buckets: gathered units and their bytes, largest first.
-        changes: what would need less, with the bytes that it saves, predicted.
+        changes: changes of options, with the bytes that each would save, predicted.
     """
 
     unit: str
@@ -72,14 +72,14 @@ class OutOfMemory(torch.OutOfMemoryError):
 def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
     """Explains OutOfMemory errors raised in the block.
 
-    Forward, backward and ``zerocore.optim.AdamW.step`` do so by themselves. This is for the rest:
-    the first step of another optimizer, which makes its states, and code between the steps. Costs
-    nothing otherwise.
+    Forward, backward and ``zerocore.optim.AdamW.step`` do so by themselves. Use this for other
+    code: the first step of another optimizer, which makes its states, and code between steps. It
+    costs nothing without an error.
 
     Raises:
-        ValueError: not sharded.
-        OutOfMemory: instead of torch.OutOfMemoryError, of MemoryError, and of the RuntimeError of
-            the CPU allocator.
+        ValueError: the model is not sharded.
+        OutOfMemory: instead of a torch.OutOfMemoryError, a MemoryError, or a RuntimeError of the
+            CPU allocator.
     """
     state = state_of(model)
     try:
@@ -94,7 +94,7 @@ def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
 def explain_forward(
     error: BaseException, state: ShardState, units: tuple[int, ...]
 ) -> Exception | None:
-    """The error to raise for one in a call of the module of ``units``, if there is one."""
+    """Returns an explanation of an error in the forward of ``units``; None if there is none."""
     if (explained := explain_types(error, [state.units[unit] for unit in units])) is not None:
         return explained
     recomputed = torch._C._current_graph_task_id() != -1
@@ -103,14 +103,14 @@ def explain_forward(
 
 
 def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | None:
-    """The error to raise for one in an optimizer's step of ``params``, if there is one."""
+    """Returns an explanation of an error in an optimizer's step; None if there is none."""
     shards = (shard_of(param) for param in params)
     state = next((shard.state_ref() for shard in shards if shard is not None), None)
     return None if state is None else _explain(error, state, "optimizer step", [])
 
 
 def explain_backward(error: BaseException, state: ShardState) -> OutOfMemory | None:
-    """The error to raise for one in a backward, if units of the model are in use."""
+    """Returns an explanation of an error in a backward; None if no unit of the model is in use."""
     units = _units_in_use(state)
     return _explain(error, state, "backward", units) if units else None
 
@@ -163,7 +163,7 @@ def _held(state: ShardState) -> dict[str, int]:
 
 
 def _units_in_use(state: ShardState) -> list[Unit]:
-    """Units whose modules hold full parameters."""
+    """Returns the units whose modules hold full parameters."""
     return [unit for unit in state.units if any(_shows_full(unit))]
 
 
@@ -189,7 +189,7 @@ def _buckets(state: ShardState) -> tuple[tuple[str, int], ...]:
 def _is_gathered(unit: Unit) -> bool:
     try:
         return any(param.full.untyped_storage().data_ptr() != 0 for param in unit.params)
-    except RuntimeError:  # how a sharded unit answers
+    except RuntimeError:  # the storage of a sharded unit has no memory
         return False
 
 

@@ -1,4 +1,4 @@
-"""Records chosen steps: the runtime's events, and what the modules did meanwhile."""
+"""Records chosen steps: the runtime's events, and the times of modules and optimizers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zerocore.tensor.placed import leaves
 
 @contextmanager
 def record_events(model: nn.Module) -> Iterator[list[Event]]:
-    """Records what the runtime does; the list is filled when the block ends.
+    """Records the runtime's events; the list is filled when the block ends.
 
     Raises:
-        ValueError: the model is not sharded, or is being recorded already.
+        ValueError: the model is not sharded, or another block records it.
     """
     state = state_of(model)
     names = [unit.name for unit in state.units]
@@ -42,8 +42,8 @@ def record_events(model: nn.Module) -> Iterator[list[Event]]:
 def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
     """Records the steps run in the ``with`` block and writes them to ``paths`` at its end.
 
-    Times are measured, on an emulated link emulated; on a GPU they are the device's, of modules as
-    of collectives.
+    Times are measured, or emulated on an emulated link. On a GPU they are the device's times, for
+    modules and for collectives.
 
     Args:
         model: a sharded model. A compiled one may be compiled again for the block.
@@ -54,9 +54,9 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
         The timeline, filled when the block ends.
 
     Raises:
-        ValueError: not sharded, being recorded already, a path of another kind, or in a folder
-            that does not exist.
-        ImportError: a picture without matplotlib.
+        ValueError: the model is not sharded, another block records it, or a path has another
+            ending or no folder.
+        ImportError: a picture needs matplotlib, which is not installed.
     """
     state = state_of(model)
     for path in map(Path, paths):
@@ -66,27 +66,27 @@ def trace(model: nn.Module, *paths: str | Path) -> Iterator[Timeline]:
     with record_events(model) as events, recorder.attached(model, state):
         yield timeline
     timeline.boxes = recorder.boxes() + event_boxes(events, queues_of(state))
-    inside = [event for event in events if event.op not in HOST]  # those have times of their own
+    inside = [event for event in events if event.op not in HOST]  # these are not in its order
     timeline.pool = [(event.issued_ns, event.pool_nbytes) for event in inside]
     for path in map(Path, paths):
         timeline.write(path)
 
 
 def source_of(state: ShardState) -> str:
-    """``"emulated"`` where the group's peers do not exist, else ``"measured"``."""
+    """Returns ``"emulated"`` if the other ranks do not exist, else ``"measured"``."""
     simulated = any(is_simulated(group) for group in state.ranks.groups)
     return "emulated" if simulated else "measured"
 
 
 def queues_of(state: ShardState) -> Queues:
-    """The queues in which the model's collectives take turns."""
+    """Returns the queues in which the model's collectives take turns."""
     if state.device.type == "cpu":
         return ONE_QUEUE
     return queues_of_device(own_reductions=state.meshes[0].reductions is not None)
 
 
 def title_of(model: nn.Module, state: ShardState) -> str:
-    """A sharded model for a heading: its class, stage, rank and device."""
+    """Returns a heading of a sharded model: its class, stage, rank and device."""
     return (
         f"{type(model).__name__}, stage {state.config.stage}, rank {state.rank} of "
         f"{state.world_size}, {state.device.type}"
@@ -94,10 +94,10 @@ def title_of(model: nn.Module, state: ShardState) -> str:
 
 
 class Clock:
-    """Takes marks that are read later: on a device events on the current stream.
+    """Takes marks of time that are read later.
 
-    A CPU is done when a call returns, so its marks are the host's time. A device's time is tied to
-    the host's when the clock is made, for which the host waits.
+    On a device, a mark is an event on the current stream. On the CPU, where work is done when a
+    call returns, it is the host's time. The constructor waits for the device to compare both.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,20 +106,20 @@ class Clock:
             return
         self._module = torch.get_device_module(device)
         self._module.synchronize(device)
-        # The host may be interrupted before it reads its clock: the closest of five readings.
+        # The host may be interrupted before it reads its clock, so the closest of five counts.
         _, self._base_ns, self._base = min(
             (self._tied() for _ in range(5)), key=lambda tied: tied[0]
         )
 
     def _tied(self) -> tuple[int, int, Any]:
-        """How long it took, the host's time, and the mark that the device came by before it."""
+        """Returns the time it took, the host's time, and the device's mark just before it."""
         begin, mark = time.perf_counter_ns(), self.mark()
         mark.synchronize()
         end = time.perf_counter_ns()
         return end - begin, end, mark
 
     def mark(self) -> Any:
-        """The present, cheaply: the host does not wait."""
+        """Marks the present; the host does not wait."""
         if self._module is None:
             return time.perf_counter_ns()
         event = self._module.Event(enable_timing=True)
@@ -127,7 +127,7 @@ class Clock:
         return event
 
     def read_ns(self, mark: Any) -> int:
-        """A mark as nanoseconds of ``time.perf_counter_ns``, when the device has come by it."""
+        """Returns a mark in ns of ``time.perf_counter_ns``; waits until the device reaches it."""
         if isinstance(mark, int):
             return mark
         mark.synchronize()
@@ -135,7 +135,7 @@ class Clock:
 
 
 class _ModuleRecorder:
-    """Cuts time into boxes: forward or backward of which unit, optimizer."""
+    """Cuts time into boxes: a unit's forward, recomputation or backward, or the optimizer's."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -147,7 +147,7 @@ class _ModuleRecorder:
         self._attached = False
 
     def boxes(self) -> list[Box]:
-        """The recorded boxes; waits for a device that is not done with them."""
+        """Returns the recorded boxes; waits until the device is done with them."""
         read = self._clock.read_ns
         return [
             Box("compute", label, kind, read(begin), read(end))
@@ -156,7 +156,7 @@ class _ModuleRecorder:
 
     @contextmanager
     def attached(self, model: nn.Module, state: ShardState) -> Iterator[None]:
-        """Watches the units' modules and all optimizers."""
+        """Records the units' modules and all optimizers inside of the block."""
         self._attached = True
         with ExitStack() as stack:
             for module in model.modules():

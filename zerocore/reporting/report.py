@@ -1,4 +1,4 @@
-"""Reports the always-on meters of a sharded model, for each step and on average."""
+"""Reports a sharded model's meters, which are always on, for each step and on average."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zerocore.reporting.step_figures import (
 )
 
 PEAK_FLOPS = {"H100 PCIe": 756e12} | {gpu.name: gpu.peak_flops for gpu in GPUS.values()}
-"""Dense bf16 operations per second by part of the device's name, from NVIDIA's data sheets."""
+"""Dense bf16 operations a second, by a part of the device's name; from NVIDIA's data sheets."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Report:
 
     Attributes:
         title: model, stage, rank, device.
-        source: ``measured``, or ``emulated`` where the other ranks do not exist.
-        steps: the latest ones, oldest first.
-        units: by name, the mean over traced steps.
-        memory: see there.
-        meshes: ranks and divisor of each unit's gradients, where units differ.
-        wires: dtypes that parameters are gathered in, and those that gradients travel in.
-        registered: memory that is registered with a communicator; empty if not asked for.
+        source: ``measured``, or ``emulated`` if the other ranks do not exist.
+        steps: the latest steps, oldest first.
+        units: the mean times of each unit over traced steps, by name.
+        memory: bytes and counts so far.
+        meshes: ranks and divisor of each unit's gradients, if units differ.
+        wires: dtypes in which parameters are gathered, and those of reduced gradients.
+        registered: memory that is registered with a communicator; empty without ``registered``.
     """
 
     title: str
@@ -63,23 +63,22 @@ class Report:
 
     @property
     def counted(self) -> tuple[StepFigures, ...]:
-        """The steps that averages are over: all but step 0, which allocates and learns."""
+        """The steps that averages count: all but step 0, which allocates and learns the order."""
         return tuple(step for step in self.steps if step.number > 0)
 
     def mean(self, name: str) -> float | None:
-        """Mean of an attribute of :class:`StepFigures` over the counted steps that have it.
-
-        Of an attribute of :class:`CommunicationTimes` that over the traced steps.
+        """Returns the mean of an attribute of :class:`StepFigures` over the counted steps, or of
+        :class:`CommunicationTimes` over the traced ones; steps in which it is None do not count.
         """
         found = [value for step in self.counted if (value := _figure(step, name)) is not None]
         return fmean(found) if found else None
 
     def mean_communication(self, name: str) -> float | None:
-        """As :meth:`mean`."""
+        """Returns the same as :meth:`mean`."""
         return self.mean(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Returns all figures as values for JSON."""
         return asdict(self)
 
     def write_jsonl(self, path: str | Path) -> None:
@@ -108,23 +107,23 @@ def report(
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
 ) -> Report:
-    """Figures of a sharded model's latest steps on this rank, from its always-on meters.
+    """Reports a sharded model's latest steps on this rank, from its meters.
 
-    A step ends where the next one's first forward begins; an optimizer's update tells them
-    apart. Step 1 and every 16th after it are traced, the others only counted.
+    A step ends at the first forward after an optimizer's update. Step 1 and every 16th after it
+    are traced; other steps are only counted.
 
     Args:
-        model: a sharded model that was trained some steps.
+        model: a sharded model that has trained some steps.
         tokens: tokens that this rank processes in a step.
         flops_per_token: operations for a token in forward and backward; 6 per parameter by
             default (Kaplan et al. 2020, arXiv:2001.08361), which leaves out attention scores. There
-            is no default, and no share of the peak, for a model with experts that only some ranks
-            share: how many of them a token uses is not known.
-        peak_flops: operations per second of the device; by default :data:`PEAK_FLOPS`.
+            is no default, and so no MFU, if only some ranks share a part of the model, such as
+            experts: the number that a token uses is unknown.
+        peak_flops: operations a second of the device; by default :data:`PEAK_FLOPS`.
 
     Raises:
         ValueError: the model is not sharded, or a number is not positive and finite.
-        TypeError: what is no number.
+        TypeError: a rate is not a number.
     """
     rates = (tokens, flops_per_token, peak_flops)
     state = state_of(model)
@@ -132,9 +131,8 @@ def report(
 
 
 def recent_report(model: nn.Module, *rates: float | None) -> Report:
-    """As :func:`report`, of the steps since the last traced one alone; waits for no update.
-
-    ``rates``: tokens, operations for a token, operations per second.
+    """Reports as :func:`report`, but only the last traced step and those after it; does not wait
+    for the last step's end. ``rates``: tokens, operations for a token, operations a second.
 
     Raises:
         ValueError, TypeError: as :func:`report`.

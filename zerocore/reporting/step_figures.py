@@ -1,4 +1,4 @@
-"""Figures of a report: communication of a step or unit, one step, memory."""
+"""Classes of a report's figures: communication of a step or unit, one step, memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from zerocore.reporting.events import Event, Queues, transfers
 
 @dataclass(frozen=True)
 class CommunicationTimes:
-    """Of one traced step, or of one unit in it; milliseconds.
+    """Times of communication in a traced step, or of a unit in it, in milliseconds.
 
     Attributes:
-        all_gather_ms: time that all-gathers had the link.
-        reduce_ms: the same of reduce-scatters and all-reduces.
-        exposed_ms: time that compute stood still for them.
-        exchange_ms: time that all-to-alls of an optimizer of whole matrices had the link.
+        all_gather_ms: time in which all-gathers used the link.
+        reduce_ms: time in which reduce-scatters and all-reduces used the link.
+        exposed_ms: time that compute waited for communication.
+        exchange_ms: time in which all-to-alls of an optimizer of whole matrices used the link.
     """
 
     all_gather_ms: float = 0.0
@@ -28,40 +28,40 @@ class CommunicationTimes:
 
     @property
     def total_ms(self) -> float:
-        """Time that collectives had the link."""
+        """Time in which collectives used the link."""
         return self.all_gather_ms + self.reduce_ms + self.exchange_ms
 
     @property
     def overlap(self) -> float | None:
-        """Share of the communication that compute did not wait for; None without any."""
+        """Share of the communication that compute hid; None without communication."""
         return 1 - self.exposed_ms / self.total_ms if self.total_ms > 0 else None
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step.
+    """Figures of one step.
 
     Attributes:
-        number: from 0 on, since ``shard``.
-        step_ms: from its first forward to the next step's.
-        outside_ms: the part after the optimizer's update.
-        tokens_per_s: of this rank; None where tokens were not given.
-        mfu: share of the device's peak; None where that, or tokens, is not known.
+        number: counts steps from 0 on, since ``shard``.
+        step_ms: time from the step's first forward to the next step's.
+        outside_ms: the part of it after the optimizer's update.
+        tokens_per_s: tokens a second of this rank; None without ``tokens``.
+        mfu: model FLOPs utilization; None if tokens, their operations or the peak are unknown.
         gathered_nbytes: bytes of the full buckets of its all-gathers.
-        near_nbytes: the part of them from near ranks.
-        reduced_nbytes: the same of its reduce-scatters and all-reduces.
-        num_collectives: of both kinds.
+        near_nbytes: the part of them that came from near ranks.
+        reduced_nbytes: bytes of the full buckets of its reduce-scatters and all-reduces.
+        num_collectives: number of its gathers and reductions.
         exchanged_nbytes: bytes that this rank sent in all-to-alls of an optimizer of whole
             matrices.
-        pool_nbytes: most bytes of the bucket pool in use in it.
-        num_pool_allocations: how often the bucket pool took memory from the device's allocator;
-            never in a step that repeats the one before.
-        num_retries: times that torch's allocator freed its cache because memory was short; None on
-            the CPU, whose allocator does not count.
-        num_device_allocations: its calls to the device's own allocation, such as cudaMalloc; None
-            on the CPU. Both are those of the process.
+        pool_nbytes: most bytes of the bucket pool in use.
+        num_pool_allocations: how often the bucket pool took memory from the device's allocator; 0
+            in a step that repeats the previous one.
+        num_retries: how often torch's allocator freed its cache because memory was short, in the
+            whole process; None on the CPU, whose allocator does not count.
+        num_device_allocations: how often torch's allocator called the device's, such as cudaMalloc,
+            in the whole process; None on the CPU.
         communication: times; None if the step was not traced.
-        units: the same by unit.
+        units: times by unit.
     """
 
     number: int
@@ -83,23 +83,23 @@ class StepFigures:
 
     @property
     def idle_ms(self) -> float | None:
-        """Outside of the step's work, or waiting for communication; None if not traced."""
+        """Time after the update or exposed to communication; None if not traced."""
         traced = self.communication
         return None if traced is None else self.outside_ms + traced.exposed_ms
 
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """Bytes and counts on this rank so far: since the process began or their reset by the user.
+    """Bytes and counts on this rank since the process began, or since the user reset them.
 
     Attributes:
-        pool_peak: high-water mark of the bucket pool since ``shard``; a step has its own.
-        pool_reserved: what the pool took from the device's allocator.
-        allocated_peak: of torch's allocator; None on the CPU, whose allocator does not count.
-        reserved_peak: the same.
-        num_retries: times that torch's allocator had to free its cache; None on the CPU.
-        num_device_allocations: its calls to the device's own allocation; None on the CPU.
-        resident_peak: most memory of the process that was resident.
+        pool_peak: peak of the bucket pool since ``shard``.
+        pool_reserved: bytes that the pool has taken from the device's allocator.
+        allocated_peak: most bytes allocated from torch's allocator; None on the CPU.
+        reserved_peak: most bytes that torch's allocator reserved; None on the CPU.
+        num_retries: how often torch's allocator freed its cache; None on the CPU.
+        num_device_allocations: how often it called the device's allocator; None on the CPU.
+        resident_peak: most resident memory of the process.
         host: weights, gradients and states on the host, by ``offload=``; 0 without.
         disk: bytes of this rank's file, by ``offload=``; 0 without.
     """
@@ -116,7 +116,7 @@ class MemoryFigures:
 
 
 def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, CommunicationTimes]:
-    """Link time and exposed time of each unit's collectives; ``queues`` as for ``transfers``."""
+    """Returns each unit's times of communication; ``queues``: as for :func:`transfers`."""
     found: dict[str, CommunicationTimes] = defaultdict(CommunicationTimes)
     for event, begin_ns in transfers(events, queues):
         own, busy_ms = found[event.unit], (event.done_ns - begin_ns) / 1e6
@@ -133,7 +133,7 @@ def total(parts: Sequence[CommunicationTimes]) -> CommunicationTimes:
 
 
 def unit_means(traces: Sequence[dict[str, CommunicationTimes]]) -> dict[str, CommunicationTimes]:
-    """Mean over traced steps, by unit; a unit without communication in a step has zeros there."""
+    """Returns each unit's mean over traced steps; without communication its times are 0."""
     names = dict.fromkeys(name for trace in traces for name in trace)
     means = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Training steps as boxes on lanes: modules, collectives, exposed waits; a picture or a trace."""
+"""Draws training steps as boxes on lanes (modules, collectives, waits), or writes Chrome traces."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ COLORS = {
     "to_device": "tab:orange",
     WAIT: "tab:red",
 }
-NARROW = 0.012  # of the width: a label does not fit
+NARROW = 0.012  # a label does not fit into a box below this part of the width
 
 
 @dataclass(frozen=True)
 class Box:
-    """Something on a lane that lasted from ``start_ns`` to ``end_ns``.
+    """A span of time on a lane, from ``start_ns`` to ``end_ns``.
 
     Attributes:
         lane: one of :data:`LANES`.
         kind: a key of :data:`COLORS`.
-        label: the unit, empty if it is none's.
+        label: the unit, or empty.
     """
 
     lane: str
@@ -53,10 +53,10 @@ class Box:
 
 @dataclass
 class Timeline:
-    """Spans of time and where they lie; times are nanoseconds of a monotonic clock.
+    """The boxes of the recorded steps; times are nanoseconds of a monotonic clock.
 
     Attributes:
-        label: what was recorded, and whether it was measured or emulated.
+        label: ``measured`` or ``emulated``, and the model.
         boxes: in no particular order.
         pool: ``(time, bytes)`` of the bucket pool in use, in order.
     """
@@ -80,7 +80,7 @@ class Timeline:
 
 
 def check_path(path: Path) -> None:
-    """Raises ValueError if a timeline cannot be written to ``path``; ImportError: no matplotlib."""
+    """Raises ValueError for a path that a timeline cannot have, ImportError without matplotlib."""
     if path.suffix not in (".json", ".png"):
         raise ValueError(f"a timeline goes to a .json or .png file, got '{path}'")
     if not path.parent.is_dir():
@@ -98,8 +98,8 @@ def _import_figure() -> Any:
 
 
 def event_boxes(events: Sequence[Event], queues: Queues) -> list[Box]:
-    """Boxes of collectives, of the waits for them, and of what is done on the host; ``queues`` as
-    for ``transfers``."""
+    """Makes the boxes of collectives, of waits for them, and of work on the host; ``queues``: as
+    for :func:`transfers`."""
     boxes = []
     for event, begin_ns in transfers(events, queues):
         boxes.append(Box(event.op, event.unit, event.op, begin_ns, event.done_ns))
@@ -113,7 +113,7 @@ def event_boxes(events: Sequence[Event], queues: Queues) -> list[Box]:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """Chrome's trace format: a thread per lane, times in microseconds from the first box on."""
+    """Returns Chrome's trace format: a thread per lane, in microseconds since the first box."""
     start = timeline.start_ns
     lanes = _lanes(timeline.boxes)
     records: list[dict[str, Any]] = [
@@ -145,7 +145,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def draw_timeline(timeline: Timeline, path: Path, title: str = "") -> None:
-    """A picture: a lane per kind of work, and below the bytes of the pool if it is used."""
+    """Draws a lane for each kind of work and, below, the bytes of the pool if it is used."""
     has_pool = any(nbytes > 0 for _, nbytes in timeline.pool)
     figure = _import_figure()(figsize=(12, 4.2 if has_pool else 2.8), layout="constrained")
     ratios = (3, 1) if has_pool else (1,)

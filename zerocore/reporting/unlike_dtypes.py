@@ -1,4 +1,4 @@
-"""Names the parameter to keep in float32 where mixed precision gave a module two dtypes."""
+"""Names the parameter to keep in float32 if mixed precision gave a module two dtypes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from zerocore.model.state import Unit
 
 
 def explain_types(error: BaseException, units: Iterable[Unit]) -> RuntimeError | None:
-    """The error to raise for one about unlike dtypes in a call of ``units``, if mixed precision has
-    made them."""
+    """Returns the error to raise for one about unlike dtypes in the forward of ``units``; None if
+    mixed precision has not made them."""
     text = str(error)
     is_of_types = type(error) is RuntimeError and re.search("scalar type|dtype", text) is not None
     if not is_of_types or "keep_fp32" in text:
