@@ -102,7 +102,7 @@ def train_alike(directory: str) -> None:
     narrow, _ = fit(folder, ShardedStrategy(stage=3), STEPS, precision="bf16-mixed")
     assert narrow.dtypes == {torch.bfloat16}
     torch.testing.assert_close(narrow.losses[:6], expected[:6], rtol=0.05, atol=0.02)
-    with pytest.raises(ValueError, match="'16-mixed' cannot be used"):
+    with pytest.raises(ValueError, match="'16-mixed' does not work sharded"):
         ShardedStrategy().precision_plugin = MixedPrecision("16-mixed", "cpu")
 
 

@@ -133,7 +133,7 @@ def generate_and_refuse(directory: str) -> None:
     )
     assert tokens.shape[1] == 4 + 6 * rank
     args = arguments(Path(directory), bf16=True)
-    with pytest.raises(ValueError, match=r"Trainer is told to use bf16.*would have no effect"):
+    with pytest.raises(ValueError, match=r"Trainer is set to bf16.*would have no effect"):
         Trainer(zerocore.shard(build_model()), args)
     with pytest.raises(ValueError, match="bf16_full_eval cannot be used"):
         make_trainer(Path(directory), 3, bf16_full_eval=True)

@@ -1,1 +1,1 @@
-"""Sharded models in other libraries' trainers: no wrapper around them, checkpoints of shards."""
+"""Trainers of other libraries for sharded models, without wrappers and with sharded checkpoints."""

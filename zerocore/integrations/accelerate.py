@@ -1,4 +1,4 @@
-"""Accelerate's ``Accelerator`` for models that are sharded: no DDP, checkpoints of shards."""
+"""Accelerate's ``Accelerator`` for sharded models, without DDP and with sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ except ModuleNotFoundError:
 
 
 class Accelerator(accelerate.Accelerator):
-    """As ``accelerate.Accelerator``; what ``zerocore.shard`` has sharded is left as it is.
+    """An ``accelerate.Accelerator`` that does not wrap sharded models.
 
     Shard the model, build its optimizer, then prepare both. ``accumulate``, ``no_sync``,
     ``backward``, ``clip_grad_norm_``, ``save_state``, ``load_state``, ``get_state_dict`` and
-    ``save_model`` know sharded models; other models are prepared as ever.
+    ``save_model`` work with sharded models. Other models are prepared as by Accelerate.
     """
 
     _models: list[Any]
@@ -38,10 +38,10 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Notes a sharded ``model`` and returns it.
+        """Registers a sharded ``model`` and returns it unchanged.
 
         Raises:
-            ValueError: ``mixed_precision`` of the accelerator is not that of the model, or the
+            ValueError: the accelerator's ``mixed_precision`` differs from the model's, or the
                 accelerator compiles whole models.
         """
         state = find_state(model)
@@ -50,8 +50,8 @@ class Accelerator(accelerate.Accelerator):
         check_precision(state, self.mixed_precision, "Accelerator")
         if self.state.dynamo_plugin.backend.value.lower() not in ("no", ""):
             raise ValueError(
-                "Accelerator is told to compile the whole model; compile the blocks of a sharded "
-                "one yourself, as docs/training.md shows, and leave dynamo_backend out"
+                "Accelerator: dynamo_backend compiles the whole model, which is sharded; leave it "
+                "out and compile the model's blocks, as docs/training.md shows"
             )
         if not any(known is model for known in self._models):
             self._models.append(model)
@@ -59,22 +59,22 @@ class Accelerator(accelerate.Accelerator):
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulates gradients without communicating, as :func:`zerocore.no_sync`."""
+        """Accumulates gradients without reducing them, as :func:`zerocore.no_sync`."""
         if find_state(model) is not None:
             return no_sync(model)
         return super().no_sync(model)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Full parameters on the CPU of rank 0, ``{}`` elsewhere; all ranks call."""
+        """Returns full parameters on rank 0's CPU, ``{}`` on other ranks; all ranks must call."""
         if find_state(model) is not None:
             return full_state_dict(model)
         return super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Saves as ever what is not sharded, and sharded models with their optimizers as shards.
+        """Saves sharded models and their optimizers as shards, and the rest as Accelerate does.
 
-        The latter as :class:`zerocore.Checkpoints` in ``zerocore`` within the folder, of which a
-        second save to the same folder keeps the newest. Any number of ranks loads them.
+        Shards are :class:`zerocore.Checkpoints` in the subfolder ``zerocore``, which any number of
+        ranks can load. A second save to the same folder replaces the first.
         """
         with self._without_sharded() as sharded:
             folder = super().save_state(output_dir, *args, **kwargs)
@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Loads what ``save_state`` has saved; FileNotFoundError if there are no shards."""
+        """Loads a state of ``save_state``; raises FileNotFoundError if it has no shards."""
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
             input_dir = str(max(folders, key=lambda path: int(path.name.split("_")[-1])))
@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_sharded(self) -> Iterator[list[tuple[nn.Module, Optimizer | None]]]:
-        """Hides sharded models and their optimizers; yields them in pairs."""
+        """Hides sharded models and their optimizers from Accelerate; yields them in pairs."""
         models, optimizers = self._models, self._optimizers
         sharded = [model for model in models if find_state(model) is not None]
         owners = {id(model): [o for o in optimizers if _updates(o, model)] for model in sharded}

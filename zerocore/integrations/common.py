@@ -1,4 +1,4 @@
-"""Helpers of trainers: their "bf16" as mixed precision, shards in the folders that they make."""
+"""Helpers for trainers: mixed precision from their "bf16", and shards in their folders."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def mixed_precision(name: str) -> MixedPrecision | None:
-    """The mixed precision of a trainer's ``"no"``, ``"bf16"`` or ``"fp16"``.
+    """Returns the mixed precision for a trainer's ``"no"``, ``"bf16"`` or ``"fp16"``.
 
-    Layers compute in the narrow dtype, gradients are reduced in float32, and outputs are float32,
-    as autocast in a trainer returns them.
+    Layers compute in the narrow dtype, and gradients are reduced in float32. Outputs are float32,
+    as under a trainer's autocast.
 
     Raises:
-        ValueError: another name, such as ``"fp8"``.
+        ValueError: the name is another one, such as ``"fp8"``.
     """
     dtype = _dtype_of(name)
     if dtype is None:
@@ -32,18 +32,18 @@ def mixed_precision(name: str) -> MixedPrecision | None:
 
 
 def check_precision(state: ShardState, name: str, trainer: str) -> None:
-    """Raises ValueError if ``trainer`` is told to compute in what the sharded model does not.
+    """Raises ValueError if the precision of ``trainer`` is not the sharded model's.
 
-    Autocast inside of a sharded model would cast each parameter in each forward, after it was
-    gathered in its wide dtype: the precision belongs to ``shard``.
+    Autocast in a sharded model would gather each parameter in its wide dtype and cast it in each
+    forward, so ``shard`` has to know the precision.
     """
     wanted = _dtype_of(name)
     mixed = state.config.mixed_precision
     if wanted is None or (mixed is not None and mixed.param_dtype == wanted):
         return
     raise ValueError(
-        f"{trainer} is told to use {name}, and the model was sharded with mixed_precision={mixed}: "
-        f"{name} would have no effect. Shard it with mixed_precision=zerocore.MixedPrecision("
+        f"{trainer} is set to {name}, which would have no effect: the model is sharded with "
+        f"mixed_precision={mixed}. Shard it with mixed_precision=zerocore.MixedPrecision("
         f"{wanted}, reduce_dtype=torch.float32)"
     )
 
@@ -57,22 +57,22 @@ def _dtype_of(name: str) -> torch.dtype | None:
 class ShardFolders:
     """Saves one model and its optimizer under ``name`` in any folder, and loads them.
 
-    The trainer's own files hold the rest, random streams too.
+    The trainer saves everything else in its own files, also the states of random generators.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, name: str = "zerocore"):
-        # One object for all folders: each has a process group of its own.
+        # One object serves all folders, as each Checkpoints has a process group of its own.
         self._checkpoints = Checkpoints(name, model, optimizer, keep=1, background=False, rng=False)
         self._name = name
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Saves; of a folder that is saved to once more the newest is kept. All ranks call."""
+        """Saves; a second save to a folder replaces the first. All ranks must call."""
         self._checkpoints.folder = Path(folder, self._name)
         steps = self._checkpoints.steps()
         self._checkpoints.save(steps[-1] + 1 if steps else 0)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Loads what ``save`` has saved, on any number of ranks; all must call."""
+        """Loads a save of any number of ranks; all ranks must call."""
         self._checkpoints.folder = Path(folder, self._name)
         if self._checkpoints.load() is None:
             raise FileNotFoundError(f"no checkpoint of shards in {self._checkpoints.folder}")

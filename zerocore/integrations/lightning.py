@@ -1,4 +1,4 @@
-"""Lightning's strategies for sharded models: for ``Trainer`` and for ``Fabric``."""
+"""Strategies that shard models for Lightning's ``Trainer`` and ``Fabric``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ except ModuleNotFoundError:
 
 
 class _Sharding:
-    """The part of both strategies: the options of ``shard``, and precision as one of them."""
+    """The common base of both strategies: options of ``shard``, of which precision is one."""
 
     _PLACES = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend")
 
@@ -47,31 +47,31 @@ class _Sharding:
             return plugin
         name: str = getattr(plugin, "precision", "")
         if name != "bf16-mixed":
-            raise ValueError(f"precision {name!r} cannot be used with a sharded model; bf16-mixed")
+            raise ValueError(f"precision={name!r} does not work sharded; use 'bf16-mixed'")
         self._shard_options.setdefault("mixed_precision", mixed_precision("bf16"))
         return plain
 
 
 class ShardedStrategy(_Sharding, DDPStrategy):
-    """``lightning.pytorch.Trainer(strategy=ShardedStrategy(stage=3))``: no DDP around the module.
+    """A strategy without DDP: ``lightning.pytorch.Trainer(strategy=ShardedStrategy(stage=3))``.
 
     The LightningModule is sharded before ``configure_optimizers``. ``precision="bf16-mixed"``
-    becomes ``mixed_precision``. A checkpoint is one complete file, as DDP's: weights and states of
-    optimizers are gathered to the CPU of rank 0, and loaded at any stage, on any number of ranks.
+    becomes ``mixed_precision``. A checkpoint is one complete file, as with DDP: weights and
+    optimizer states are gathered to rank 0's CPU, and load at any stage, on any number of ranks.
 
     Args:
-        options: of :func:`zerocore.shard`; those that Lightning's DDPStrategy knows by the names
-            of ``_PLACES`` go there.
+        options: options of :func:`zerocore.shard`, and of DDPStrategy ``accelerator``,
+            ``parallel_devices``, ``cluster_environment`` and ``process_group_backend``.
 
     Raises:
-        ValueError: another mixed precision than ``"bf16-mixed"``.
+        ValueError: a mixed precision is not ``"bf16-mixed"``.
     """
 
     model: Any
 
     @property
     def precision_plugin(self) -> Any:
-        """The plugin for other dtypes than the module's; none for mixed precision."""
+        """The plugin for the dtype of inputs and modules; the default one for mixed precision."""
         return DDPStrategy.precision_plugin.fget(self)
 
     @precision_plugin.setter
@@ -80,26 +80,26 @@ class ShardedStrategy(_Sharding, DDPStrategy):
         DDPStrategy.precision_plugin.fset(self, plain)
 
     def setup(self, trainer: Any) -> None:
-        """Shards where the module is to be fitted; one that is sharded stays so."""
+        """Shards the module if the trainer fits it; a sharded one is used as it is."""
         if trainer.state.fn == TrainerFn.FITTING or find_state(self.model) is None:
             super().setup(trainer)
             return
         self.accelerator.setup(trainer)
-        self.setup_precision_plugin()  # nothing is broadcast: ranks hold different elements
+        self.setup_precision_plugin()  # no broadcast: ranks hold different elements
 
     def configure_ddp(self) -> None:
-        """Shards the module, where DDPStrategy would wrap it."""
+        """Shards the module; DDPStrategy would wrap it here."""
         self.model = self._shard(self.model)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulates, as :func:`zerocore.no_sync`."""
+        """Accumulates gradients without reducing them, as :func:`zerocore.no_sync`."""
         with no_sync(self.model):
             yield
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         short = {"training_step": "train_step", "validation_step": "val_step"}.get(name, name)
-        # Through the module's call, in which its layers are gathered ahead.
+        # The step runs inside of the module's forward, in which gathers are prefetched.
         with getattr(self.precision_plugin, f"{short}_context")():
             if find_state(self.model) is None:
                 return getattr(self.lightning_module, name)(*args, **kwargs)
@@ -113,13 +113,13 @@ class ShardedStrategy(_Sharding, DDPStrategy):
     predict_step = partialmethod(_run_step, "predict_step")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Full values on rank 0, ``{}`` elsewhere; all ranks call."""
+        """Returns full values on rank 0, ``{}`` on other ranks; all ranks must call."""
         if find_state(self.lightning_module) is None:
             return dict(self.lightning_module.state_dict())
         return full_state_dict(self.lightning_module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Full states on rank 0, ``{}`` elsewhere; all ranks call."""
+        """Returns full states on rank 0, ``{}`` on other ranks; all ranks must call."""
         return full_optimizer_state_dict(getattr(optimizer, "_optimizer", optimizer))
 
 
@@ -129,13 +129,13 @@ class _NoSync(_BackwardSyncControl):
 
 
 class ShardedFabricStrategy(_Sharding, FabricDDPStrategy):
-    """``lightning.Fabric(strategy=ShardedFabricStrategy(stage=3))``: no DDP around models.
+    """A strategy without DDP: ``lightning.Fabric(strategy=ShardedFabricStrategy(stage=3))``.
 
-    ``model, optimizer = fabric.setup(model, optimizer)`` shards, as ``fabric.setup_module(model)``
-    does. Precision and checkpoints are as of :class:`ShardedStrategy`.
+    ``model, optimizer = fabric.setup(model, optimizer)`` and ``fabric.setup_module(model)`` shard
+    the model. Precision and checkpoints are the same as with :class:`ShardedStrategy`.
 
     Raises:
-        ValueError: another mixed precision than ``"bf16-mixed"``.
+        ValueError: a mixed precision is not ``"bf16-mixed"``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -144,7 +144,7 @@ class ShardedFabricStrategy(_Sharding, FabricDDPStrategy):
 
     @property
     def precision(self) -> Any:
-        """The plugin for other dtypes than the model's; none for mixed precision."""
+        """The plugin for the dtype of inputs and models; the default one for mixed precision."""
         return FabricDDPStrategy.precision.fget(self)
 
     @precision.setter
@@ -157,9 +157,9 @@ class ShardedFabricStrategy(_Sharding, FabricDDPStrategy):
         return self._shard(module)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Full values on rank 0, ``{}`` elsewhere; all ranks call."""
+        """Returns full values on rank 0, ``{}`` on other ranks; all ranks must call."""
         return full_state_dict(module) if find_state(module) is not None else module.state_dict()
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Full states on rank 0, ``{}`` elsewhere; all ranks call."""
+        """Returns full states on rank 0, ``{}`` on other ranks; all ranks must call."""
         return full_optimizer_state_dict(optimizer)

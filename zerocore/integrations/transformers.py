@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer`` over a sharded model: no DDP around it, checkpoints of shards."""
+"""Hugging Face's ``Trainer`` for sharded models, without DDP and with sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ except ModuleNotFoundError:
 
 _REFUSED = {
     "fp16": "use bf16=True",
-    "fp16_full_eval": "evaluate in the dtype that the model is sharded with",
-    "bf16_full_eval": "evaluate in the dtype that the model is sharded with",
-    "deepspeed": "zerocore takes its place",
-    "fsdp": "zerocore takes its place",
+    "fp16_full_eval": "leave it out: evaluation uses the dtype of mixed_precision=",
+    "bf16_full_eval": "leave it out: evaluation uses the dtype of mixed_precision=",
+    "deepspeed": "leave it out: zerocore shards the model",
+    "fsdp": "leave it out: zerocore shards the model",
     "torch_compile": "compile the model's blocks, block.compile()",
     "auto_find_batch_size": "choose the batch size",
 }
 
 
 class ShardedTrainerMixin:
-    """Goes before ``transformers.Trainer``, or a subclass of it, in the bases of a trainer.
+    """A base class to put before ``transformers.Trainer``, or a subclass of it.
 
     Args:
-        shard: options of :func:`zerocore.shard`, such as ``{"stage": 2}``. The trainer shards the
-            model that it is given, unless it is sharded; ``bf16=True`` becomes ``mixed_precision``.
-        log_metrics: adds :func:`zerocore.metrics` to the logs that have a training loss, and so to
-            all that ``report_to`` names.
+        shard: options of :func:`zerocore.shard`, such as ``{"stage": 2}``. The trainer shards its
+            model unless it is sharded already; ``bf16=True`` becomes ``mixed_precision``.
+        log_metrics: adds :func:`zerocore.metrics` to logs with a training loss, and so to all
+            loggers of ``report_to``.
 
     Checkpoints have the model in Hugging Face's format, and a folder ``zerocore`` with shards of
-    weights and optimizer, from which training is resumed on any number of ranks.
+    weights and optimizer states, from which any number of ranks can resume.
 
     Raises:
-        ValueError: an argument that cannot be followed, by name.
+        ValueError: an argument does not work with a sharded model; the message names it.
     """
 
     def __init__(
@@ -65,24 +65,24 @@ class ShardedTrainerMixin:
         super().__init__(*args, **kwargs)
 
     def log(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As ever, with figures of the last step where these are wanted."""
+        """Logs as the trainer does, with the last step's figures under ``log_metrics``."""
         if self._log_metrics and "loss" in logs:
             logs = {**logs, **metrics(self.model)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self: Any) -> None:
-        """Makes the accelerator one that leaves sharded models alone, then shards the model."""
+        """Makes the accelerator, which must not wrap sharded models, then shards the model."""
         for name, advice in _REFUSED.items():
             if getattr(self.args, name, None):
                 raise ValueError(f"{name} cannot be used with a sharded model; {advice}")
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        # The trainer names the class itself, and ours has no fields of its own.
+        # The trainer does not let us choose the class; ours has no fields of its own.
         self.accelerator.__class__ = Accelerator
         if self.model is not None:
             self._shard(self.model)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """The model of ``model_init``, sharded."""
+        """Calls ``model_init`` and shards its model."""
         model: nn.Module = super().call_model_init(trial)  # type: ignore[misc]
         self._shard(model)
         return model
@@ -110,7 +110,7 @@ class ShardedTrainerMixin:
         _sync_generate(model)
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Writes the model in Hugging Face's format; all ranks call."""
+        """Writes the model in Hugging Face's format; all ranks must call."""
         if state_dict is None:
             state_dict = full_state_dict(self.model, rank0_only=not self.args.save_on_each_node)
         if self.args.should_save:
@@ -119,7 +119,7 @@ class ShardedTrainerMixin:
     def _shards(self: Any) -> ShardFolders:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         known = self.__dict__.get("_shard_folders")
-        if known is None or known[0] is not optimizer:  # a second train() has another one
+        if known is None or known[0] is not optimizer:  # a second train() makes a new one
             known = (optimizer, ShardFolders(self.model, optimizer))
             self.__dict__["_shard_folders"] = known
         return known[1]
@@ -144,16 +144,16 @@ class ShardedTrainerMixin:
 
 
 class Trainer(ShardedTrainerMixin, transformers.Trainer):
-    """``transformers.Trainer`` over a sharded model: see :class:`ShardedTrainerMixin`."""
+    """``transformers.Trainer`` for a sharded model, see :class:`ShardedTrainerMixin`."""
 
 
 class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
-    """``transformers.Seq2SeqTrainer`` over a sharded model: see :class:`ShardedTrainerMixin`."""
+    """``transformers.Seq2SeqTrainer`` for a sharded model, see :class:`ShardedTrainerMixin`."""
 
 
 def _sync_generate(model: nn.Module) -> None:
-    """Ranks whose texts have ended go on until the last one's has: each token gathers the layers.
-    Hugging Face decides this by wrappers that it knows, and passes its answer on."""
+    """Makes ``generate`` run on each rank until all ranks' texts have ended, as each token gathers
+    the layers. Hugging Face sets ``synced_gpus`` only for wrappers that it knows."""
     state = find_state(model)
     generate = getattr(model, "generate", None)
     if (

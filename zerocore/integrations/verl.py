@@ -1,6 +1,6 @@
-"""An engine for verl: its trainers over sharded models, with exports in the place of gathers.
+"""Engines for verl's trainers with sharded models, which export weights in buckets.
 
-Import it where verl's workers start; the engines are then ``backend="zerocore"`` of its registry.
+Import it where verl's workers start: it registers the engines as ``backend="zerocore"``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ BACKEND = "zerocore"
 
 
 class ShardedEngineMixin:
-    """Goes before an engine of verl for FSDP, whose configuration it follows.
+    """A base class to put before verl's engine for FSDP, whose configuration it uses.
 
-    ``fsdp_size`` is the number of ranks that share the state, the others are replicas;
-    ``reshard_after_forward`` chooses stage 3 or 2; ``param_offload`` parks model and optimizer
-    between the engine's contexts.
+    ``fsdp_size`` is the number of ranks that share the state; more ranks are replicas.
+    ``reshard_after_forward`` selects stage 3, else stage 2. ``param_offload`` parks model and
+    optimizer between the engine's contexts.
     """
 
     module: nn.Module
@@ -48,7 +48,7 @@ class ShardedEngineMixin:
     _parking: ExitStack | None = None
 
     def initialize(self: Any) -> None:
-        """Makes model, optimizer and schedule, and parks them if the configuration says so."""
+        """Makes model, optimizer and schedule, and parks them under ``param_offload``."""
         self._build_model_optimizer()
         if self.is_param_offload_enabled:
             self.to("cpu")
@@ -78,7 +78,7 @@ class ShardedEngineMixin:
                 yield
 
     def optimizer_step(self: Any) -> float:
-        """Clips and steps, unless the norm is not finite; returns the norm."""
+        """Clips gradients and steps, or skips the step if their norm is not finite; returns it."""
         assert self.optimizer is not None
         norm = float(clip_grad_norm_(self.module, self.optimizer_config.clip_grad))
         if math.isfinite(norm):
@@ -90,7 +90,7 @@ class ShardedEngineMixin:
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Parks model and optimizer (``"cpu"``), or brings both back; the optimizer alone stays."""
+        """Parks model and optimizer (``"cpu"``), or restores both; parks no optimizer alone."""
         if device != "cpu" and self._parking is not None:
             self._parking.close()
             self._parking = None
@@ -103,8 +103,8 @@ class ShardedEngineMixin:
     def get_per_tensor_param(
         self: Any, layered_summon: bool = False, base_sync_done: bool = False, **options: Any
     ) -> tuple[Iterator[tuple[str, Tensor]], Any]:
-        """Names and full tensors, also of a parked model. Adapters are merged if the configuration
-        says so, else given alone once the base has been."""
+        """Returns names and full tensors, also of a parked model. Adapters are merged under
+        ``lora.merge``; otherwise only adapters are returned once the base is synchronised."""
         config = getattr(self.module, "peft_config", {}).get("default")
         if config is None:
             return export(self.module).tensors(), None
@@ -114,7 +114,7 @@ class ShardedEngineMixin:
         return export(self.module, names=names).tensors(), config
 
     def get_per_tensor_param_shard(self, *args: Any, **options: Any) -> Any:
-        """verl's gather of its own takes a shard for the whole tensor.
+        """Rejects verl's own gather, which would take a shard for the full tensor.
 
         Raises:
             NotImplementedError: always.
@@ -122,26 +122,26 @@ class ShardedEngineMixin:
         raise _not_whole("get_per_tensor_param_shard")
 
     def get_per_tensor_param_delta_shard(self, *args: Any, **options: Any) -> Any:
-        """As :meth:`get_per_tensor_param_shard`."""
+        """Rejects the call, as :meth:`get_per_tensor_param_shard`."""
         raise _not_whole("get_per_tensor_param_delta_shard")
 
     def save_checkpoint(
         self, local_path: str, hdfs_path: Any = None, global_step: int = 0, **options: Any
     ) -> None:
-        """Saves model and optimizer for any number of ranks; all ranks call."""
+        """Saves model and optimizer; any number of ranks can load them. All ranks must call."""
         keep = options.get("max_ckpt_to_keep")
         checkpoints = Checkpoints(local_path, self.module, self.optimizer, keep=keep)
         checkpoints.save(global_step).wait()
 
     def load_checkpoint(self, local_path: str, hdfs_path: Any = None, **options: Any) -> None:
-        """Loads the newest one."""
+        """Loads the newest checkpoint; all ranks must call."""
         Checkpoints(local_path, self.module, self.optimizer).load()
 
 
 def _not_whole(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} is not built for zerocore's engine, whose parameters are ranges of elements; call "
-        "engine.get_per_tensor_param(), which gives full tensors"
+        f"{name} is not supported: in zerocore's engine parameters are ranges of elements; call "
+        "engine.get_per_tensor_param(), which returns full tensors"
     )
 
 
@@ -158,9 +158,9 @@ def _dtype(name: Any) -> torch.dtype:
 
 @EngineRegistry.register("language_model", BACKEND, device=["cuda", "npu", "cpu"])
 class ShardedEngineWithLMHead(ShardedEngineMixin, FSDPEngineWithLMHead):
-    """verl's engine of language models over a sharded one."""
+    """verl's engine for a sharded language model."""
 
 
 @EngineRegistry.register("value_model", BACKEND, device=["cuda", "npu", "cpu"])
 class ShardedEngineWithValueHead(ShardedEngineMixin, FSDPEngineWithValueHead):
-    """verl's engine of value models over a sharded one."""
+    """verl's engine for a sharded value model."""

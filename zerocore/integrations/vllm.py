@@ -1,4 +1,4 @@
-"""Weights for vLLM's transfer engines, from exports in the place of a gather per parameter."""
+"""Exports weights to vLLM's transfer engines, in buckets instead of a gather per parameter."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ except ModuleNotFoundError:
 
 
 class ShardedSource(WeightSource):
-    """``source=`` of a trainer's engine of vLLM, over a sharded model; on all ranks.
+    """A ``source=`` for vLLM's transfer engine in a trainer; all ranks must make and iterate it.
 
     Args:
-        max_bytes: of the export's buckets.
+        max_bytes: as for :func:`zerocore.export`.
         options: ``names``, ``dtype`` and ``merge``, as for :func:`zerocore.weights.export_info`.
     """
 
@@ -31,7 +31,7 @@ class ShardedSource(WeightSource):
         self.info = export_info(model, **options)
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and shape of each tensor, in the order of the iteration."""
+        """Returns each tensor's name, dtype and shape, in the order of the iteration."""
         return [ParamMeta(each.name, each.dtype, tuple(each.shape)) for each in self.info.tensors]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
