@@ -10,10 +10,10 @@ import sys
 import zerocore
 
 COMMANDS = {
-    "plan": "Plan each stage's memory and time, and say which one to choose; needs no GPU.",
-    "describe": "The units a model is sharded by: bytes, shards, padding, regions.",
-    "env": "Versions and devices, to paste in a bug report.",
-    "bench": "Runs benchmarks/NAME.py of a checkout; what follows NAME goes to it, --help too.",
+    "plan": "Plan each stage's memory and time and recommend one; needs no GPU.",
+    "describe": "List the units by which a model is sharded: bytes, shards, padding, regions.",
+    "env": "Print versions and devices for a bug report.",
+    "bench": "Run benchmarks/NAME.py of a checkout; arguments after NAME go to it, --help too.",
     "checkpoint": "Inspect, verify and convert checkpoints.",
 }
 
