@@ -286,7 +286,7 @@ def refuse() -> None:
             Chain(3), 4, num_replicas=2, workload=zerocore.Workload(optimizer="muon"), **share
         )
     model = sharded((2, 2), 3)
-    with pytest.raises(ValueError, match="its exchange is not built for replicas_share"):
+    with pytest.raises(ValueError, match="does not support replicas_share"):
         zerocore.matrices.Muon(model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of whole matrices: which rank updates which, and what travels for it."""
+"""Optimizers that update whole matrices, each on the rank that owns it."""
 
 from zerocore.matrices.muon import Muon
 from zerocore.matrices.owned import owned

@@ -1,4 +1,4 @@
-"""Moves the parts of matrices to their owners, and the results back; see Note [Whole matrices]."""
+"""Sends parts of matrices to their owners, and the results back; see Note [Whole matrices]."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from zerocore.options.stages import placements_of
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.rows import RowShard
 
-Arrival = Callable[[], list[Tensor]]  # waits for tensors
+Arrival = Callable[[], list[Tensor]]  # waits for received tensors and returns them
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The ranks of a mesh of a model as the exchange sees them."""
+    """The ranks of one of a model's meshes, and their process groups."""
 
     grid: Grid
-    rank: int  # in the grid
-    shards: dist.ProcessGroup | None  # that parameters are cut over; None: each rank has all
-    replicas: tuple[dist.ProcessGroup, ...]  # one for each dimension of ranks that hold the same
-    members: tuple[int, ...]  # numbers in the model
-    mesh: int  # its number
-    state: ShardState  # which counts what is sent
+    rank: int  # index in the grid
+    shards: dist.ProcessGroup | None  # group that shards parameters; None: each rank has all
+    replicas: tuple[dist.ProcessGroup, ...]  # the group of each dimension of replicas
+    members: tuple[int, ...]  # the ranks' indices in the model
+    mesh: int  # index in the state's meshes
+    state: ShardState  # its engine runs the exchange and counts the bytes
 
     @staticmethod
     def of(state: ShardState, mesh: int) -> Lanes:
-        """Those of a sharded model, as its stage divides what the mesh shares."""
+        """Returns the lanes of a sharded model's mesh; at stage 0 all of its ranks are replicas."""
         ranks = state.meshes[mesh]
         shared = placements_of(state.config.stage).optimizer
         shards = ranks.shard if shared else None
@@ -58,15 +58,15 @@ class Lanes:
 
 @dataclass(frozen=True)
 class RoundExchange:
-    """One round of matrices between the ranks of a mesh, all of which must call its methods."""
+    """The exchange of one round's matrices; all ranks of the mesh must call its methods."""
 
     step: Round
     lanes: Lanes
-    like: Tensor  # of the dtype and device of all that is sent
+    like: Tensor  # an empty tensor with the dtype and device of all messages
 
     def to_owners(self, parts: Sequence[Tensor]) -> Arrival:
-        """Sends this rank's elements of each matrix (1-D) to its owner; returns what waits for the
-        matrices that this rank owns, flattened."""
+        """Sends this rank's elements of each matrix (1-D) to its owner. Returns a function that
+        waits for this rank's own matrices, flattened."""
         step = self.step
         if self.lanes.shards is None:
             return lambda: [parts[index] for index in step.mine]
@@ -87,8 +87,8 @@ class RoundExchange:
         return arrived
 
     def to_shards(self, wholes: Sequence[Tensor]) -> Arrival:
-        """Sends each rank its elements of the matrices (flattened) that this rank owns; returns
-        what waits for this rank's elements of every matrix of the round."""
+        """Sends each rank its elements of this rank's own matrices (flattened). Returns a function
+        that waits for this rank's elements of every matrix of the round."""
         step = self.step
         own: dict[int, Tensor] = dict(zip(step.mine, wholes, strict=True))
         transfer = None
@@ -112,7 +112,7 @@ class RoundExchange:
         return arrived
 
     def _spread(self, held: dict[int, Tensor]) -> None:
-        """Gives the other replicas what this one has computed."""
+        """Sends this replica's results to the other replicas and receives theirs."""
         for group, (place, found) in zip(self.lanes.replicas, self.step.spreads, strict=True):
             message = self._joined([held[index] for index in found[place]])
             counts = [self.step.own_numel(indices) for indices in found]
@@ -130,8 +130,8 @@ class RoundExchange:
         received: Sequence[int],
         total: int,
     ) -> Exchange:
-        """An all-to-all of 1-D messages, rank after rank: ``sent`` and ``received`` elements for
-        and from each, ``total`` of all ranks' messages, the same on all of them."""
+        """Starts an all-to-all of a 1-D buffer with a message for each rank: ``sent`` elements to
+        each, ``received`` from each. ``total``, equal on all ranks, counts all their messages."""
         lanes, size = self.lanes, send.element_size()
         sent_nbytes, received_nbytes = ([n * size for n in counts] for counts in (sent, received))
         across = group is lanes.state.meshes[lanes.mesh].replicas
@@ -149,20 +149,20 @@ class RoundExchange:
 
 @dataclass(frozen=True)
 class Choice:
-    """An optimizer's plan; ``str()`` is a table."""
+    """An optimizer's choice of owners; ``str()`` is a table."""
 
     optimizer: str  # its name
-    # For each parameter that is updated as a whole, its name and the ranks that own its matrices,
-    # numbered as in the sharded model; of experts, among those that share them.
+    # The ranks that own the matrices of each parameter, by its name; ranks are numbered as in the
+    # sharded model. Experts' owners are among the ranks that share them.
     owners: Mapping[str, tuple[int, ...]]
     others: tuple[str, ...]  # names of parameters that AdamW trains
-    work: tuple[float, ...]  # each rank's share of the work on matrices that this one shares; sum 1
-    num_rounds: int  # exchanges of a step, each of one all-to-all there and one back
-    sent_nbytes: int  # what this rank sends in a step
-    rank: int  # this one
+    work: tuple[float, ...]  # each rank's part of the work on this rank's matrices; the sum is 1
+    num_rounds: int  # exchanges of a step, each with an all-to-all to owners and one back
+    sent_nbytes: int  # bytes that this rank sends in a step
+    rank: int  # this rank
 
     def title(self) -> str:
-        """One line: how many parameters whom, and what is sent."""
+        """Returns one line with the numbers of parameters and the bytes sent."""
         others = f", {len(self.others)} by AdamW" if self.others else ""
         return (
             f"{self.optimizer}: {len(self.owners)} parameters as whole matrices{others}; rank "
@@ -187,7 +187,7 @@ def choice_of(
     ranks: Ranks,
     times_to_owners: int = 1,
 ) -> Choice:
-    """The choice that follows from the rounds of a step; ``names`` are those of parameters."""
+    """Returns the choice that a step's rounds make; ``names``: the parameters' names."""
     owners: dict[str, set[int]] = {}
     work, sent_nbytes = [0] * ranks.world_size, 0
     for each in rounds:

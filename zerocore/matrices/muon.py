@@ -1,4 +1,4 @@
-"""Muon on shards: whole matrices at their owners, AdamW on the rest."""
+"""Muon for sharded models: matrices are updated by their owners, other parameters by AdamW."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ from zerocore.tensor.rows import local_part, own_elements
 
 
 class Muon(ShardOptimizer):
-    """Muon on matrices and stacks of matrices of a sharded model, the fused AdamW on the rest.
+    """Muon for the matrices of a sharded model, and the fused AdamW for its other parameters.
 
-    Of a model of :func:`zerocore.shard` or ``zerocore.fsdp.fully_shard``.
+    The model comes from :func:`zerocore.shard` or ``zerocore.fsdp.fully_shard``.
 
-    Matrices are the parameters whose full shape has two or three dimensions; the last two are
-    those of a matrix. Momentum stays sharded. In a step each matrix's update is sent to the rank
-    that owns it, in bfloat16 as Newton-Schulz takes it, orthogonalised there and sent back: a
-    step's numbers are those of ``torch.optim.Muon`` in one process. Embeddings and output layers
-    are matrices by shape; name them in ``adamw_names`` if AdamW is to train them. All ranks must
-    build the optimizer and call ``step()`` together.
+    Parameters whose full shape has two or three dimensions are matrices or stacks of them; the
+    last two dimensions are a matrix. Momentum stays sharded. In a step each matrix's update goes to
+    its owner in bfloat16, in which Newton-Schulz works, is orthogonalised there and returns. The
+    results equal those of ``torch.optim.Muon`` in one process. Embeddings and output layers are
+    matrices by shape: to train them with AdamW, name them in ``adamw_names``. All ranks must build
+    the optimizer and call ``step()`` together.
 
     Args:
         params: parameters of one sharded model, ``(name, parameter)`` pairs, or dicts of groups.
-            Options of a group are those of its matrices; ``"adamw": {...}`` in it, those of the
-            rest. ``"use_muon": False`` gives a whole group to AdamW, and its options too.
+            A group's options are for its matrices, and ``"adamw": {...}`` in it for its other
+            parameters. ``"use_muon": False`` gives the whole group and its options to AdamW.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
             ``torch.optim.Muon``.
-        adamw: options of :class:`zerocore.optim.AdamW` for the rest, such as ``{"lr": 3e-4}``.
+        adamw: options of :class:`zerocore.optim.AdamW`, such as ``{"lr": 3e-4}``.
         adamw_names: patterns (``"*embed*"``) of names of matrices that AdamW trains.
-        split: by a pattern of names, how many matrices lie below each other in a parameter, such as
+        split: by a pattern of names, into how many matrices a parameter's rows are cut, such as
             ``{"*.qkv.weight": 3}``; each is orthogonalised by itself.
         clip_grad_norm: as in :class:`zerocore.optim.AdamW`, over all groups.
 
     Raises:
         ValueError: in a step, on every rank, if a matrix has a gradient on some ranks only.
-        ValueError: no parameter is a matrix, one that ranks have parts of matrices of, parameters
-            that are not those of one sharded model, a split that does not divide, or an option
-            out of range; it names the parameter.
-        RuntimeError: another rank failed, or was given other parameters or options.
+        ValueError: no parameter is a matrix, ranks have parts of one matrix as parameters, the
+            parameters do not belong to one sharded model, a split does not divide, or an option
+            is out of range. The message names the parameter.
+        RuntimeError: another rank failed, or got other parameters or options.
     """
 
     casts_model_weights = True
@@ -113,8 +113,8 @@ class Muon(ShardOptimizer):
             ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.add_param_group``; becomes a group of matrices and one of the
-        rest, as far as there are such. All ranks must call."""
+        """Adds a group as ``torch.optim.Optimizer.add_param_group`` does, split into one for Muon
+        and one for AdamW unless that is empty. All ranks must call."""
         group = {**param_group, "params": items_of(param_group["params"])}
         check_sharded([group], "Muon", self._model)
         adamw = {**self._adamw_options, **group.pop("adamw", {})}
@@ -129,7 +129,7 @@ class Muon(ShardOptimizer):
                 self._add({**self.defaults, **group}, matrices, True)
                 check_options(self.param_groups[-1])
                 for param in self.param_groups[-1]["params"]:
-                    matrices_of(0, Whole.of(param).place, 0, self._splits)  # raises for bad cuts
+                    matrices_of(0, Whole.of(param).place, 0, self._splits)  # raises ValueError
             if rest:
                 self._add({**adamw, **(group if wanted is False else {})}, rest, False)
             self._adopt_groups()
@@ -141,8 +141,8 @@ class Muon(ShardOptimizer):
         param = param_of(item)
         if wanted and not is_matrix(param):
             raise ValueError(
-                f"use_muon: parameter '{name_of(param)}' of shape {tuple(full_shape(param))} is no "
-                "matrix, and no stack of matrices; leave it to AdamW"
+                f"use_muon: parameter '{name_of(param)}' of shape {tuple(full_shape(param))} is "
+                "neither a matrix nor a stack of matrices; leave it to AdamW"
             )
         named = any(fnmatchcase(name_of(param), pattern) for pattern in self._adamw_names)
         chosen = (is_matrix(param) and not named) if wanted is None else wanted
@@ -151,9 +151,9 @@ class Muon(ShardOptimizer):
         return chosen
 
     def _add(self, options: dict[str, Any], items: list[Item], use_muon: bool) -> None:
-        """A group with its own options and no others."""
+        """Adds a group with the given options; Muon's defaults do not fill an AdamW group."""
         if not use_muon:
-            filled = AdamW(list(items), **options)  # checks them, and knows the defaults
+            filled = AdamW(list(items), **options)  # checks options and adds defaults
             options = options_of(filled.param_groups[0])
         kept, self.defaults = self.defaults, {}
         try:
@@ -162,7 +162,7 @@ class Muon(ShardOptimizer):
             self.defaults = kept
 
     def _adopt_groups(self) -> None:
-        """AdamW shares groups and states; what is planned follows the groups."""
+        """Gives AdamW its groups and the shared states; drops plans, which depend on groups."""
         rest = [group for group in self.param_groups if not group["use_muon"]]
         self._adamw: AdamW | None = None
         if rest:
@@ -194,10 +194,10 @@ class Muon(ShardOptimizer):
             check_pattern("adamw_names", pattern, [param for param in params if is_matrix(param)])
 
     def describe(self) -> Choice:
-        """Which parameters Muon and AdamW train, who owns the matrices, and what a step sends.
+        """Returns the parameters of Muon and AdamW, the matrices' owners and the bytes of a step.
 
-        For a step in which every trained parameter has a gradient; ``str()`` is a table. Of experts
-        it knows the matrices of this rank's mesh.
+        In that step every trainable parameter has a gradient. ``str()`` is a table. The experts in
+        it are those of this rank's mesh.
         """
         pairs = self._muon_params()
         plan = self._plan_for(tuple(param.requires_grad for param, _ in pairs))
@@ -217,7 +217,7 @@ class Muon(ShardOptimizer):
         pairs = [(Whole.of(param), group) for param, group in self._muon_params()]
         rounds: list[RoundExchange] = []
         like = torch.empty(0, dtype=WIRE, device=self._model.device)
-        for mesh in range(len(self._model.meshes)):  # in one order on all ranks
+        for mesh in range(len(self._model.meshes)):  # the same order on all ranks
             indices = [i for i, (whole, _) in enumerate(pairs) if used[i] and whole.mesh == mesh]
             matrices = [
                 matrix
@@ -233,7 +233,7 @@ class Muon(ShardOptimizer):
         return MuonRounds(rounds, pairs)
 
     def _update(self) -> None:
-        # Gradients of shards are a subclass, which Python need not look up here.
+        # Skips the dispatch of the gradients' subclass, which only costs time here.
         with torch._C.DisableTorchFunctionSubclass():
             self._follow_model()
             factors = self._clip_factors()
@@ -243,7 +243,7 @@ class Muon(ShardOptimizer):
             plan.run(self.state, factors, lambda: self._update_rest(factors))
 
     def _follow_model(self) -> None:
-        """The engine of a model of zerocore.fsdp may have been made anew."""
+        """Takes the model's new state if ``zerocore.fsdp`` has made its engine again."""
         if (state := check_sharded(self.param_groups, "Muon")) is not self._model:
             self._model, self._plans = state, {}
 
@@ -252,8 +252,8 @@ class Muon(ShardOptimizer):
             self._adamw.update(factors)
 
     def _clip_factors(self) -> Factors | None:
-        """The factor that clips gradients, float64; the step is skipped if the norm is not finite.
-        None without clipping. The host does not read the norm."""
+        """Returns the float64 factor that clips gradients, and whether to skip the step because the
+        norm is not finite; None without clipping. The host does not read the norm."""
         self.grad_norm = None
         if self.clip_grad_norm is None:
             return None
@@ -270,7 +270,7 @@ class Muon(ShardOptimizer):
             self.state[param] = {"momentum_buffer": as_state(zeros, param)}
 
     def make_states(self) -> None:
-        """Makes the states of all parameters that have none yet, as the first step would."""
+        """Makes states as the first step does, for all parameters that have none yet."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             params = [param for param, _ in self._muon_params()]
             self._make_momenta(without_state(params, self.state))

@@ -1,4 +1,4 @@
-"""One step of Muon: rounds whose exchange runs under the Newton-Schulz iterations before them."""
+"""Runs a step of Muon in rounds: an exchange overlaps the previous round's Newton-Schulz."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from zerocore.matrices.ownership import Matrix, Round
 from zerocore.matrices.parameters import Whole
 from zerocore.optim.kernel_calls import Factors
 
-WIRE = torch.bfloat16  # which Newton-Schulz begins and ends with, so nothing is lost
+WIRE = torch.bfloat16  # lossless, as Newton-Schulz begins and ends in it
 
 States = Mapping[Any, Mapping[str, Tensor]]  # by parameter
 Pair = tuple[Whole, dict[str, Any]]
 
-# Shorter sides of what a CPU takes in one batch. For larger matrices it is 2 to 4 times slower than
-# one after the other, for smaller ones its sums round differently from those of one matrix.
+# Shorter sides of matrices that a CPU batches. A batch of larger matrices is 2 to 4 times slower
+# than one after the other; in a batch of smaller ones, sums round differently.
 _BATCHED_ON_CPU = range(24, 129)
 ADJUSTMENTS = ("original", "match_rms_adamw")
 
 
 def orthogonalise(batch: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Orthogonalises each matrix of ``(count, rows, columns)``, of any floating dtype, as
-    ``torch.optim.Muon`` does, by the same operations: the polynomial of degree 5 with the three
-    coefficients is applied so many times. A matrix is divided by its norm, or by ``eps`` if that is
-    larger. Returns bfloat16, of the same shape."""
+    """Orthogonalises each matrix of ``(count, rows, columns)``, of any floating dtype, by the
+    operations of ``torch.optim.Muon``: it divides the matrix by its norm (at least ``eps``), then
+    applies the polynomial of degree 5 with the three coefficients ``steps`` times. Returns
+    bfloat16, of the same shape."""
     if batch.device.type == "cpu" and min(batch.shape[1:]) not in _BATCHED_ON_CPU:
         return torch.stack([_iterate(matrix, coefficients, steps, eps) for matrix in batch])
     return _iterate(batch, coefficients, steps, eps)
@@ -51,7 +51,7 @@ def _iterate(given: Tensor, coefficients: Sequence[float], steps: int, eps: floa
 
 
 def adjusted_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """By what the learning rate is multiplied for a matrix, as in ``torch.optim.Muon``."""
+    """Returns the factor on a matrix's learning rate, as in ``torch.optim.Muon``."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
@@ -76,17 +76,17 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 class MuonRounds:
-    """The work of steps while the same parameters have gradients."""
+    """The rounds of all steps in which the same parameters have gradients."""
 
     def __init__(self, rounds: Sequence[RoundExchange], pairs: Sequence[Pair]) -> None:
         self.rounds, self._pairs = rounds, pairs
-        self._updates: dict[int, Tensor] = {}  # of parameters whose matrices are not all sent yet
+        self._updates: dict[int, Tensor] = {}  # of parameters with matrices still to send
 
     def run(self, states: States, factors: Factors | None, meanwhile: Callable[[], None]) -> None:
-        """One step; ``meanwhile`` is called while the first exchange is under way.
+        """Runs one step; calls ``meanwhile`` while the first exchange is in flight.
 
-        The host does not wait to see that a step is skipped: it exchanges updates as any other
-        one, and keeps momenta and weights.
+        The host does not wait to know whether the step is skipped. A skipped step exchanges
+        updates like any other, but keeps momenta and weights.
         """
         used = {matrix.param for each in self.rounds for matrix in each.step.matrices}
         locals_ = {index: self._pairs[index][0].elements() for index in sorted(used)}
@@ -125,8 +125,8 @@ class MuonRounds:
     def _momenta(
         self, params: Sequence[int], states: States, factors: Factors | None
     ) -> list[Tensor]:
-        """Moves momenta on, and returns the updates that are to be orthogonalised. Those of one
-        group have one kernel launch for each operation."""
+        """Updates momenta, and returns the updates to orthogonalise. Each operation is one kernel
+        launch for a group."""
         by_group: dict[Hashable, list[int]] = {}
         for index in params:
             whole, group = self._pairs[index]
@@ -150,13 +150,13 @@ class MuonRounds:
         return [updates[index] for index in params]
 
     def _local(self, step: Round, index: int, matrix: Matrix) -> slice:
-        """Where this rank's elements of a matrix lie in its shard of the parameter."""
+        """Returns the slice of this rank's shard that holds its elements of a matrix."""
         begin, end = step.own_parts[index]
         offset = matrix.begin - step.cuts[index].owned(step.shard)[0]
         return slice(offset + begin, offset + end) if begin < end else slice(0, 0)
 
     def _orthogonalised(self, step: Round, arrived: Sequence[Tensor]) -> list[Tensor]:
-        """The matrices that this rank owns, flattened; those of one shape go in one batch."""
+        """Orthogonalises this rank's own matrices, flattened, with a batch for each shape."""
         batches: dict[Hashable, list[int]] = {}
         for position, index in enumerate(step.mine):
             matrix = step.matrices[index]
@@ -179,7 +179,7 @@ class MuonRounds:
             for index, (matrix, update) in enumerate(zip(step.matrices, back(), strict=True)):
                 group = self._pairs[matrix.param][1]
                 lr = float(group["lr"])
-                # Rows and columns as the model has them; in memory it may be the other way round.
+                # Rows and columns of the model; a transposed matrix has them swapped in memory.
                 columns = self._pairs[matrix.param][0].place.global_shape[-1]
                 rows = matrix.numel // columns
                 ratio = adjusted_ratio(group["adjust_lr_fn"], rows, columns)
@@ -193,7 +193,7 @@ class MuonRounds:
 
 
 def _scaled(grads: Sequence[Tensor], momenta: Sequence[Tensor], factors: Factors) -> list[Tensor]:
-    """Gradients times their factor; in a step that is to be skipped the momenta."""
+    """Returns scaled gradients; in a skipped step the momenta, which then do not change."""
     assert factors.grad_scale is not None
     device = grads[0].device
     skips, factor = factors.skips(device), factors.grad_scale.to(device)

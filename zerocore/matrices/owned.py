@@ -1,4 +1,4 @@
-"""Any optimizer on whole parameters: each parameter is updated by the rank that owns it."""
+"""Runs any optimizer on whole parameters: each parameter is updated by the rank that owns it."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from zerocore.model.parameter_meshes import check_has_places
 
 
 def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> OwnedOptimizer:
-    """An optimizer that sees full parameters and gradients, each on the one rank that owns it.
+    """Makes an optimizer that gets each full parameter and gradient on the rank that owns it.
 
-    For optimizers whose update of a parameter needs all of it (SOAP, Shampoo, ``torch.optim.Muon``,
-    Adafactor) and nothing of the others. Their states live on the owner. All ranks must build it,
-    and call ``step()``, ``state_dict()`` and ``load_state_dict()`` together.
+    Use it for optimizers whose update of a parameter needs the whole parameter but no other (SOAP,
+    Shampoo, ``torch.optim.Muon``, Adafactor). Their states stay on the owner. All ranks must build
+    it, and call ``step()``, ``state_dict()`` and ``load_state_dict()`` together.
 
     Args:
         optimizer_class: any subclass of ``torch.optim.Optimizer``.
         params: parameters of one sharded model, ``(name, parameter)`` pairs, or dicts of groups.
-        options: what ``optimizer_class`` is called with.
+        options: options of ``optimizer_class``.
 
     Raises:
-        TypeError: ``optimizer_class`` is none, or does not take ``options``.
-        ValueError: its ``step`` needs a closure, or it refuses a parameter, or parameters that are
-            not those of one sharded model; it names them.
-        RuntimeError: another rank failed, or was given other parameters.
+        TypeError: ``optimizer_class`` is not an optimizer, or does not take ``options``.
+        ValueError: its ``step`` needs a closure, it rejects a parameter, or the parameters do not
+            belong to one sharded model. The message names the parameter.
+        RuntimeError: another rank failed, or got other parameters.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"owned: expected a class of torch.optim, got {optimizer_class!r}")
@@ -63,8 +63,8 @@ def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> Owne
 class OwnedOptimizer(ShardOptimizer):
     """The result of :func:`owned`: an optimizer of shards around one of full parameters.
 
-    ``param_groups`` hold the shards and the options; a change of them counts in the next
-    step. ``state_dict()`` is that of ``optimizer_class`` in one process, on the CPU of every rank.
+    ``param_groups`` hold the shards and the options; the next step uses changed options.
+    ``state_dict()`` is the one of ``optimizer_class`` in one process, on the CPU of every rank.
 
     Attributes:
         inner: the optimizer of the full parameters that this rank owns.
@@ -81,9 +81,9 @@ class OwnedOptimizer(ShardOptimizer):
         self._name, self._class, self._options = name, optimizer_class, options
         self._lanes = [Lanes.of(self._model, mesh) for mesh in range(len(self._model.meshes))]
         self._loads = [[0] * lanes.grid.num_ranks for lanes in self._lanes]
-        self._owners: dict[int, int] = {}  # rank of its mesh by number
+        self._owners: dict[int, int] = {}  # rank in the mesh, by the parameter's number
         self._known: list[Whole] = []
-        self._whole: dict[int, nn.Parameter] = {}  # of this rank, by number
+        self._whole: dict[int, nn.Parameter] = {}  # full ones that this rank owns, by number
         self._rounds: dict[Used, list[RoundExchange]] = {}
         super().__init__(groups, {})
         for param in params_of(self):
@@ -98,8 +98,8 @@ class OwnedOptimizer(ShardOptimizer):
         self._take_options(0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.add_param_group``; all ranks must call."""
-        if not hasattr(self, "inner"):  # within the constructor
+        """Adds a group as ``torch.optim.Optimizer.add_param_group`` does; all ranks must call."""
+        if not hasattr(self, "inner"):  # the constructor calls it
             super().add_param_group(param_group)
             return
         [group] = groups_of([param_group])
@@ -113,7 +113,7 @@ class OwnedOptimizer(ShardOptimizer):
         self._take_options(number)
 
     def _own(self, numbers: range) -> None:
-        """Gives each of these parameters an owner: what is trained first, largest first."""
+        """Gives each of these parameters an owner: trainable ones first, larger ones first."""
         params = params_of(self)
         self._known = known = [Whole.of(param) for param in params]
         costs = {number: whole_cost(known[number].place.global_shape) for number in numbers}
@@ -142,7 +142,7 @@ class OwnedOptimizer(ShardOptimizer):
             self._release()
 
     def _blame(self, error: Exception) -> None:
-        """Raises the error again with the name of the first parameter that alone gives one."""
+        """Raises the error with a parameter's name, if the class rejects one parameter alone."""
         params = params_of(self)
         for number, whole in sorted(self._whole.items()):
             try:
@@ -152,25 +152,25 @@ class OwnedOptimizer(ShardOptimizer):
                 raise type(error)(f"{self._name} refuses parameter '{fqn}': {caught}") from error
 
     def _inner_group(self, group: Mapping[str, Any], begin: int) -> dict[str, Any]:
-        """A group of the inner optimizer: the same options, and what this rank owns."""
+        """Returns the inner optimizer's group: the same options, and this rank's own parameters."""
         numbers = range(begin, begin + len(group["params"]))
         own = [self._whole[n] for n in numbers if n in self._whole]
         return {**options_of(group), "params": own}
 
     def _take_options(self, first: int) -> None:
-        """The inner groups' options, of which the class knows the defaults."""
+        """Copies the inner groups' options, in which the class has filled in defaults."""
         for own, inner in zip(
             self.param_groups[first:], self.inner.param_groups[first:], strict=True
         ):
             own.update(options_of(inner))
 
     def _update(self) -> None:
-        """Raises ValueError on every rank if a parameter has a gradient on some ranks only."""
+        """Steps; raises ValueError on every rank if a parameter lacks a gradient on some ranks."""
         self._follow_model()
         used = used_in_step(self._model, self._name, params_of(self))
         with torch._C.DisableTorchFunctionSubclass():
             self._gather(used, Whole.elements, "data")
-            # Of the parameter's dtype, as torch's optimizers want it.
+            # torch's optimizers need gradients in the parameter's dtype.
             self._gather(used, lambda own: own.elements(own.param.grad).to(own.param.dtype), "grad")
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(own))
@@ -181,14 +181,14 @@ class OwnedOptimizer(ShardOptimizer):
             self._release()
 
     def _follow_model(self) -> None:
-        """The engine of a model of zerocore.fsdp may have been made anew, of the same meshes."""
+        """Takes the model's new state if ``zerocore.fsdp`` has made its engine again."""
         if (state := check_sharded(self.param_groups, self._name)) is not self._model:
             self._model, self._rounds = state, {}
             self._lanes = [Lanes.of(state, mesh) for mesh in range(len(state.meshes))]
             self._known = [Whole.of(param) for param in params_of(self)]
 
     def _gather(self, used: Sequence[bool], read: Callable[[Whole], Tensor], name: str) -> None:
-        """Sets an attribute of each parameter owned here to all elements of what ``read`` gives."""
+        """Gathers the values of ``read`` into an attribute of the parameters owned here."""
 
         def send(each: RoundExchange) -> Arrival:
             return each.to_owners([read(self._known[own.param]) for own in each.step.matrices])
@@ -199,7 +199,7 @@ class OwnedOptimizer(ShardOptimizer):
                 setattr(self._whole[number], name, self._known[number].place.full_of(flat))
 
     def _scatter(self, used: Sequence[bool]) -> None:
-        """Gives every rank its elements of what the owners have made of the parameters."""
+        """Sends every rank its elements of the parameters that the owners have updated."""
 
         def send(each: RoundExchange) -> Arrival:
             numbers = [each.step.matrices[index].param for index in each.step.mine]
@@ -213,19 +213,19 @@ class OwnedOptimizer(ShardOptimizer):
     def _one_ahead(
         self, used: Sequence[bool], send: Callable[[RoundExchange], Arrival]
     ) -> Iterator[tuple[Round, Arrival]]:
-        """Each round once the next one is under way."""
+        """Yields each round when the next one is in flight."""
         rounds = self._rounds_of(used)
         sent = ((each.step, send(each)) for each in rounds)
         return (each for each, _ in pairwise(chain(sent, [None])) if each is not None)
 
     def _release(self) -> None:
-        """Between steps full parameters have a shape and no memory."""
+        """Frees the full parameters' memory and gradients; they keep their shapes."""
         for whole in self._whole.values():
             whole.data = whole.new_empty(()).expand(whole.shape)
             whole.grad = None
 
     def _rounds_of(self, used: Sequence[bool]) -> list[RoundExchange]:
-        """Exchanges of the parameters in use, each of one mesh and dtype."""
+        """Returns the rounds for the parameters in use, each of one mesh and dtype."""
         return plan_of(tuple(used), self._rounds, lambda: self._make_rounds(used))
 
     def _make_rounds(self, used: Sequence[bool]) -> list[RoundExchange]:
@@ -234,7 +234,7 @@ class OwnedOptimizer(ShardOptimizer):
             whole = self._known[number]
             alike.setdefault((whole.mesh, str(whole.param.dtype)), []).append(number)
         rounds: list[RoundExchange] = []
-        for (mesh, _), numbers in sorted(alike.items()):  # in one order on all ranks
+        for (mesh, _), numbers in sorted(alike.items()):  # the same order on all ranks
             lanes, dtype = self._lanes[mesh], self._known[numbers[0]].param.dtype
             shapes = [self._known[number].place.global_shape for number in numbers]
             matrices = [
@@ -249,18 +249,18 @@ class OwnedOptimizer(ShardOptimizer):
         return rounds
 
     def describe(self) -> Choice:
-        """The owner of each parameter, and the bytes of a step in which all have gradients."""
+        """Returns each parameter's owner, and the bytes of a step in which all have gradients."""
         params = params_of(self)
         rounds = self._rounds_of([param.requires_grad for param in params])
         names = [name_of(param) for param in params]
-        # To the owners go weights and gradients.
+        # Owners get weights and gradients.
         return choice_of(self._name, rounds, names, [], self._model.ranks, times_to_owners=2)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer in one process, tensors on the CPU; all ranks must call.
+        """Returns the state dict of one process, with tensors on the CPU; all ranks must call.
 
         Raises:
-            ValueError: some ranks share a parameter, and others have one of the same name.
+            ValueError: ranks outside of a mesh have another parameter with the name of one in it.
         """
         if any(whole.mesh for whole in self._known):
             check_has_places(self._model)
@@ -273,11 +273,11 @@ class OwnedOptimizer(ShardOptimizer):
         return {**packed, "state": {number: found[number] for number in sorted(found)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the states of this rank's parameters out of what ``state_dict`` has given, on any
-        number of ranks or in one process; all ranks must call.
+        """Loads the states of this rank's parameters from a ``state_dict`` of any number of ranks
+        or of one process; all ranks must call.
 
         Raises:
-            ValueError: other groups or parameters.
+            ValueError: the groups have other numbers of parameters.
             RuntimeError: another rank failed.
         """
         with together(self._model.ranks.groups, self._model.device):
@@ -290,11 +290,11 @@ class OwnedOptimizer(ShardOptimizer):
         if sizes != own_sizes:
             raise ValueError(
                 f"{self._name}: the state dict has parameter groups of {sizes} parameters, the "
-                f"optimizer of {own_sizes}"
+                f"optimizer of {own_sizes}; build the groups as they were when it was saved"
             )
         saved = [key for group in groups for key in group["params"]]
         known = state_dict["state"]
-        order = enumerate(sorted(self._whole))  # of the inner optimizer
+        order = enumerate(sorted(self._whole))  # the inner optimizer's order
         states = {at: known[saved[number]] for at, number in order if saved[number] in known}
         packed = self.inner.state_dict()["param_groups"]
         for own, inner, loaded in zip(self.param_groups, packed, groups, strict=True):
@@ -303,7 +303,7 @@ class OwnedOptimizer(ShardOptimizer):
         self.inner.load_state_dict({"state": states, "param_groups": packed})
 
     def make_states(self) -> None:
-        """Makes the states of all parameters that have none yet, as the first step would."""
+        """Makes states as the first step does, for all parameters that have none yet."""
         for group in self.inner.param_groups:
             for whole in without_state(group["params"], self.inner.state):
                 probe = nn.Parameter(torch.zeros_like(whole, memory_format=torch.contiguous_format))

@@ -1,11 +1,11 @@
-"""Plans which rank gets which matrix whole, and what travels for it: integers only.
+"""Plans which rank owns which matrix and the messages for it, with integers only.
 
 Note [Whole matrices]
-A shard is a range of a parameter's elements, and an update that needs the whole matrix is computed
-by one rank, its owner. In each round the ranks of one replica send their elements of some matrices
-to the owners (one all-to-all), the owners compute, and send each rank its elements of the result
-(another one). Ranks that hold the same elements divide the matrices, too: what a replica has
-computed is then spread to the others, one all-to-all for each dimension of replicas.
+A shard is a range of a parameter's elements. An update that needs the whole matrix is computed by
+one rank, its owner. In each round the ranks of a replica send their elements of some matrices to
+the owners (one all-to-all); the owners compute, and send each rank its elements of the results
+(a second all-to-all). Replicas divide the matrices among them, and then send each other their
+results, in one all-to-all for each dimension of replicas.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from math import prod
 
 from zerocore.layout.save_ownership import Cut
 
-# Rounds are so large that latency does not count, and so small that their staging memory does not.
+# Bytes for each rank: enough to hide latency, and few enough for a small staging memory.
 _MIN_ROUND_NBYTES, _MAX_ROUND_NBYTES = 1 << 20, 64 << 20
-_WANTED_ROUNDS = 4  # a round's exchange runs under the work of the one before
+_WANTED_ROUNDS = 4  # several, as a round's exchange overlaps the previous round's work
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A run of a parameter's elements that one rank needs whole.
+    """A contiguous range of a parameter's elements that one rank needs as a whole.
 
     Attributes:
-        param: which of the optimizer's parameters.
-        begin, end: its elements, of the flattened parameter.
-        shape: of the matrix.
-        cost: of the work on it, in any unit.
-        name: of the parameter.
+        param: index of the optimizer's parameter.
+        begin, end: the range in the flattened parameter.
+        shape: shape of the matrix.
+        cost: work on the matrix, in any unit.
+        name: name of the parameter.
     """
 
     param: int
@@ -47,20 +47,20 @@ class Matrix:
         return self.end - self.begin
 
     def part(self, cut: Cut, shard: int) -> tuple[int, int]:
-        """Those of its elements that lie in a shard of the parameter; counted from its first."""
+        """Returns the matrix's elements in a shard of the parameter, counted from its first."""
         owned = cut.owned(shard)
         begin = min(max(owned[0], self.begin), self.end)
         return begin - self.begin, min(max(owned[1], begin), self.end) - self.begin
 
     def parts(self, cut: Cut) -> Iterator[tuple[int, int, int]]:
-        """``(shard, begin, end)`` of the shards that have some of them."""
+        """Yields ``(shard, begin, end)`` for each shard that has some of its elements."""
         for shard, begin, end in cut.ranges(self.begin, self.end):
             yield shard, begin - self.begin, end - self.begin
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks: one dimension over which parameters are cut, others whose ranks hold the same."""
+    """The ranks of a mesh: one dimension of shards, and any number of replicas'."""
 
     num_shards: int = 1
     replicas: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ class Grid:
         return self.num_shards * prod(self.replicas)
 
     def places(self, rank: int) -> tuple[int, ...]:
-        """A rank's shard, and its place along each dimension of replicas."""
+        """Returns a rank's coordinates: its shard, then one for each dimension of replicas."""
         found = []
         for size in (self.num_shards, *self.replicas):
             rank, place = divmod(rank, size)
@@ -79,21 +79,21 @@ class Grid:
 
 
 def newton_schulz_cost(shape: Sequence[int], steps: int = 5) -> int:
-    """Multiplications to orthogonalise a matrix: x x^T, its square, and their product with x."""
+    """Counts multiplications to orthogonalise x: x x^T, its square, and their product with x."""
     short, long = sorted(shape)
     return steps * short * short * (2 * long + short)
 
 
 def whole_cost(shape: Sequence[int]) -> int:
-    """Of one product of a tensor with its preconditioners, or of reading a vector."""
+    """Returns the cost of multiplying a tensor by its preconditioners, or of reading a vector."""
     sizes = [size for size in shape if size > 1]
     return prod(sizes) * (sum(sizes) if len(sizes) > 1 else 1)
 
 
 def assign(costs: Sequence[int], loads: list[int]) -> list[int]:
-    """An owner for each cost: in turn the one with the least work so far, counted in ``loads``.
+    """Returns an owner for each cost, each time the least loaded, and adds to its ``loads``.
 
-    Give the largest first: no owner then has more than 4/3 of the best possible (Graham 1969).
+    Largest first, and without earlier loads, no load exceeds 4/3 of the optimum (Graham 1969).
     """
     heap = [(load, owner) for owner, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -107,7 +107,7 @@ def assign(costs: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def cut_rounds(nbytes: Sequence[int], num_ranks: int) -> list[range]:
-    """Consecutive entries that are exchanged together, by what each weighs."""
+    """Cuts consecutive entries into rounds that are exchanged together, by their bytes."""
     wanted = sum(nbytes) // _WANTED_ROUNDS
     limit = min(max(wanted, _MIN_ROUND_NBYTES * num_ranks), _MAX_ROUND_NBYTES * num_ranks)
     rounds, begin, held = [], 0, 0
@@ -121,13 +121,13 @@ def cut_rounds(nbytes: Sequence[int], num_ranks: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Round:
-    """Matrices that are exchanged together, and their owners, from the view of one rank.
+    """Matrices that are exchanged together, and their owners, as one rank sees them.
 
     Attributes:
-        matrices: in the order in which they lie in all messages.
-        owners: the rank of each.
-        cuts: of the parameter of each matrix, over the shards.
-        grid, rank: the ranks, and which one this is.
+        matrices: the matrices, in their order in all messages.
+        owners: the rank that owns each matrix.
+        cuts: how each matrix's parameter is cut into shards.
+        grid, rank: the ranks, and this rank.
     """
 
     matrices: tuple[Matrix, ...]
@@ -145,7 +145,7 @@ class Round:
     @cached_property
     def parts_of_mine(self) -> dict[int, list[tuple[int, int, int]]]:
         """By shard, ``(index, begin, end)`` of the matrices that this rank owns and that have
-        elements there."""
+        elements in the shard."""
         found: dict[int, list[tuple[int, int, int]]] = {}
         for index in self.mine:
             for shard, begin, end in self.matrices[index].parts(self.cuts[index]):
@@ -154,23 +154,23 @@ class Round:
 
     @cached_property
     def mine(self) -> list[int]:
-        """Which of the matrices this rank owns."""
+        """Indices of the matrices that this rank owns."""
         return [index for index, owner in enumerate(self.owners) if owner == self.rank]
 
     @cached_property
     def by_shard(self) -> list[list[int]]:
-        """Which matrices each shard of this rank's replica owns."""
+        """Indices of the matrices that each rank of this replica owns, by its shard."""
         return self._along(0, self.grid.num_shards)
 
     @cached_property
     def spreads(self) -> list[tuple[int, list[list[int]]]]:
-        """For each dimension of replicas this rank's place, and what each rank along it has."""
+        """For each dimension of replicas, this rank's coordinate and each rank's matrices."""
         here = self.grid.places(self.rank)
         sizes = enumerate(self.grid.replicas, 1)
         return [(here[level], self._along(level, size)) for level, size in sizes]
 
     def _along(self, level: int, size: int) -> list[list[int]]:
-        """Matrices that each rank along a dimension has of those before it; 0 are the shards."""
+        """Returns each rank's matrices after the exchanges of earlier levels; 0 is the shards."""
         found: list[list[int]] = [[] for _ in range(size)]
         here = self.grid.places(self.rank)[level + 1 :]
         for index, owner in enumerate(self.owners):
@@ -181,21 +181,21 @@ class Round:
 
     @property
     def shard(self) -> int:
-        """Which shard this rank has."""
+        """Index of this rank's shard."""
         return self.rank % self.grid.num_shards
 
     def own_numel(self, indices: Sequence[int]) -> int:
-        """This rank's elements of some of the matrices."""
+        """Returns the number of this rank's elements of some matrices."""
         return sum(self.own_parts[index][1] - self.own_parts[index][0] for index in indices)
 
     # -- elements of messages ---------------------------------------------------------------------
 
     def elements_to_owners(self) -> list[int]:
-        """Elements that this rank sends to each shard for matrices that those own."""
+        """Returns how many elements this rank sends to each owner in its replica, by shard."""
         return [self.own_numel(owned) for owned in self.by_shard]
 
     def elements_from_shards(self) -> list[int]:
-        """Elements that each shard sends to this rank for matrices that this one owns."""
+        """Returns how many elements this rank receives from each shard for its own matrices."""
         counts = [0] * self.grid.num_shards
         for shard, parts in self.parts_of_mine.items():
             counts[shard] = sum(end - begin for _, begin, end in parts)
@@ -203,16 +203,16 @@ class Round:
 
     @property
     def exchanged_numel(self) -> int:
-        """Elements of the matrices that this rank's replica owns: the same on all its ranks."""
+        """Elements of this replica's matrices, the same number on all its ranks."""
         return sum(self.matrices[index].numel for owned in self.by_shard for index in owned)
 
     def sent_to_owners(self) -> int:
-        """Elements that leave this rank for the owners."""
+        """Returns the elements that this rank sends to other ranks, the owners."""
         counts = self.elements_to_owners()
         return sum(counts) - counts[self.shard]
 
     def sent_to_shards(self) -> int:
-        """Elements that leave this rank with the results."""
+        """Returns the elements of results that this rank sends to other ranks."""
         counts = self.elements_from_shards()
         spread = sum(
             (len(found) - 1) * self.own_numel(found[place]) for place, found in self.spreads
@@ -223,14 +223,14 @@ class Round:
 def plan_rounds(
     matrices: Sequence[Matrix], cuts: Mapping[int, Cut], grid: Grid, rank: int, itemsize: int
 ) -> list[Round]:
-    """Owners and rounds of matrices whose owners may be others in another step.
+    """Chooses owners and makes rounds, for matrices that may have other owners in each step.
 
     Args:
-        cuts: of each parameter, over the shards.
+        cuts: how each parameter is cut into shards.
         rank: this rank in ``grid``.
-        itemsize: bytes of an element on its way.
+        itemsize: bytes of an element on the wire.
     """
-    # By names, which are the same before a model is sharded; a transpose is as its matrix.
+    # Sorts by names, which sharding does not change. A transpose sorts as its matrix.
     ordered = sorted(matrices, key=lambda m: (-m.cost, sorted(m.shape), m.name, m.begin))
     owners = assign([matrix.cost for matrix in ordered], [0] * grid.num_ranks)
     return make_rounds(ordered, owners, cuts, grid, rank, itemsize)
@@ -244,7 +244,7 @@ def make_rounds(
     rank: int,
     itemsize: int,
 ) -> list[Round]:
-    """Rounds of matrices in this order, each with its owner."""
+    """Makes rounds of matrices in this order, each with its owner."""
     rounds = cut_rounds([matrix.numel * itemsize for matrix in matrices], grid.num_ranks)
     return [
         Round(

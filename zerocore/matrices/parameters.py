@@ -1,4 +1,4 @@
-"""Which matrices a parameter holds, what of a group Muon may update, and which have gradients."""
+"""Finds the matrices in parameters, those that Muon can update, and those with gradients."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Item = Tensor | tuple[str, Tensor]
 
 
 def items_of(params: Any) -> list[Item]:
-    """The entries of one group: parameters or ``(name, parameter)`` pairs."""
+    """Returns the entries of one group: parameters or ``(name, parameter)`` pairs."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:
-    """The argument of an optimizer as a list of groups; generators are read once."""
+    """Returns an optimizer's ``params`` as a list of groups; reads generators once."""
     listed: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if listed and isinstance(listed[0], dict):
         return [{**group, "params": items_of(group["params"])} for group in listed]
@@ -48,14 +48,14 @@ def param_of(item: Item) -> Any:
 def check_sharded(
     groups: Iterable[Mapping[str, Any]], optimizer: str, known: ShardState | None = None
 ) -> ShardState:
-    """The state of the one model whose parameters these are; raises ValueError."""
+    """Returns the state of the model; raises ValueError unless all parameters belong to one."""
     for number, item in enumerate(item for group in groups for item in group["params"]):
         shard = ready_shard_of(param_of(item))
         state = None if shard is None else shard.state_ref()
         if state is None or known not in (None, state):
-            what = "belongs to another sharded model than those before it"
+            what = "belongs to another sharded model than the parameters before it"
             if state is None:
-                what = "is no parameter of a sharded model"
+                what = "does not belong to a sharded model"
             raise ValueError(
                 f"{optimizer}: {_label(item, number)} {what}; call zerocore.shard or "
                 "zerocore.fsdp.fully_shard first and give each optimizer the parameters of one "
@@ -63,10 +63,10 @@ def check_sharded(
             )
         known = state
     if known is None:
-        raise ValueError(f"{optimizer} got no parameters")
+        raise ValueError(f"{optimizer} got no parameters; pass those of a sharded model")
     if known.ranks.levels is not None:
         raise ValueError(
-            f"{optimizer}: its exchange is not built for replicas_share='optimizer'; use "
+            f"{optimizer} does not support replicas_share='optimizer'; use "
             "zerocore.optim.AdamW, or leave replicas_share out"
         )
     return known
@@ -83,15 +83,15 @@ def _label(item: Item, number: int) -> str:
 
 @dataclass(frozen=True)
 class Whole:
-    """A parameter whose full value, or whose matrices, one rank gets."""
+    """A parameter, its shard, and its place in the full parameter."""
 
     param: Any
     shard: ShardedParameter | RowShard
-    place: Place  # in what the ranks of its mesh share
+    place: Place  # in the parameter that the ranks of its mesh share
 
     @staticmethod
     def of(param: Any) -> Whole:
-        """Of a parameter that an engine has."""
+        """Returns the entry of a parameter that belongs to an engine."""
         shard = shard_of(param)
         assert shard is not None
         place = own_place_of(param, shard) if isinstance(shard, RowShard) else shard.place
@@ -99,11 +99,11 @@ class Whole:
 
     @property
     def mesh(self) -> int:
-        """The ranks that share it, by number in the state."""
+        """The index of its mesh in the state's meshes."""
         return int(self.shard.state_ref().units[self.shard.unit].mesh)
 
     def elements(self, value: Any = None) -> Tensor:
-        """This rank's elements of the parameter, or of a value of its shape, 1-D."""
+        """Returns this rank's elements of the parameter, or of a value of its shape, 1-D."""
         return elements_of(self.param if value is None else value, self.param)
 
 
@@ -113,24 +113,24 @@ def name_of(param: Any) -> str:
 
 
 def full_shape(param: Any) -> torch.Size:
-    """As one process has it, but for the parts of :class:`zerocore.ParameterMesh`."""
+    """Returns the parameter's shape before sharding; a part of a ``ParameterMesh`` has its own."""
     return param.global_shape if isinstance(param, ShardedParameter) else param.shape
 
 
 def check_has_whole_matrices(param: Any) -> None:
-    """Raises ValueError if other ranks have other parts of its matrices."""
+    """Raises ValueError if other ranks have other parts of the parameter's matrices."""
     stacks = len(full_shape(param)) == 3
     if any(dim != 0 or not stacks for dim in cuts_of(param)):
         raise ValueError(
             f"Muon: parameter '{name_of(param)}' of shape {tuple(full_shape(param))} is a part of "
-            f"a larger tensor along dimension {cuts_of(param)[0]}, which cuts matrices, and Muon "
-            "takes whole ones: parts of a stack of matrices along dimension 0. Leave it to AdamW "
-            "with adamw_names="
+            f"a larger tensor, cut along dimension {cuts_of(param)[0]} through its matrices. Muon "
+            "takes whole matrices: cut a stack of them along dimension 0, or leave the parameter "
+            "to AdamW with adamw_names="
         )
 
 
 def check_is_whole(param: Any, optimizer: str) -> None:
-    """Raises ValueError if ranks have parts of it that are parameters themselves."""
+    """Raises ValueError if the parameter is a part, and other ranks have the other parts."""
     if cuts_of(param):
         raise ValueError(
             f"{optimizer}: parameter '{name_of(param)}' is a part of a larger tensor, whose other "
@@ -140,12 +140,12 @@ def check_is_whole(param: Any, optimizer: str) -> None:
 
 
 def is_matrix(param: Any) -> bool:
-    """Whether Muon can update it: a matrix, or a stack of them as of experts."""
+    """Whether Muon can update the parameter: a matrix, or a stack of matrices as of experts."""
     return len(full_shape(param)) in (2, 3) and param.is_floating_point()
 
 
 def checked_splits(split: Mapping[str, int] | None) -> dict[str, int]:
-    """How many matrices lie below each other in a parameter, by patterns of names."""
+    """Checks ``split=``: numbers of matrices, by patterns of parameters' names."""
     splits = dict(split or {})
     for pattern, count in splits.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -154,8 +154,8 @@ def checked_splits(split: Mapping[str, int] | None) -> dict[str, int]:
 
 
 def matrices_of(index: int, place: Place, steps: int, splits: Mapping[str, int]) -> list[Matrix]:
-    """The matrices of the ``index``-th parameter in the order of its memory; ValueError if they do
-    not lie one after the other, or the split, of the first pattern that fits, does not divide."""
+    """Returns the matrices of a parameter in memory order. The first pattern of ``splits`` that
+    matches applies. Raises ValueError if it does not divide, or matrices are not contiguous."""
     name, shape = place.fqn, tuple(place.global_shape)
     count = next((n for pattern, n in splits.items() if fnmatchcase(name, pattern)), 1)
     rows, columns = shape[-2:]
@@ -174,7 +174,7 @@ def matrices_of(index: int, place: Place, steps: int, splits: Mapping[str, int])
         )
     rows //= count
     numel, total = rows * columns, place.global_shape.numel()
-    # Orthogonalising a transpose gives the transpose, so the order in memory will do.
+    # The orthogonalised transpose is the transpose of the result, so memory order suffices.
     laid = (columns, rows) if is_transposed else (rows, columns)
     cost = newton_schulz_cost(laid, steps)
     return [
@@ -184,23 +184,23 @@ def matrices_of(index: int, place: Place, steps: int, splits: Mapping[str, int])
 
 
 def check_pattern(option: str, pattern: str, params: Sequence[Any]) -> None:
-    """Raises ValueError if a pattern of names fits none of the matrices."""
+    """Raises ValueError if a pattern matches none of the matrices' names."""
     names = [name_of(param) for param in params]
     if not any(fnmatchcase(name, pattern) for name in names):
-        raise ValueError(f"{option}: '{pattern}' fits the name of no matrix; they are {names[:8]}")
+        raise ValueError(f"{option}: '{pattern}' matches no matrix; their names are {names[:8]}")
 
 
 Used = tuple[bool, ...]
-"""For each parameter of an optimizer whether it has a gradient."""
+"""Whether each parameter of an optimizer has a gradient."""
 
 Plan = TypeVar("Plan")
-_KEPT_PLANS = 16  # of steps in which different parameters have gradients
+_KEPT_PLANS = 16  # one for each set of parameters with gradients
 
 
 def used_in_step(state: ShardState, name: str, params: Sequence[Any]) -> Used:
-    """Which of the parameters have a gradient; all ranks must call. Blocks the host. A reduction
-    gives all ranks that share a parameter the same ones. If they were set on some of these only, a
-    ValueError on every rank names the parameter: they would exchange other matrices."""
+    """Returns which parameters have a gradient; collective, and waits on the host. Reductions set
+    gradients on all ranks that share a parameter. If only some of them have one, every rank raises
+    a ValueError that names the parameter, as the ranks would exchange different matrices."""
     used = tuple(param.grad is not None for param in params)
     found = state.engine.any_rank([*used, *(not own for own in used)])
     for index, param in enumerate(params):
@@ -225,7 +225,7 @@ def _check_alike(state: ShardState, name: str, param: Any, used: bool) -> None:
 
 
 def plan_of(used: Used, plans: dict[Used, Plan], make: Callable[[], Plan]) -> Plan:
-    """The plan of a step in which these have gradients, kept in ``plans`` or made."""
+    """Returns the plan of a step in which these have gradients; makes it if ``plans`` lacks it."""
     if used not in plans:
         if len(plans) == _KEPT_PLANS:
             plans.clear()
