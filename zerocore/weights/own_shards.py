@@ -18,13 +18,13 @@ class Shard:
     """This rank's elements of a parameter.
 
     Attributes:
-        name: in the state dict; the first of a tied parameter.
-        global_shape: of the full tensor.
-        strides: of the full tensor, whose elements count in memory order; None if C-contiguous.
-        shard_range: ``(begin, end)`` of the elements; empty if this rank has none.
-        rank: this rank's number in the model.
+        name: name in the state dict; the first one of a tied parameter.
+        global_shape: shape of the full tensor.
+        strides: strides of the full tensor, if elements are not in C order; else None.
+        shard_range: ``(begin, end)`` of the elements in memory order; empty if this rank has none.
+        rank: this rank in the model.
         tensor: the elements, 1-D, of the main weights if there are any. It shares their memory,
-            unless ``zerocore.fsdp`` has cut the parameter along another dimension than the first.
+            unless ``zerocore.fsdp`` shards the parameter along another dimension than the first.
     """
 
     name: str
@@ -41,8 +41,8 @@ def shards(model: nn.Module) -> list[Shard]:
     If a ``zerocore.fsdp`` model has run no forward, it first makes the engine, on all ranks.
 
     Raises:
-        ValueError: the model is not sharded, or a parameter (by name) is a part of a larger tensor,
-            or cut in several ways.
+        ValueError: the model is not sharded, or a parameter is a part of a larger tensor, as with
+            ``groups=`` or tensor parallelism; the message names it.
     """
     state = ready_state_of(model)
     result = []
