@@ -139,7 +139,7 @@ def test_processes_that_come_are_admitted(port: int, tmp_path: Path) -> None:
 
 
 def test_bounds() -> None:
-    with pytest.raises(ValueError, match=r"ranks: expected \(fewest, most\), got \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"ranks: expected \(fewest, most\).*, got \(3, 2\)"):
         zerocore.run_elastic(print, "localhost:1", (3, 2))
 
 

@@ -143,9 +143,9 @@ def resume_damaged(folder: Path, *kind: Any) -> tuple[int | None, dict[str, Any]
     training = Training(folder, *kind)
     with warnings_of("zerocore") as messages:
         step = training.checkpoints.load()
-    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint of step 3: \[2\]"):
+    with pytest.raises(FileNotFoundError, match=r"checkpoint of step 3; complete: \[2\]"):
         training.checkpoints.load(3)
-    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint of step 3: \[2\]"):
+    with pytest.raises(FileNotFoundError, match=r"checkpoint of step 3; complete: \[2\]"):
         training.checkpoints.load(fallback=False)
     return step, training.states(), messages
 

@@ -178,16 +178,16 @@ def refuse() -> None:
     saved, before = training.snapshot.state_dict(), training.states()
     name = f"rank {1 - dist.get_rank()} of 2"
     for changed, text in [
-        ({"rank": (1 - dist.get_rank(), 2)}, f"the snapshot one of {name}"),
+        ({"rank": (1 - dist.get_rank(), 2)}, f"the snapshot is of {name}"),
         ({"weights": {**saved["weights"], "cube": torch.zeros(3)}}, r"'cube': the snapshot has"),
         ({"weights": {**saved["weights"], "odd": torch.zeros(3)}}, r"'odd': the snapshot has"),
-        ({"states": saved["states"][:1]}, "is one of 1 optimizers, expected 2"),
+        ({"states": saved["states"][:1]}, "has the states of 1 optimizers, expected 2"),
     ]:
         with pytest.raises(ValueError, match=text):
             training.snapshot.load_state_dict({**saved, **changed})
     if saved["weights"]["cube"].numel():
         saved["weights"]["cube"][0] += 1
-        with pytest.raises(ValueError, match=r"'cube' in the snapshot was damaged on its way"):
+        with pytest.raises(ValueError, match=r"'cube' in the snapshot is damaged"):
             training.snapshot.load_state_dict(saved)
     assert_equal(training.states(), before)
     with pytest.raises(TypeError, match="clock: expected an object with state_dict"):

@@ -1,4 +1,4 @@
-"""Training goes on after what went wrong: state compared, steps taken back, ranks replaced."""
+"""Recovers training from faults: compares state, undoes failed steps, replaces lost ranks."""
 
 from zerocore.recovery.elastic import Life
 from zerocore.recovery.peers import PeerCheckpoints

@@ -1,4 +1,4 @@
-"""Copies on this rank of what training changes, for blocks that are undone and for snapshots."""
+"""Copies this rank's training state, for retryable blocks and for snapshots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zerocore.tensor.rows import own_elements
 
 
 class Large:
-    """Weights, and the states that optimizers have of them; by the names of parameters."""
+    """Weights and optimizer states, by the parameters' names."""
 
     def __init__(self, params: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
         self.params, self._optimizers = params, optimizers
 
     def copy(self, device: torch.device | None = None) -> dict[str, Any]:
-        """Copies of this rank's elements; ``device``: where, if not where they are. A parameter
-        without states is left out of those of an optimizer."""
+        """Copies this rank's elements, to ``device`` or where they are. Leaves parameters without
+        states out of an optimizer's."""
         return {
             "weights": {name: _copied(param, device) for name, param in self.params.items()},
             "states": [
@@ -37,7 +37,7 @@ class Large:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """In the memory that weights and states have; states are made where there are none."""
+        """Writes the copies to the memory of weights and states; makes missing states first."""
         for name, param in self.params.items():
             own_elements(param).copy_(saved["weights"][name])
         for optimizer, states in zip(self._optimizers, saved["states"], strict=True):
@@ -66,7 +66,7 @@ def _restore(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 class Small:
-    """The rest beside the shards: options, buffers, random streams, and the program's objects."""
+    """Other state: options, buffers, random generators, and the program's objects."""
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], objects: Mapping[Any, Any]

@@ -1,4 +1,4 @@
-"""Training that goes on in the processes that live, when others are lost or come."""
+"""Continues training in the remaining processes when others are lost or join."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _log = logging.getLogger("zerocore")
 
 
 class _Regroup(Exception):
-    """Other processes wait to join."""
+    """Raised if other processes wait to join."""
 
 
 @dataclass
 class Life:
-    """The time from one meeting of processes to the next; given to the program's function.
+    """The time from one rendezvous to the next, an argument of the program's function.
 
     Attributes:
-        number: 0 for the first of this process.
+        number: counts this process's lives from 0.
     """
 
     number: int
@@ -46,8 +46,8 @@ class Life:
     def admit(self) -> None:
         """Ends this life on all ranks if processes wait to join; collective.
 
-        Call it behind the ``save`` of a checkpoint: it waits until that is kept, and the next life
-        goes on from there.
+        Call it after a checkpoint's ``save``: it waits until the save is complete, and the next
+        life continues from there.
         """
         assert dist.group.WORLD is not None
         (num_waiting,) = highest([dist.group.WORLD], [self._handler.num_nodes_waiting()], None)
@@ -68,33 +68,33 @@ def run_elastic(
     job: str = "zerocore",
     **rendezvous: Any,
 ) -> T:
-    """Calls ``train`` in a process group of the processes that live, again when some are lost.
+    """Calls ``train`` in a process group, and again in the remaining processes if some are lost.
 
-    For processes that nobody starts again; under torchrun or Ray Train, which start them again, it
-    is not needed. Each process calls it, and meets the others at ``endpoint`` by torch's own
-    rendezvous. When an error of a collective says that a rank is lost, ``train`` ends, and those
-    that live meet and call it anew, with other rank numbers. It must make model, optimizer and
-    :class:`PeerCheckpoints` anew and load: no process imports anything or touches a disk for that.
+    Use it if no launcher restarts processes; torchrun and Ray Train do. Each process calls it, and
+    meets the others at ``endpoint`` by torch's rendezvous. When an error of a collective says that
+    a rank is lost, ``train`` ends. The remaining processes then meet and call it again, with other
+    rank numbers. It must make model, optimizer and :class:`PeerCheckpoints` again and load, for
+    which no process imports anything or touches a disk.
 
     Args:
-        train: called with a :class:`Life`; its other errors are raised here.
-        endpoint: ``"host:port"`` of a ``torch.distributed.TCPStore``. If none is there, the first
-            process on that host makes it; if that one is lost, so is the job.
-        ranks: the fewest and the most that train.
-        backend, timeout: of ``init_process_group``.
-        max_restarts: the error is raised after so many lives in a row that were lost before their
-            first :meth:`Life.admit`: a mistake in the program would restart them for ever.
+        train: called with a :class:`Life`. Its errors are raised here unless a rank is lost.
+        endpoint: ``"host:port"`` of a ``torch.distributed.TCPStore``. If there is none, the first
+            process on that host makes it; if that process is lost, so is the job.
+        ranks: the fewest and the most ranks that train.
+        backend, timeout: as for ``init_process_group``.
+        max_restarts: number of lives in a row that may lose a rank before their first
+            :meth:`Life.admit`; then the error is raised, as the program may be the cause.
         job: a name that no other job at ``endpoint`` has.
         rendezvous: options of torch's ``c10d`` rendezvous, such as ``last_call_timeout``: seconds
-            to wait for more ranks when the fewest are there.
+            to wait for more ranks when the fewest have come.
 
     Raises:
-        RendezvousTimeoutError: too few processes live.
-        ValueError: ``ranks`` are no bounds.
+        RendezvousTimeoutError: too few processes have come.
+        ValueError: ``ranks`` is not a valid range.
     """
     fewest, most = ranks
     if not 0 < fewest <= most:
-        raise ValueError(f"ranks: expected (fewest, most), got {ranks}")
+        raise ValueError(f"ranks: expected (fewest, most) with 1 <= fewest <= most, got {ranks}")
     handler = get_rendezvous_handler(
         RendezvousParameters("c10d", endpoint, job, fewest, most, **rendezvous)
     )
@@ -102,7 +102,7 @@ def run_elastic(
     while True:
         met = handler.next_rendezvous()
         if met.rank == 0:
-            # Processes that join wait for this; torch's own rank 0 gives it once only.
+            # Joining processes wait for this key, which torch's own rank 0 sets only once.
             RendezvousStoreInfo.build(0, met.store, local_addr=None, server_port=1)
         life = Life(number, handler)
         try:
@@ -110,7 +110,7 @@ def run_elastic(
                 backend, timeout=timeout, store=met.store, rank=met.rank, world_size=met.world_size
             )
             done = train(life)
-            dist.barrier()  # one that is lost shortly before the end is replaced
+            dist.barrier()  # a rank that is lost just before the end is replaced
             handler.shutdown()
             return done
         except (_Regroup, RuntimeError) as error:
@@ -119,16 +119,16 @@ def run_elastic(
                 raise
             _log.warning("%d ranks meet again: %s", met.world_size, error)
         finally:
-            # Behind the except clause, so that no traceback holds the model of this life.
+            # After the except clause, so that no traceback keeps this life's model alive.
             finish_writes()
             gc.collect()
-            if dist.is_initialized():  # a rank may be lost between the meeting and the group
+            if dist.is_initialized():  # a rank may be lost before there is a group
                 dist.destroy_process_group()
         number += 1
 
 
 def _lost_in_a_row(before: float, life: Life, error: BaseException) -> float:
-    """Lives that lost a rank before anything was kept; infinitely many if no rank was lost."""
+    """Counts lives in a row that lost a rank before an admit; infinity if no rank was lost."""
     if isinstance(error, _Regroup):
         return 0
     if not _says_lost(error):
@@ -137,8 +137,8 @@ def _lost_in_a_row(before: float, life: Life, error: BaseException) -> float:
 
 
 def _says_lost(error: BaseException) -> bool:
-    """Whether an error comes of a rank that is gone: the alarm's, or gloo's transport's in a
-    program's own collective, which has no class. Messages of unequal sizes fail a check there."""
+    """Whether an error means a lost rank: the alarm's errors do, and those of gloo's transport in a
+    program's own collective, which have no class. Failed checks there are not about lost ranks."""
     text = str(error)
     of_transport = "gloo/transport" in text and "enforce fail" not in text
     return isinstance(error, dist.DistError) or of_transport

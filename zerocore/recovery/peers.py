@@ -1,6 +1,6 @@
-"""Checkpoints in the memory of nodes: what a rank has saved is on its node, and on another one.
+"""Checkpoints in the nodes' memory: each rank's file is on its own node and on another one.
 
-Files go from rank to rank, and each is checked where it arrives.
+Ranks send files to each other, and the receiver verifies each.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from zerocore.model.state import ShardState
 
 T = TypeVar("T")
 _log = logging.getLogger("zerocore")
-_Key = tuple[int, int]  # step, and sum of the list of files, as a step may be saved again
-_PIECE_NBYTES = 64 << 20  # of a message
+_Key = tuple[int, int]  # step, and checksum of the list of files: a step may be saved again
+_PIECE_NBYTES = 64 << 20  # bytes of a message
 
 
 class Move(NamedTuple):
-    """A file of a folder that ``source`` has and ``target`` gets; ranks of the group."""
+    """A file that rank ``source`` of the group sends to rank ``target``."""
 
     name: str
     nbytes: int
@@ -49,10 +49,9 @@ class Move(NamedTuple):
 
 
 def rounds_of(moves: Iterable[Move]) -> list[list[Move]]:
-    """The moves in rounds, in each of which a rank sends one file and receives one at most.
+    """Groups moves into rounds, in each of which a rank sends and receives at most one file.
 
-    The same on all ranks, which go through the rounds in order: none waits for a rank that waits
-    for it.
+    All ranks get the same rounds and run them in order, so no ranks wait for each other in a cycle.
     """
     rounds: list[list[Move]] = []
     first_free: dict[tuple[str, int], int] = {}
@@ -67,11 +66,10 @@ def rounds_of(moves: Iterable[Move]) -> list[list[Move]]:
 
 
 def carry_out(group: dist.ProcessGroup | None, moves: Sequence[Move], folder: Path) -> None:
-    """Sends and receives what is this rank's part of the moves; collective of ``group``. Raises
-    OSError for a file that cannot be read or made, when all else has arrived: the others are not
-    held."""
+    """Sends and receives this rank's files among the moves; collective of ``group``. If a file
+    cannot be read or made, raises OSError after all other files, for which other ranks wait."""
     if group is None:
-        return  # one rank has all
+        return  # a single rank has all files
     failed: OSError | None = None
     own = group.rank()
     for moved in rounds_of(moves):
@@ -96,7 +94,7 @@ def carry_out(group: dist.ProcessGroup | None, moves: Sequence[Move], folder: Pa
 
 
 def _memory_of(path: Path, nbytes: int, is_new: bool) -> Tensor:
-    """The bytes of a file, mapped; of a new one they are its from now on."""
+    """Maps the bytes of a file; writes to those of a new file go to the file."""
     if is_new:
         with path.open("wb") as file:
             file.truncate(nbytes)
@@ -108,7 +106,7 @@ def _memory_of(path: Path, nbytes: int, is_new: bool) -> Tensor:
 
 
 class Held(NamedTuple):
-    """Sizes of the good files of a checkpoint that a rank has seen, and how many it consists of."""
+    """Sizes of a checkpoint's good files that a rank has found, and the number of all its files."""
 
     files: dict[str, int]
     total: int
@@ -116,11 +114,11 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of a model by the node that they run on."""
+    """The nodes of a model's ranks."""
 
-    group: dist.ProcessGroup | None  # None for one rank. Ranks here are those of the group.
+    group: dist.ProcessGroup | None  # ranks in this class are the group's; None for one rank
     names: tuple[str, ...]  # the node of each rank
-    numbers: tuple[int, ...]  # of each rank, in the model
+    numbers: tuple[int, ...]  # the rank in the model, of each rank
 
     @property
     def rank(self) -> int:
@@ -131,11 +129,11 @@ class Nodes:
 
     @property
     def neighbours(self) -> list[int]:
-        """The ranks of this node."""
+        """The ranks on this node."""
         return self.ranks_on(self.names[self.rank])
 
     def peers(self) -> dict[int, int]:
-        """By rank, the one on the next node that holds a copy; none if there is one node."""
+        """Returns, by rank, the rank of the next node that holds its copy; empty for one node."""
         names = list(dict.fromkeys(self.names))
         if len(names) == 1:
             return {}
@@ -148,13 +146,13 @@ class Nodes:
 
 
 def files_of(number: int) -> tuple[str, str]:
-    """Names of what a rank of the model saves."""
+    """Returns the names of the files that a rank of the model saves."""
     return SavePlan({}, 1).file_name(number), own_name(number)
 
 
 @dataclass(frozen=True)
 class PeerSave(Save):
-    """A checkpoint that is being written on all nodes."""
+    """The save of a checkpoint on all nodes."""
 
     nodes: Nodes
     texts: dict[str, bytes] = field(default_factory=dict)  # small files that are on each node
@@ -171,7 +169,7 @@ class PeerSave(Save):
         return temporary
 
     def _refuse_good(self) -> None:
-        """One of the same step is replaced: other nodes may have lost their part of it."""
+        """Replaces a good checkpoint of the same step: other nodes may have lost their part."""
 
     def _common(self) -> dict[str, bytes]:
         return self.texts
@@ -204,14 +202,14 @@ def _received(moves: Sequence[Move], rank: int, sums: Checksums) -> Checksums:
 
 
 class PeerLoad(TrainingLoad):
-    """A load from files that are on several nodes: those that a rank lacks are brought first."""
+    """A load of files on several nodes; a rank first gets those that its node lacks."""
 
     def __init__(self, bring: Callable[[Path, set[str]], None], folder: Path, *args: Any) -> None:
         super().__init__(folder, *args)
         self._bring_files = bring
 
     def _check_sizes(self, contents: Contents) -> None:
-        """Files are compared with the list before, and behind their way to this node."""
+        """Skips the check: files are verified before they are sent, and on arrival."""
 
     def _bring(self, contents: Contents) -> None:
         planner = DefaultLoadPlanner()
@@ -224,7 +222,7 @@ class PeerLoad(TrainingLoad):
 
 
 def _boot() -> str:
-    """Tells hosts of the same name apart; empty where the system does not say."""
+    """Returns an id that tells hosts of the same name apart; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -232,20 +230,20 @@ def _boot() -> str:
 
 
 class PeerCheckpoints(Checkpoints):
-    """Checkpoints that survive processes and nodes, without a disk that all of them see.
+    """Checkpoints that survive lost processes and nodes, without a shared disk.
 
-    ``folder`` is each node's own, in memory: ``/dev/shm/run``. A rank's file is written there, and
-    a copy to a rank of the next node, both in the background under the next steps. After a restart
-    :meth:`load` brings what a node lacks from those that have it: the same number of ranks or
-    another one, and a node that is new. A checkpoint can be loaded as long as no two neighbouring
-    nodes are lost. Everything is compared with checksums where it is written, kept and received;
-    what is damaged is named, and not used. Use :class:`Checkpoints` beside it for what is to last.
+    ``folder`` is a folder in each node's own memory, such as ``/dev/shm/run``. A rank writes its
+    file there, and sends a copy to a rank of the next node, both in the background of the next
+    steps. After a restart :meth:`load` fetches files that a node lacks from nodes that have them.
+    The number of ranks may change, and nodes may be new. A checkpoint can be loaded unless two
+    neighbouring nodes are lost. Checksums verify every file when it is written, kept and received;
+    a damaged file is named and not used. Also save :class:`Checkpoints` to permanent storage.
 
     Args:
-        folder: on each node, of a file system that outlives the processes; ranks that see the same
-            folder are one node.
-        model, optimizer, background, memory_budget, rng, stateful: as of :class:`Checkpoints`.
-        keep: how many checkpoints stay on each node.
+        folder: a folder on each node, in a file system that outlives the processes. Ranks that see
+            the same folder count as one node.
+        model, optimizer, background, memory_budget, rng, stateful: as for :class:`Checkpoints`.
+        keep: the number of checkpoints that stay on each node.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :class:`Checkpoints`.
@@ -279,17 +277,17 @@ class PeerCheckpoints(Checkpoints):
 
     @operation("PeerCheckpoints.load")
     def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
-        """Loads the newest checkpoint of which every file is on some node, or that of ``step``.
+        """Loads the checkpoint of ``step``, or the newest one whose files are all on some node.
 
         Returns its step, or None if there is none: then load another kind of checkpoint, if you
-        have one. A copy that is damaged is a warning, and so is a checkpoint that lacks files.
+        have one. Logs a warning for each damaged copy, and for checkpoints that lack files.
 
         Args:
-            fallback: if the newest step lacks a file, the one before is loaded; else an error.
+            fallback: load an earlier step if the newest lacks a file; otherwise raise.
 
         Raises:
             FileNotFoundError: there is no complete checkpoint of this step.
-            ValueError: it does not fit; names file and key, on every rank.
+            ValueError: the checkpoint does not fit; names file and key, on every rank.
         """
         state = self._ready_state()
         finish_writes()
@@ -301,7 +299,7 @@ class PeerCheckpoints(Checkpoints):
         wanted = keys[0][0] if keys and not fallback else step
         if wanted is not None and (not chosen or chosen[0][0] != wanted):
             steps = [key[0] for key in complete]
-            raise FileNotFoundError(f"no complete checkpoint of step {wanted}: {steps}")
+            raise FileNotFoundError(f"no complete checkpoint of step {wanted}; complete: {steps}")
         if not chosen:
             for key, (found, total) in counts.items():
                 lost = f"{total - found} of its {total} files are lost, or damaged on all nodes"
@@ -317,7 +315,7 @@ class PeerCheckpoints(Checkpoints):
             moves = _moves(needs, held, self._nodes)
             groups = self._writer.groups
             on_all_ranks(groups, lambda: carry_out(self._nodes.group, moves, folder))
-            on_all_ranks(groups, lambda: self._check(folder, moves))  # the list of files is there
+            on_all_ranks(groups, lambda: self._check(folder, moves))  # the list has arrived
             for move in moves:
                 held[move.target][move.name] = move.nbytes
 
@@ -335,7 +333,7 @@ class PeerCheckpoints(Checkpoints):
         check_files(folder, _received(moves, self._nodes.rank, sums))
 
     def _good_files(self) -> dict[_Key, Held]:
-        """Files of this node that have their checksums; its ranks look at some of them each."""
+        """Returns files of this node with the right checksums; its ranks divide the check."""
         found: dict[_Key, Held] = {}
         here = self._nodes.neighbours
         share = slice(here.index(self._nodes.rank), None, len(here))
@@ -363,7 +361,7 @@ class PeerCheckpoints(Checkpoints):
 
 
 def _num_found(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> tuple[int, int]:
-    """How many good files of a checkpoint there are on all nodes, and of how many it consists."""
+    """Returns the number of a checkpoint's good files on all nodes, and of all its files."""
     parts = [each[key] for each in held if key in each]
     names = {name for part in parts for name in part.files}
     return len(names - {NAME}), parts[0].total
@@ -372,7 +370,7 @@ def _num_found(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> tuple[int, int
 def _moves(
     needs: Sequence[Sequence[str]], held: Sequence[Mapping[str, int]], nodes: Nodes
 ) -> list[Move]:
-    """Files that a rank needs and no rank of its node has; one of each node gets them."""
+    """Returns moves of files that a node's ranks need and lack; one rank of the node gets each."""
     here = {
         name: {file for rank in nodes.ranks_on(name) for file in held[rank]} for name in nodes.names
     }

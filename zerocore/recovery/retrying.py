@@ -1,4 +1,4 @@
-"""Blocks of training that are undone on all ranks where they fail on one."""
+"""Undoes a block of training on all ranks if it fails on one."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from zerocore.model.state import ShardState, ready_state_of
 from zerocore.recovery.copies import Large, Small
 from zerocore.tensor.rows import own_elements
 
-_NUM_LOSSES, _FEWEST_LOSSES = 100, 10  # that a spike is measured by
+_NUM_LOSSES, _FEWEST_LOSSES = 100, 10  # most and fewest losses that define a spike
 
 
 class _Undo(Exception):
-    """Ends a block that failed on some rank."""
+    """Raised to end a block that has failed on some rank."""
 
 
 @dataclass
 class _History:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_LOSSES))
-    num_failed: int = 0  # blocks in a row
+    num_failed: int = 0  # blocks that have failed in a row
 
 
 class Attempt:
     """The outcome of a block; see :func:`retryable`.
 
     Attributes:
-        reason: why it was undone, the same text on all ranks; None where it was not.
+        reason: why the block was undone, the same text on all ranks; None if it was not.
     """
 
     def __init__(self, state: ShardState, spike: float | None) -> None:
@@ -53,12 +53,12 @@ class Attempt:
         return self.reason is not None
 
     def check(self, loss: Tensor | float) -> None:
-        """Notes a loss of this rank: the ranks look at it before the optimizer's step, or at the
-        end of a block without one."""
+        """Gives a loss of this rank to the check before the optimizer's step, or at the end of a
+        block without a step."""
         self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
 
     def agree(self, error: BaseException | None = None) -> None:
-        """Raises where some rank has failed; collective."""
+        """Raises on all ranks if one has failed; collective."""
         losses = [float(loss) for loss in self._losses]
         self._losses.clear()
         finite = [loss for loss in losses if math.isfinite(loss)]
@@ -74,11 +74,11 @@ class Attempt:
             self._look_for_spike(total / count)
 
     def _look_for_spike(self, loss: float) -> None:
-        """``loss``: the mean of all ranks'."""
+        """Raises if ``loss``, the mean over all ranks, is a spike."""
         known = self._history.losses
-        size = sum(map(abs, known)) / max(len(known), 1)  # their mean may lie around zero
+        size = sum(map(abs, known)) / max(len(known), 1)  # the signed mean may be near zero
         if self._spike and len(known) >= _FEWEST_LOSSES and loss > self._spike * size:
-            raise _Undo(f"the loss is {loss:.4g}, and was {size:.4g} in the last {len(known)}")
+            raise _Undo(f"the loss is {loss:.4g}; the mean of the last {len(known)}: {size:.4g}")
         known.append(loss)
 
     def _sum(self, numbers: list[float]) -> list[float]:
@@ -90,15 +90,15 @@ class Attempt:
         return list(total.tolist())
 
     def note(self, reason: str | None, most: int) -> None:
-        """The block has ended; raises RuntimeError for the last of ``most`` that failed."""
+        """Records the block's end; raises RuntimeError if ``most`` blocks in a row have failed."""
         self.reason = reason
         self._history.num_failed = 0 if reason is None else self._history.num_failed + 1
         if self._history.num_failed >= most:
-            raise RuntimeError(f"{most} retryable blocks in a row have failed: {reason}")
+            raise RuntimeError(f"{most} retryable blocks in a row have failed, the last: {reason}")
 
 
 class _Before:
-    """The state that a block may change, as it was before."""
+    """A copy of the state that a block may change."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], objects: Any) -> None:
         params = dict.fromkeys(param for each in optimizers for param in params_of(each))
@@ -109,7 +109,7 @@ class _Before:
         self._large_before: dict[str, Any] | None = None
 
     def keep_weights(self) -> None:
-        """Copies what an optimizer's step changes, too."""
+        """Also copies the state that an optimizer's step changes."""
         self._large_before = self._large.copy()
 
     def restore(self) -> None:
@@ -132,39 +132,39 @@ def retryable(
     copies: bool = False,
     most: int = 10,
 ) -> Iterator[Attempt]:
-    """A block of training that is undone, on all ranks, where it fails on one; collective.
+    """Undoes a block of training on all ranks if it fails on one; collective.
 
-    The block fails if it raises, or if a loss that ``attempt.check`` was given is not finite or a
-    spike. The ranks tell each other before the optimizer's step, or at the end of a block that has
-    none; then gradients, buffers, options of optimizers, random streams and ``objects`` are as
-    before the block, no step was taken, and the program goes on behind it, with
-    ``attempt.failed``. So a block around each micro-batch keeps the gradients of the good ones, and
-    one around a step drops the step.
+    The block fails if it raises, or if a loss given to ``attempt.check`` is a spike or not finite.
+    The ranks agree on this before the optimizer's step, or at the end of a block without a step.
+    After a failure the step is not taken. Gradients, buffers, optimizer options, random generators
+    and ``objects`` are restored, and the program continues after the block with
+    ``attempt.failed``. A block around each micro-batch keeps the gradients of good micro-batches; a
+    block around a step drops the step.
 
-    A rank may raise in the model's forward, or behind the last backward; in a backward and outside
-    of the model all ranks must raise alike, as the others would wait for it (see docs/faults.md).
+    A rank may raise in the model's forward, or after the last backward. In a backward, and outside
+    of the model, all ranks must raise alike, as the others would wait for it (see docs/faults.md).
 
     Args:
-        model: sharded.
-        optimizer: of its parameters, or several.
-        objects: what else is restored, with ``state_dict`` and ``load_state_dict``.
-        spike: fails where the mean loss of all ranks is larger than so many times the mean absolute
-            loss of the last 100 blocks; from the 11th on.
-        copies: of weights and optimizer states are taken before each step, so that what fails in
-            the step or behind it is undone, too; else that is raised. They take as much memory as
-            the state, and the ranks tell each other at the end of the block, too.
-        most: an error that is raised after so many blocks in a row that failed.
+        model: a sharded model.
+        optimizer: the optimizer of its parameters, or several.
+        objects: other objects to restore, with ``state_dict`` and ``load_state_dict``.
+        spike: a factor. The block fails if the mean loss of all ranks exceeds so many times the
+            mean absolute loss of the last 100 good blocks, of which there must be 10.
+        copies: copy weights and optimizer states before each step, to undo failures in the step and
+            after it, too; otherwise these raise. Takes as much memory as the state, and the ranks
+            also agree at the end of the block.
+        most: the number of failed blocks in a row after which RuntimeError is raised.
 
     Raises:
-        ValueError, TypeError: not sharded, or no such optimizer; gradients were summed without
-            communication before the block (``no_sync``).
-        RuntimeError: ``most`` blocks have failed.
+        ValueError, TypeError: the model is not sharded, or an optimizer is not its own; gradients
+            were accumulated before the block without being reduced (``no_sync``).
+        RuntimeError: ``most`` blocks in a row have failed.
     """
     state, optimizers = ready_state_of(model), optimizers_of(optimizer)
     if state.engine.holds_back:
         raise ValueError(
-            "a retryable block begins with gradients that were not reduced (no_sync, or "
-            "set_requires_gradient_sync), of which there is no copy: reduce in each backward, or "
+            "a retryable block cannot begin with gradients that were not reduced (no_sync, or "
+            "set_requires_gradient_sync), as it cannot restore them: reduce in each backward, or "
             "put all micro-batches of a step into the block"
         )
     attempt = Attempt(state, spike)
@@ -186,7 +186,7 @@ def retryable(
             try:
                 yield attempt
             except (_Undo, dist.DistBackendError):
-                raise  # behind an alarm the ranks can tell each other nothing
+                raise  # after an alarm the ranks cannot communicate
             except Exception as error:
                 if stepped and not copies:
                     raise

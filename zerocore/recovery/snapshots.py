@@ -1,4 +1,4 @@
-"""Snapshots of a rank between steps, read while the model runs, from which another one heals."""
+"""Snapshots of a rank's state between steps, from which another process recovers the rank."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Snapshot:
         self._small = Small(model, optimizers, objects)
         self._changed = threading.Condition()
         self._num_reads = 0
-        self._changes: list[Optimizer | None] = []  # which have begun
-        self._at_forward: dict[str, Any] | None = None  # what a forward may change
+        self._changes: list[Optimizer | None] = []  # optimizers whose step has begun
+        self._at_forward: dict[str, Any] | None = None  # copies of state that a forward may change
         begin, end = _weakly(self._begin), _weakly(self._end)
         hooks = [model.register_forward_pre_hook(_weakly(self._begin_forward))]
         for each in optimizers:
@@ -43,9 +43,9 @@ class Snapshot:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Goes around what changes the state elsewhere than in a step: an EMA's update, a load.
+        """Marks a block that changes state outside of a step, such as a load or an EMA's update.
 
-        A block that raises leaves the state unreadable until a step or another block has ended.
+        If the block raises, the state is inconsistent until a step or another block ends.
         """
         self._begin(None)
         yield
@@ -53,11 +53,11 @@ class Snapshot:
 
     @torch.no_grad()
     def state_dict(self, timeout: float = 60.0) -> dict[str, Any]:
-        """Copies on the CPU of what this rank holds, with checksums; from any thread.
+        """Copies this rank's state to the CPU, with checksums; any thread may call it.
 
-        While a step runs it waits for its end, and the next step waits for the copies. Buffers,
-        options, random streams and objects are as they were when the first forward since
-        ``zero_grad`` began that records gradients.
+        It waits for the end of a running step, and the next step waits for the copies. Buffers,
+        options, random generators and objects are those before the first forward since
+        ``zero_grad`` that records gradients.
 
         Raises:
             TimeoutError: a step has not ended in ``timeout`` seconds, or has raised.
@@ -65,8 +65,8 @@ class Snapshot:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._changes, timeout):
                 raise TimeoutError(
-                    f"a step of an optimizer has not ended in {timeout:g} s, or has raised: until "
-                    "another one has ended, the state is no step's"
+                    f"a step of an optimizer has not ended in {timeout:g} s, or has raised; the "
+                    "state is inconsistent until the next step ends: call state_dict() after it"
                 )
             self._num_reads += 1
         try:
@@ -83,13 +83,13 @@ class Snapshot:
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave on a rank that held the same; between steps.
+        """Loads a result of :meth:`state_dict` of a rank with the same shards, between steps.
 
-        Communicates nothing. All ranks of the model load, each what its own number saved.
+        Communicates nothing. All ranks of the model must load, each its own rank's snapshot.
 
         Raises:
-            ValueError: of another rank or model, or a checksum differs, with the parameter's name;
-                then nothing is changed.
+            ValueError: the snapshot is of another rank or model, or a checksum differs; names the
+                parameter. Nothing has changed then.
         """
         self._check(saved)
         with self.changing():
@@ -102,8 +102,8 @@ class Snapshot:
         if tuple(saved["rank"]) != own:
             ranks = "rank {} of {}"
             raise ValueError(
-                f"this is {ranks.format(*own)}, and the snapshot one of "
-                f"{ranks.format(*saved['rank'])}: use zerocore.recovery.PeerCheckpoints"
+                f"this is {ranks.format(*own)}, but the snapshot is of "
+                f"{ranks.format(*saved['rank'])}; use zerocore.recovery.PeerCheckpoints"
             )
         own_kinds = {name: _kind(own_elements(p)) for name, p in self._large.params.items()}
         kinds = {name: _kind(value) for name, value in saved["weights"].items()}
@@ -114,14 +114,14 @@ class Snapshot:
                 )
         if len(saved["states"]) != len(self._optimizers):
             raise ValueError(
-                f"the snapshot is one of {len(saved['states'])} optimizers, expected "
+                f"the snapshot has the states of {len(saved['states'])} optimizers, expected "
                 f"{len(self._optimizers)}"
             )
         for name, number in _sums(saved).items():
             if saved["sums"].get(name) != number:
                 raise ValueError(
-                    f"{name} in the snapshot was damaged on its way: its checksum differs. Nothing "
-                    "was loaded"
+                    f"{name} in the snapshot is damaged: its checksum differs. Nothing was loaded; "
+                    "send the snapshot again"
                 )
 
     def _begin(self, optimizer: Optimizer | None, *_: Any) -> None:
@@ -130,7 +130,7 @@ class Snapshot:
             self._changes.append(optimizer)
 
     def _end(self, optimizer: Optimizer | None, *_: Any) -> None:
-        """Where others have not stepped yet, the state is no step's before the next forward."""
+        """Ends a change. Before all optimizers have stepped, readers wait for the next forward."""
         with self._changed:
             if optimizer is None or {*self._optimizers} <= {*self._changes}:
                 self._changes.clear()
@@ -140,7 +140,7 @@ class Snapshot:
     @eager
     def _begin_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
-            return  # an evaluation, behind which a schedule may step
+            return  # an evaluation; a schedule may step after it
         with self._changed:
             self._changes.clear()
             if self._at_forward is None or self._has_no_gradients():
@@ -148,13 +148,13 @@ class Snapshot:
             self._changed.notify_all()
 
     def _has_no_gradients(self) -> bool:
-        """Whether no micro-batch went before, also where the last step was left out."""
+        """Whether this is a step's first micro-batch, even if the last step was skipped."""
         grads = (param.grad for param in self._large.params.values())
         return not self._state.engine.holds_back and all(grad is None for grad in grads)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, without keeping its object alive."""
+    """Returns a function that calls the method without keeping its object alive."""
     found = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -167,27 +167,27 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 def snapshot(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], **stateful: Any
 ) -> Snapshot:
-    """This rank's part of a training, read while the model runs; another process heals from it.
+    """Makes a snapshot of this rank's training state, from which another process recovers.
 
-    Make it once, before the first step. Its ``state_dict()`` may be called by any thread at any
-    time, also while the model runs, and gives one step's values. ``load_state_dict`` on a rank with
-    the same shards continues from there, bit for bit, as in replica groups of torchft:
+    Make it once, before the first step. Any thread may call its ``state_dict()`` at any time, also
+    while the model runs; the values are those of one step. ``load_state_dict`` on a rank with the
+    same shards continues from there, bit for bit, as in replica groups of torchft:
     ``Manager(state_dict=snap.state_dict, load_state_dict=snap.load_state_dict, ...)``.
 
     Args:
-        model: sharded.
-        optimizer: of its parameters, or several.
-        stateful: what else goes on, by name, as of :class:`Checkpoints`.
+        model: a sharded model.
+        optimizer: the optimizer of its parameters, or several.
+        stateful: other objects of the program, by name, as for :class:`Checkpoints`.
 
     Raises:
-        ValueError, TypeError: as :class:`Checkpoints`; the model keeps states on disk.
+        ValueError, TypeError: as :class:`Checkpoints`, or the model keeps states on disk.
         NotImplementedError: a frozen parameter consists of several tensors.
     """
     check_stateful(stateful)
     state = ready_state_of(model)
     check_plain(state, "a snapshot")
     if state.config.place_of("states") == "disk":
-        raise ValueError("snapshot takes no model with offload=zerocore.Offload(states='disk')")
+        raise ValueError("snapshot does not support offload=zerocore.Offload(states='disk')")
     return Snapshot(state, model, optimizers_of(optimizer), stateful)
 
 
@@ -196,7 +196,7 @@ def _kind(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _sums(saved: Mapping[str, Any]) -> dict[str, int]:
-    """The checksum of each tensor, by name."""
+    """Returns the checksum of each tensor, by name."""
     found = {f"'{name}'": value for name, value in saved["weights"].items()}
     for states in saved["states"]:
         for name, values in states.items():

@@ -1,4 +1,4 @@
-"""Whether ranks hold the same where they should, and memory what was written: silent corruption."""
+"""Finds silent corruption: replicas that differ, and memory that changed without a write."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from zerocore.tensor.rows import elements_of
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that ranks should hold alike, and do not.
+    """A value that should be equal on several ranks and is not.
 
     Attributes:
-        name: of a parameter, with ``": "`` and the name of an optimizer's state, or of options.
-        ranks: numbers in the default group of those that hold the same; most ranks first.
+        name: the parameter, with ``": "`` and the optimizer's state if it is one, or the options.
+        ranks: the ranks, in the default group, by the value they hold; most ranks first.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome of :func:`verify`, the same on all ranks.
+    """The result of :func:`verify`; ``differing`` and ``changed`` are the same on all ranks.
 
     Attributes:
-        num_compared: values of this rank that another rank holds, too.
-        num_remembered: values of this rank that nothing has written since they were looked at last.
-        differing: of those that ranks hold alike.
-        changed: name and rank of those whose memory changed although nothing has written them.
+        num_compared: this rank's values that other ranks hold, too.
+        num_remembered: this rank's values that nothing has written since the last call.
+        differing: values that differ between ranks that should hold the same.
+        changed: name and rank of values whose memory changed although nothing wrote to it.
     """
 
     num_compared: int
@@ -72,12 +72,12 @@ _Seen = dict[str, tuple[tuple[int, ...], int]]
 
 @dataclass(frozen=True)
 class _Value:
-    """Something that this rank holds."""
+    """A value of this rank and its checksum."""
 
     name: str
     number: Tensor  # checksum, int64
-    holders: Groups  # of the ranks that hold the same
-    version: tuple[int, ...] | None = None  # equal while nothing has written it; None: not known
+    holders: Groups  # groups of ranks that hold the same value
+    version: tuple[int, ...] | None = None  # changes with each write; None if unknown
 
 
 @torch.no_grad()
@@ -86,15 +86,15 @@ def verify(
 ) -> Verification:
     """Compares checksums of weights and optimizer states, for corruption that nothing reports.
 
-    Between replicas (stage 0, hybrid sharding, parameters at stages 1 and 2) all ranks should hold
-    the same; options and step counts of optimizers should be equal on all ranks. Each value is also
-    compared with the last call, if nothing has written it since: a call behind a step and another
-    one before the next say whether memory kept its bits in between. Buffers, which ranks may have
-    for themselves, are left out. Reads all of the state once; collective, between steps.
+    Replicas (stage 0, hybrid sharding, parameters at stages 1 and 2) should hold the same values;
+    options and step counts of optimizers should be equal on all ranks. If nothing has written a
+    value since the last call, its checksum must be the same: call it after a step and before the
+    next to see whether memory kept its bits. Buffers, which may differ between ranks, are left out.
+    Reads all of the state once; collective, between steps.
 
     Args:
-        model: sharded.
-        optimizer: of its parameters, or several.
+        model: a sharded model.
+        optimizer: the optimizer of its parameters, or several.
 
     Raises:
         ValueError, TypeError: as :class:`Checkpoints`.
@@ -114,7 +114,7 @@ def verify(
 
 
 def _holders(state: ShardState, unit: Unit) -> Groups:
-    """Groups of the ranks with the same elements."""
+    """Returns groups of ranks with the same elements."""
     ranks = state.meshes[unit.mesh]
     if state.engine.layout(unit.index).num_shards == 1:
         return ranks.groups
@@ -122,7 +122,7 @@ def _holders(state: ShardState, unit: Unit) -> Groups:
 
 
 def _weights(state: ShardState) -> Iterator[_Value]:
-    """Shards, and the full parameters that stages 1 and 2 keep on each rank."""
+    """Yields shards, and the full parameters that stages 1 and 2 keep on each rank."""
     is_kept = state.config.stage in (1, 2) and not state.config.placements.parameters
     for unit in state.units:
         for index, param in enumerate(unit.params):
@@ -130,7 +130,7 @@ def _weights(state: ShardState) -> Iterator[_Value]:
             version = (state.engine.param_version(unit.index, index),)
             yield _Value(f"'{param.fqn}'", number, _holders(state, unit), version)
         if is_kept:
-            state.engine.hold_unsharded([unit.index])  # first what has changed is gathered
+            state.engine.hold_unsharded([unit.index])  # gathers changed shards first
             groups = state.meshes[unit.mesh].groups
             for param in unit.params:
                 yield _Value(f"'{param.fqn}' in full", checksum(param.full), groups)
@@ -167,7 +167,7 @@ def _options(state: ShardState, optimizers: Sequence[Optimizer]) -> Iterator[_Va
 
 
 def _number_of(value: Any) -> Tensor:
-    """Of plain values and tensors; others, such as functions, look different on each rank."""
+    """Returns a checksum of tensors and plain values; skips others, whose repr ranks differ in."""
     found = [
         each.tolist() if isinstance(each, Tensor) else each
         for each in tree_leaves(value)
@@ -177,7 +177,7 @@ def _number_of(value: Any) -> Tensor:
 
 
 def _changed(state: ShardState, values: list[_Value]) -> tuple[list[tuple[str, int]], int]:
-    """Names, with this rank, of what has other bits than before; how many were looked at."""
+    """Returns values that changed without a write, with this rank, and the number compared."""
     before: _Seen = state.kept.get("verified", {})
     now = {each.name: (each.version, int(each.number)) for each in values if each.version}
     same = [name for name, (version, _) in now.items() if before.get(name, ((),))[0] == version]
@@ -187,13 +187,13 @@ def _changed(state: ShardState, values: list[_Value]) -> tuple[list[tuple[str, i
 
 
 def _own_number(state: ShardState) -> int:
-    """In the default group."""
+    """Returns this rank in the default group."""
     members = state.ranks.members
     return members[state.ranks.rank] if members else 0
 
 
 def _compare(state: ShardState, values: list[_Value]) -> tuple[list[Difference], int]:
-    """Values that the ranks of their groups hold in other ways; how many have such ranks."""
+    """Returns values that differ within their groups, and the number of values compared."""
     by_groups: dict[tuple[Any, ...], list[_Value]] = {}
     for value in values:
         if value.holders:
