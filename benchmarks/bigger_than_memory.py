@@ -1,4 +1,4 @@
-"""Trains a model whose weights and moments are larger than the memory that this process may take.
+"""Trains a model whose weights and moments exceed the memory that this process may allocate.
 
 Usage: python benchmarks/bigger_than_memory.py --folder /a/folder/on/the/disk
 """
@@ -31,10 +31,10 @@ RAW_MIB = 256
 NOTES = (
     "zerocore.shard(stage=3, offload=zerocore.Offload(states='disk', gradients='cpu', "
     "parameters='disk')) on one rank; fp32, zerocore.optim.AdamW with clipping, batch 1. The limit "
-    "is the system's on private memory (RLIMIT_DATA): what asks for more gets an error.",
-    "MB/s: bytes that the disk read and wrote, by the kernel's counts of this process, per time of "
-    "all but the first step. Of raw: the time that plain direct reads and writes of as many bytes "
-    f"took on a file of {RAW_MIB} MiB right after, at the best of three ways, per time.",
+    "is the system's on private memory (RLIMIT_DATA); larger allocations fail.",
+    "MB/s: bytes that the disk read and wrote, by the kernel's counts of this process, a second of "
+    "all steps but the first. Of raw: the time of plain direct reads and writes of as many bytes "
+    f"of a file of {RAW_MIB} MiB right after, in the best of three ways, / the steps' time.",
 )
 
 
@@ -47,7 +47,7 @@ class Moved:
 
     @staticmethod
     def now() -> Moved:
-        """By the kernel's counts."""
+        """Returns the kernel's counts."""
         lines = Path("/proc/self/io").read_text().splitlines()
         counts = dict(line.split(": ") for line in lines)
         return Moved(int(counts["read_bytes"]), int(counts["write_bytes"]))
@@ -61,32 +61,32 @@ class Run:
     numel: int = 0
     file_nbytes: int = 0
     losses: list[float] = field(default_factory=list)
-    ends_s: list[float] = field(default_factory=list)  # of the steps
-    moved: list[Moved] = field(default_factory=list)  # by the end of each
-    samples: list[tuple[float, int]] = field(default_factory=list)  # second, resident bytes
+    ends_s: list[float] = field(default_factory=list)  # the end of each step
+    moved: list[Moved] = field(default_factory=list)  # at the end of each step
+    samples: list[tuple[float, int]] = field(default_factory=list)  # seconds, resident bytes
     raw_read: float = 0.0  # bytes per second
     raw_write: float = 0.0
 
     @property
     def peak_nbytes(self) -> int:
-        """Most resident bytes."""
+        """The peak of resident bytes."""
         return max(nbytes for _, nbytes in self.samples)
 
     @property
     def step_s(self) -> float:
-        """Of all steps but the first one, the median."""
+        """The median seconds of all steps but the first."""
         return median(b - a for a, b in zip(self.ends_s, self.ends_s[1:], strict=False))
 
     @property
     def disk_rate(self) -> float:
-        """Bytes per second."""
+        """The disk's bytes per second."""
         first, last = self.moved[0], self.moved[-1]
         nbytes = last.read + last.written - first.read - first.written
         return nbytes / (self.ends_s[-1] - self.ends_s[0])
 
     @property
     def share_of_raw(self) -> float:
-        """Time of plain transfers of the same bytes, per time."""
+        """The time of plain transfers of the same bytes, per time of the steps."""
         first, last = self.moved[0], self.moved[-1]
         raw_s = (last.read - first.read) / self.raw_read
         raw_s += (last.written - first.written) / self.raw_write
@@ -94,7 +94,7 @@ class Run:
 
 
 def train(folder: Path, run: Run, num_blocks: int, tokens: int, steps: int) -> None:
-    """Trains on one random batch, sampling resident memory."""
+    """Trains on one random batch and samples resident memory."""
     torch.manual_seed(0)
     batch = torch.randint(0, VOCABULARY, (1, tokens))
     with torch.device("meta"):
@@ -120,7 +120,7 @@ def train(folder: Path, run: Run, num_blocks: int, tokens: int, steps: int) -> N
 
 
 def measure_raw(folder: Path, run: Run) -> None:
-    """Plain direct reads and writes of a file, at the best way."""
+    """Measures plain direct reads and writes of a file, in the best way."""
     disk = RawDisk(folder, RAW_MIB * MIB)
     rates = disk.measure(3)
     disk.close()
@@ -128,7 +128,7 @@ def measure_raw(folder: Path, run: Run) -> None:
 
 
 def make_table(run: Run) -> Table:
-    """One row."""
+    """Makes a table of one row."""
     columns = ["parameters", "GB on disk", "limit GB", "most resident GB", "s a step", "MB/s"]
     table = Table("bigger than memory", [*columns, "of raw", "losses"], notes=list(NOTES))
     giga = [run.file_nbytes, run.limit_nbytes, run.peak_nbytes]
@@ -140,7 +140,7 @@ def make_table(run: Run) -> Table:
 
 
 def draw(run: Run, path: Path) -> None:
-    """Resident memory over time, with the ends of the steps."""
+    """Draws resident memory over time, with the ends of the steps."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot([t for t, _ in run.samples], [n / 1e9 for _, n in run.samples], label="resident")
@@ -154,14 +154,14 @@ def draw(run: Run, path: Path) -> None:
 
 
 def main(
-    folder: Annotated[str, typer.Option(help="On the disk; default: for temporary files.")] = "",
+    folder: Annotated[str, typer.Option(help="On the disk; default: temporary files'.")] = "",
     millions: Annotated[int, typer.Option(help="Parameters.")] = 350,
-    limit_gb: Annotated[float, typer.Option(help="Private memory of this process.")] = 3.0,
+    limit_gb: Annotated[float, typer.Option(help="Limit of private memory in GB.")] = 3.0,
     steps: Annotated[int, typer.Option(help="Steps on the same batch.")] = 6,
-    tokens: Annotated[int, typer.Option(help="Of the batch.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens in the batch.")] = 64,
     save: Annotated[bool, typer.Option(help="Write dated files into results/.")] = True,
 ) -> None:
-    """Trains under the limit, and prints what it took."""
+    """Trains under the limit, and prints its time and memory."""
     num_blocks = math.ceil((millions * 10**6 - 2 * VOCABULARY * WIDTH) / BLOCK_NUMEL)
     run = Run(int(limit_gb * 1e9))
     resource.setrlimit(resource.RLIMIT_DATA, (run.limit_nbytes, run.limit_nbytes))

@@ -1,4 +1,4 @@
-"""Measures checkpoints of 2 ranks: saves and cold loads beside FSDP2 and the disk, stalls, bytes.
+"""Measures checkpoints of 2 ranks: saves and loads beside FSDP2 and the disk, stalls and bytes.
 
 Usage: python benchmarks/checkpoint.py
 """
@@ -45,25 +45,25 @@ NOTES = (
     "same round.",
     "Every save ends with fsync of all files. zerocore also flushes and renames folders, and "
     "compares all checksums before it loads; torch does neither.",
-    "A load is that of a training that resumes: into a model that is there and an optimizer that "
-    "has no states yet: two thirds of the bytes come into memory that the process takes meanwhile.",
-    "Cold: before each load the pages of the files are dropped from the page cache, by "
+    "A load resumes training: it goes into an existing model and an optimizer that "
+    "has no states yet, so two thirds of the bytes go to memory that the load allocates.",
+    "Cold: before each load the files are dropped from the page cache by "
     "posix_fadvise(DONTNEED). A disk of a virtual machine may have a cache of its own.",
-    "The disk alone: each rank writes and reads its share in one file, in calls of so many MiB, so "
-    "many at a time; its rate is that of the fastest of these. Page cache: reads are announced as "
+    "The disk alone: each rank writes and reads its part of the bytes in one file, in calls of the "
+    "size and number shown; the fastest way is its rate. Page cache: reads are announced as "
     "sequential, as zerocore's are. Warm: the files are read into the page cache before. A rate "
-    "into memory that is there is the disk's own; states in new memory: the rate of a plain reader "
-    "that has at the end what a load has, without checksums.",
+    "into existing memory is the disk's own. States in new memory: the rate of a plain reader "
+    "that allocates as much memory as a load, without checksums.",
 )
 
 
 def fastest_of(figures: Figures, systems: list[str], what: str) -> str:
-    """The fastest of some, as it stands in the figures."""
+    """Returns the fastest of some systems, by its name in the figures."""
     return fastest(figures.seconds, [f"{name}: {what}" for name in systems])
 
 
 def rates_table(cell: CheckpointCell, figures: Figures) -> Table:
-    """Saves and loads, beside the disk and the peer."""
+    """Compares saves and loads with the disk's rate and the peers."""
     columns = ["what", "system", "s", "MB/s", "of the disk's rate", "... states in new memory"]
     columns.append("of the time of FSDP2 + DCP")
     table = Table(f"{WORLD_SIZE} ranks, {cell.nbytes / 1e6:.0f} MB", columns, notes=list(NOTES))
@@ -86,13 +86,13 @@ def rates_table(cell: CheckpointCell, figures: Figures) -> Table:
     else:
         table.notes.append(
             "DeepSpeed writes files of each rank, without fsync, which is added here; it loads on "
-            "the number of ranks that saved, into states that are there, and compares no checksums."
+            "the number of ranks that saved, into existing states, and verifies no checksums."
         )
     return table
 
 
 def background_table(cell: CheckpointCell, ranks: list[Figures]) -> Table:
-    """How long training waits for background saves, and the memory that they take."""
+    """Shows how long training waits for background saves, and their memory."""
     table = Table("background saves", ["of a rank", "found", "wanted"])
     sizes = {"small: ": cell.nbytes_of(cell.small_blocks), "": cell.nbytes}
     own_gb = {label: nbytes / WORLD_SIZE / 1e9 for label, nbytes in sizes.items()}
@@ -110,14 +110,14 @@ def background_table(cell: CheckpointCell, ranks: list[Figures]) -> Table:
     table.add("copies held at a time, MB", f"{held / 1e6:.0f}", f"<= {budget / 1e6:.0f}")
     table.add("a step without a save, ms", f"{median(ranks[0].seconds['step']) * 1e3:.0f}", "")
     table.notes.append(
-        "In all: also what the optimizer's step waits that follows a save at once; the forward and "
-        "backward between them is the time in which the copies are made."
+        "In all: with the wait of an optimizer's step right after a save; the forward and "
+        "backward between them are the time for the copies."
     )
     return table
 
 
 def bytes_table(cell: CheckpointCell, found: dict[str, list[dict[str, int]]]) -> Table:
-    """Bytes that are read where another number of ranks loads."""
+    """Shows the bytes that another number of ranks reads to load."""
     columns = ["2 ranks saved", "asked of the system", "of the state", "from the disk"]
     table = Table("bytes read on another number of ranks", [*columns, "of the state"])
     for label, ranks in found.items():
@@ -128,14 +128,14 @@ def bytes_table(cell: CheckpointCell, found: dict[str, list[dict[str, int]]]) ->
         table.add(label, *cells)
     table.add("wanted without verify", "", f"<= {BYTES_GOAL}", "", f"<= {BYTES_GOAL}")
     table.notes.append(
-        "All ranks together, from /proc/self/io. verify reads every byte once more before, so that "
+        "All ranks together, from /proc/self/io. verify first reads every byte once, so that "
         "nothing is loaded from damaged files; then the load finds them in the page cache."
     )
     return table
 
 
 def planning_table(seconds: dict[str, float]) -> Table:
-    """A 70B model with two moments on 1,024 ranks."""
+    """Shows the planning of a 70B model with two moments on 1,024 ranks."""
     table = Table("planning: Llama 70B with AdamW, 1,024 ranks", ["what", "found", "wanted"])
     table.add("until every rank can write, s", f"{seconds['wait']:.2f}", f"<= {PLAN_GOAL_S}")
     table.add("metadata of all files, s", f"{seconds['metadata']:.2f}", "")
@@ -143,7 +143,7 @@ def planning_table(seconds: dict[str, float]) -> Table:
     table.add("pieces", f"{seconds['pieces']:,.0f}", "")
     table.add("MB of metadata", f"{seconds['metadata bytes'] / 1e6:.0f}", "")
     table.notes.append(
-        "CPU seconds of one process; nothing is communicated. The metadata is made by the first "
+        "CPU seconds of one process, without communication. The metadata is made by the first "
         "rank's thread, when its data is written, while training goes on."
     )
     return table
@@ -151,11 +151,11 @@ def planning_table(seconds: dict[str, float]) -> Table:
 
 def main(
     blocks: Annotated[int, typer.Option(help="Blocks of 12.6 million parameters.")] = 16,
-    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 5,
-    folder: Annotated[Path | None, typer.Option(help="On the disk to be measured.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds in which each system takes its turn.")] = 5,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the disk to measure.")] = None,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints how fast checkpoints are, and what training sees of them."""
+    """Prints the speed of checkpoints, and how long training waits for them."""
     place = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=folder))
     cell = CheckpointCell(str(place), blocks, rounds)
     cases = [(n, verify) for n in (1, 3) for verify in (False, True)]

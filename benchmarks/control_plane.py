@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/control_plane.py
 
-In a round every rank tells all others 128 bytes, as at the end of each forward. All endpoints are
-processes of this machine and share its cores, so a round's time is that of all ranks' work: what
-a rank costs in a large job is in the columns of processor time, messages and sockets.
+In a round every rank sends 128 bytes to all others, as at the end of each forward. Endpoints are
+processes of this machine and share its cores, so a round takes the time of all ranks' work. The
+columns of CPU time, messages and sockets show what a rank costs in a large job.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ MOST_IN_FULL_MESH = 64  # ranks of the all-reduce
 WARM_UP = 5
 NUMEL = 5  # int64, as the message at the end of a forward had
 NOTES = (
-    "Measured on the CPU, over loopback; medians over the ranks, whose cores all share. "
+    "Measured on the CPU, over loopback; medians over the ranks, which share all cores. "
     "Hops are dependent messages; ring: gloo's all-reduce, over a full mesh of connections.",
-    "Two ranks take an all-reduce in both columns: their difference is that between two runs of "
-    "one thing on a busy machine.",
+    "Two ranks use an all-reduce in both columns: their difference is that between two runs of "
+    "the same work on a busy machine.",
 )
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one rank: microseconds a round, those of its processor, and sockets that it opened."""
+    """Figures of one rank: wall and CPU microseconds of a round, and sockets that it opened."""
 
     round_us: float
     cpu_us: float
@@ -49,14 +49,14 @@ class Figures:
 
 
 def sockets() -> int:
-    """Open sockets of this process."""
+    """Counts the open sockets of this process."""
     folder = Path("/proc/self/fd")
     links = [os.readlink(folder / name) for name in os.listdir(folder) if (folder / name).exists()]
     return sum(link.startswith("socket:") for link in links)
 
 
 def measure(make: Callable[[], Callable[[], None]], num_rounds: int) -> Figures:
-    """Figures of one rank; `make` returns what a round calls."""
+    """Measures one rank; `make` returns the function that a round calls."""
     before = sockets()
     play = make()
     for _ in range(WARM_UP):
@@ -70,7 +70,7 @@ def measure(make: Callable[[], Callable[[], None]], num_rounds: int) -> Figures:
 
 
 def dissemination() -> Callable[[], None]:
-    """A group that connects as control messages need it."""
+    """Makes a group that connects only the ranks that control messages need."""
     from zerocore._C import connect_control
 
     os.environ[LAZY] = "1"
@@ -80,7 +80,7 @@ def dissemination() -> Callable[[], None]:
 
 
 def ring() -> Callable[[], None]:
-    """A group that is connected at once, and its all-reduce."""
+    """Makes a group that connects all ranks at once, and returns its all-reduce."""
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     message = torch.zeros(NUMEL, dtype=torch.long)
 
@@ -91,7 +91,7 @@ def ring() -> Callable[[], None]:
 
 
 def on_this_rank(num_rounds: int) -> dict[str, dict[str, float]]:
-    """Figures of this rank by what it called."""
+    """Measures this rank, by kind of round."""
     del os.environ[LAZY]
     figures = {"dissemination": measure(dissemination, num_rounds)}
     if dist.get_world_size() <= MOST_IN_FULL_MESH:
@@ -100,7 +100,7 @@ def on_this_rank(num_rounds: int) -> dict[str, dict[str, float]]:
 
 
 def run(size: int, num_rounds: int) -> dict[str, list[Figures]]:
-    """Figures of all ranks, by what they called. RuntimeError if a rank failed."""
+    """Measures all ranks, by kind of round; raises RuntimeError if a rank failed."""
     os.environ[LAZY] = "1"
     try:
         ranks = run_forked(lambda: on_this_rank(num_rounds), size)
@@ -110,7 +110,7 @@ def run(size: int, num_rounds: int) -> dict[str, list[Figures]]:
 
 
 def table_of(results: dict[int, dict[str, list[Figures]]]) -> Table:
-    """One row a number of ranks."""
+    """Makes a row for each number of ranks."""
     columns = ["ranks", "hops", "ms a round", "CPU us a rank", "sockets a rank"]
     columns += ["ring: hops", "ring: ms", "ring: CPU us", "ring: sockets"]
     table = Table("one round of control messages", columns)
@@ -131,11 +131,11 @@ def table_of(results: dict[int, dict[str, list[Figures]]]) -> Table:
 
 
 def main(
-    largest: Annotated[int, typer.Option(help="Ranks of the last row, from 2 by doubling.")] = 256,
-    rounds: Annotated[int, typer.Option(help="Of 2 ranks; fewer of more ranks.")] = 400,
+    largest: Annotated[int, typer.Option(help="Ranks of the last row; rows double from 2.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Rounds of 2 ranks; more ranks make fewer.")] = 400,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints what a round takes, by the number of ranks."""
+    """Prints a round's time, by the number of ranks."""
     import_zerocore()
     torch.set_num_threads(1)
     sizes = [2**power for power in range(1, largest.bit_length())]

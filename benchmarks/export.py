@@ -1,5 +1,5 @@
-"""Times exports of full weights by zerocore and by FSDP2, in one interleaved run on real ranks, and
-parking of a model's state beside plain copies.
+"""Times exports of full weights by zerocore and FSDP2, in turns on real ranks, and compares parking
+of a model's state with plain copies.
 
 Usage: python benchmarks/export.py --ranks 2
        python benchmarks/export.py on-nodes --rate 4gbit     # root; Linux with ip and tc
@@ -42,14 +42,14 @@ NOTES = (
     "bucket or dict at a time, and drops them. In a round each way takes its turn; median over the "
     "rounds and ranks, ratios within a round. bf16 is over fp32 weights: FSDP2 gathers these and "
     "casts.",
-    "MiB: resident memory of the process above that before, at its peak.",
-    f"{RAW}: the same bytes by torch.distributed, into memory that is there.",
+    "MiB: the peak of the process's resident memory, less the memory before.",
+    f"{RAW}: the same bytes by torch.distributed, into existing memory.",
     "Wanted: time <= 0.4 of the better one of FSDP2's two ways.",
 )
 
 
 def export_table(results: dict[str, list[Found]], title: str) -> Table:
-    """Time, memory, and the ratio to FSDP2's faster way, one row a way and dtype."""
+    """Shows time, memory, and the ratio to FSDP2's faster way, a row a way and dtype."""
     table = Table(title, ["dtype", "way", "ms", "MiB", "of FSDP2's faster"])
     for dtype, by_rank in results.items():
         labels = (*LABELS, RAW)
@@ -68,7 +68,7 @@ def _by_round(by_rank: list[Found], label: str, figure: int) -> list[tuple[float
 
 
 def park_table(times: dict[str, list[float]], nbytes: int) -> Table:
-    """Time of each move and copy, and the ratio to the copy."""
+    """Shows the time of each move, and its ratio to a copy."""
     table = Table(f"parking {nbytes / 1e9:g} GB on one rank", ["what", "ms", "of the copy's"])
     for name, beside in (("park", "copy"), ("return", "copy to new")):
         share = median(a / b for a, b in zip(times[name], times[beside], strict=True))
@@ -79,7 +79,7 @@ def park_table(times: dict[str, list[float]], nbytes: int) -> Table:
 
 
 app = typer.Typer(add_completion=False)
-Width = Annotated[int, typer.Option(help="Of the model.")]
+Width = Annotated[int, typer.Option(help="Width of the model.")]
 Depth = Annotated[int, typer.Option(help="Blocks of the model.")]
 MaxMib = Annotated[int, typer.Option(help="MiB of a bucket.")]
 Rounds = Annotated[int, typer.Option(help="Turns of each way.")]
@@ -95,7 +95,7 @@ def main(
     rounds: Rounds = 10,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints what an export and parking take."""
+    """Prints the time and memory of exports and of parking."""
     if context.invoked_subcommand is not None:
         return
     sizes = (width, depth)
@@ -118,7 +118,7 @@ def main(
 
 
 def peaks_note(peaks: dict[str, tuple[float, float]]) -> str:
-    """Peaks of the plan and of the run, by dtype."""
+    """Returns a note with the peaks of the plan and of the run, by dtype."""
     planned = ", ".join(f"{dtype}: {a:.3f} MiB and {b:.3f}" for dtype, (a, b) in peaks.items())
     return (
         f"Peak of {SHARD.label} by the plan, and of the pool in the run: {planned}. "
@@ -128,26 +128,26 @@ def peaks_note(peaks: dict[str, tuple[float, float]]) -> str:
 
 @app.command(hidden=True)
 def rank(width: int, depth: int, dtype: str, max_nbytes: int, rounds: int) -> None:
-    """One rank of ``on-nodes``, which says where the others are."""
+    """Runs one rank of ``on-nodes``, which starts it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = export_on_this_rank(width, depth, dtype, max_nbytes, rounds)
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.barrier()
-    os._exit(0)  # as ranks of one host do
+    os._exit(0)  # skips the normal exit, like ranks on one host
 
 
 @app.command()
 def on_nodes(
-    rate: Annotated[str, typer.Option(help="Of a node's link, as tc has it.")] = "4gbit",
+    rate: Annotated[str, typer.Option(help="Rate of a node's link, in tc's units.")] = "4gbit",
     nodes: Annotated[int, typer.Option(help="Network namespaces, a rank each.")] = 2,
     width: Width = 1024,
     depth: Depth = 8,
     max_mib: MaxMib = 64,
     rounds: Rounds = 5,
 ) -> None:
-    """Times exports of ranks in network namespaces, beside the wire's own time."""
+    """Times exports of ranks in network namespaces, and compares them with the wire's time."""
     if (make_nodes := nodes_class()) is None:
         return
     numel = depth * sum(param.numel() for param in Block(width).parameters())
@@ -162,7 +162,7 @@ def on_nodes(
             wires[dtype] = 8e3 * nbytes * numel * (nodes - 1) / nodes / bits_per_second(rate)
             table = export_table(found, title)
             of = ", ".join(f"{dtype} {ms:.0f} ms" for dtype, ms in wires.items())
-            wire = f"The bytes that a rank gets from the others, at {rate}: {of}."
+            wire = f"The bytes that a rank receives, at {rate}: {of}."
             table.notes = [*NOTES[:-1], wire]
             results.write([table], {"exports": found, "wire_ms": wires})
 

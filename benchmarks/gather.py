@@ -1,9 +1,9 @@
-"""Times gathers of zerocore's two front ends and of FSDP2, in one interleaved run on real ranks.
+"""Times gathers of zerocore's two interfaces and of FSDP2, in turns on real ranks.
 
 Usage: python benchmarks/gather.py --ranks 2
 
-`zerocore.shard` gathers in place into flat shards; `zerocore.fsdp` has the shards of FSDP2, rows of
-each parameter, and copies them out after one gather of all.
+`zerocore.shard` gathers flat shards in place; `zerocore.fsdp` shards by rows like FSDP2, and copies
+the rows out after one gather of all parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZES_MIB = (0.2, 1.0, 4.0, 16.0, 64.0)
 TIMEOUT_S = 180.0
 NOTES = (
     f"Milliseconds a unit: a forward without gradients of {NUM_UNITS} units of {NUM_PARAMS} "
-    "parameters that compute nothing, so what it takes is gathers, hooks and copies. In a round "
+    "parameters that compute nothing, so only gathers, hooks and copies take time. In a round "
     f"each system takes its turn, the fastest of {FORWARDS} forwards counts; median over the "
     "rounds, ratios within a round.",
     "Wanted: zerocore.fsdp / shard <= 1.35.",
@@ -39,7 +39,7 @@ Times = dict[str, list[float]]
 
 
 def gather_table(results: dict[float, Times], ranks: int) -> Table:
-    """Time of each system and the two ratios, one row a size."""
+    """Shows the time of each system and two ratios, a row a size."""
     columns = ["MiB a unit", *(system.label for system in SYSTEMS), "fsdp / shard", "fsdp / FSDP2"]
     table = Table(f"gathering a unit, ms, {ranks} ranks, gloo", columns)
     for size, times in results.items():
@@ -54,7 +54,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Turns of each system.")] = 20,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints what gathering a unit takes, by its size."""
+    """Prints the time to gather a unit, by its size."""
     found = {}
     with Results("gather", save) as results:
         for size in track(SIZES_MIB, description="measuring", transient=True):

@@ -1,4 +1,4 @@
-"""Short checks of a GPU, each a process with a limit that writes a line of JSON as it ends.
+"""Runs short checks of a GPU, each in a process with a time limit that writes a line of JSON.
 
 python benchmarks/gpu_checks.py --list
 python benchmarks/gpu_checks.py NAME...       all at once on a GPU, else one after the other
@@ -50,11 +50,11 @@ TESTS: dict[str, str] = {
 }
 
 
-# -- checks that are no tests ---------------------------------------------------------------------
+# -- checks that are not tests --------------------------------------------------------------------
 
 
 def machine() -> dict[str, Any]:
-    """The GPU, its driver and libraries, and whether this build computes on it."""
+    """Describes the GPU, its driver and libraries; checks that this build computes on it."""
     import torch
 
     from zerocore import _C
@@ -77,7 +77,7 @@ def machine() -> dict[str, Any]:
 
 
 def rates() -> dict[str, float]:
-    """Ceilings of this GPU: GB/s of copies (read and written, or over PCIe), TFLOP/s of bf16."""
+    """Measures this GPU's GB/s of copies (read and written, or over PCIe) and bf16 TFLOP/s."""
     import torch
 
     from zerocore import _C
@@ -99,7 +99,7 @@ def rates() -> dict[str, float]:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Median time of a call on the device."""
+    """Returns the median time of a call on the device."""
     import torch
 
     times = []
@@ -134,7 +134,7 @@ class Running:
 
 
 def command_of(name: str) -> list[str]:
-    """The command of a check."""
+    """Returns the command of a check."""
     if name in HERE:
         return [sys.executable, __file__, "--here", name]
     from shlex import split
@@ -151,7 +151,7 @@ def start(name: str) -> Running:
     log: IO[bytes] = (
         Path(folder, f"{name}.log").open("w+b") if folder else tempfile.TemporaryFile("w+b")  # noqa: SIM115
     )
-    # A session of its own: processes that a check has started end with it.
+    # In a session of its own, so that processes that the check starts end with it.
     process = subprocess.Popen(
         command_of(name), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -159,11 +159,11 @@ def start(name: str) -> Running:
 
 
 def result_of(check: Running, by_force: bool) -> dict[str, Any]:
-    """The line of a check that has ended."""
+    """Returns the line of a check that has ended."""
     text, status = check.text(), check.process.returncode
     lines = [line for line in text.splitlines() if line.strip()] or [""]
     facts = [line for line in lines if line.startswith(FACTS)]
-    # Pytest: 5 where the machine has nothing for these tests, or all of them skipped.
+    # Pytest ends with 5 if the machine has nothing for these tests, or all were skipped.
     passed = [line for line in lines if re.search(r"\d+ passed", line)]
     skipped = status == 5 or (status == 0 and not passed and not facts)
     result = "skipped" if skipped else "ok" if status == 0 and not by_force else "failed"
@@ -178,7 +178,7 @@ def result_of(check: Running, by_force: bool) -> dict[str, Any]:
 
 
 def finish(check: Running, by_force: bool = False) -> bool:
-    """Writes the line of a check. Returns whether it did not fail."""
+    """Writes the line of a check; returns False if it failed."""
     if by_force:
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             check.process.send_signal(signal.SIGABRT)  # pytest's faulthandler prints all stacks
@@ -195,7 +195,7 @@ def finish(check: Running, by_force: bool = False) -> bool:
 
 
 def run(names: list[str], at_once: int) -> bool:
-    """Runs checks, at most so many at once. Returns whether none failed."""
+    """Runs checks, at most `at_once` at a time; returns False if one failed."""
     waiting, running, good = list(names), [], True
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the checks end with this process
     try:
@@ -225,7 +225,7 @@ def main(names: list[str]) -> int:
         if names != ["--list"]:
             print("no such check:", *(set(names) - set(everything)), file=sys.stderr)
         return 0 if names == ["--list"] else 2
-    on_gpu = any(Path("/dev").glob("nvidia[0-9]*"))  # a container may have another one than 0
+    on_gpu = any(Path("/dev").glob("nvidia[0-9]*"))  # a container's only GPU may not be number 0
     return 0 if run(names or everything, len(everything) if on_gpu else 1) else 1
 
 

@@ -22,15 +22,15 @@ NAMES = {"fsdp2": "FSDP2", "zerocore": "zerocore", "fully_shard": "fully_shard"}
 TWO_MESHES = "two_meshes"
 REFERENCE, SMALL, LARGE = "fsdp2", 9, 32
 NOTES = (
-    "Microseconds per block above the plain model, median over the rounds of the difference to "
+    "Microseconds per block above the plain model: median over the rounds of the difference to "
     "the plain model in the same round. A round takes each system in turn: one step to warm up and "
     "the fastest of three; a row's rounds come from several processes. The garbage collector runs "
     "between rounds only.",
-    "With zero_grad: dropping the gradients is timed too. A plain model frees them there, a "
-    "sharded one has freed the full ones within the backward.",
+    "With zero_grad: with the time to drop gradients. A plain model frees them there; a "
+    "sharded one has freed the full gradients in the backward.",
     "zerocore: zerocore.shard, flat shards. fully_shard: zerocore.fsdp's, DTensors as FSDP2's.",
     "two meshes: zerocore.shard with every other block on another mesh of as many ranks.",
-    "plain again: a second plain model read in the same way, that is, the error of the reading.",
+    "plain again: a second plain model, measured in the same way: the error of the measurement.",
     "c10d floor: two all-gathers and a reduce-scatter of the block's size, called on the group "
     "itself.",
 )
@@ -39,7 +39,7 @@ Times = dict[int, CellTimes]
 
 
 def overhead_table(results: Times, systems: list[str]) -> Table:
-    """Time that each system adds per block, and zerocore's ratios."""
+    """Shows the time that each system adds per block, and zerocore's ratios."""
     names = [NAMES[system] for system in systems]
     columns = ["parameters per block", "plain", *(f"{n} fwd + bwd" for n in names)]
     ours = [system for system in systems if system != REFERENCE]
@@ -69,7 +69,7 @@ def _ratio_to_reference(found: CellTimes, system: str) -> str:
 
 
 def growth_table(results: Times, systems: list[str]) -> Table:
-    """How the cost grows with the number of parameters, and how far it is from the floor."""
+    """Shows how the cost grows with the number of parameters, and its ratio to the floor."""
     columns = ["system", f"{SMALL}: us", f"{LARGE}: us", "ratio", f"{SMALL}: / floor"]
     table = Table(f"{SMALL} parameters per block, and {LARGE}", columns)
     for system in systems:
@@ -86,7 +86,7 @@ def growth_table(results: Times, systems: list[str]) -> Table:
 
 
 def mesh_table(results: Times) -> Table:
-    """Blocks on two meshes beside the same blocks on one."""
+    """Compares blocks on two meshes with the same blocks on one."""
     table = Table("zerocore.shard, us per block above plain", ["parameters per block", "one mesh"])
     table.columns += ["two meshes", "two / one, median over the rounds"]
     for num_params, found in results.items():
@@ -104,14 +104,14 @@ def _growth(totals: list[float], floor: float) -> list[str]:
 
 def main(
     params: Annotated[str, typer.Option(help="Parameters per block.")] = "1,4,9,16,32",
-    systems: Annotated[str, typer.Option(help="Beside the plain model.")] = ",".join(NAMES),
+    systems: Annotated[str, typer.Option(help="Systems beside the plain one.")] = ",".join(NAMES),
     rounds: Annotated[int, typer.Option(help="Rounds over the systems in a process.")] = 10,
     passes: Annotated[int, typer.Option(help="Processes for each row.")] = 8,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints what forward and backward cost the host above the plain model."""
-    # Read when torch starts in the new process, so it is set here.
+    """Prints the host's time of forward and backward above the plain model's."""
+    # Set here, as torch reads it when the new process starts.
     os.environ["OMP_NUM_THREADS"] = "1"
     wanted = systems.split(",")
     if not set(wanted) <= set(NAMES):
@@ -123,7 +123,7 @@ def main(
     theme = "host_overhead" if device == "cpu" else f"host_overhead_{device}"
     with Results(theme, save) as results:
         times: Times = {}
-        # All rows in each pass, so that a drift of the machine hits all alike.
+        # All rows in each pass, so that a drift of the machine affects all alike.
         for cell in track(cells * passes, description="measuring", transient=True):
             found = times.setdefault(cell.num_params, CellTimes())
             found.extend(measure_in_fresh_process(cell))

@@ -1,4 +1,4 @@
-"""Measures the kernels against the fastest plain copy and against what torch offers for lists.
+"""Compares the kernels with the fastest plain copy and with torch's functions for lists.
 
 Usage: python benchmarks/kernels.py
 """
@@ -18,7 +18,7 @@ from bench.lib.tables import Table
 from bench.lib.timing import fastest, ratio, time_in_turns
 
 COPY_NOTE = (
-    "GB/s: bytes read plus bytes written. The copy moves as many bytes in all, with the fastest of "
+    "GB/s: bytes read plus bytes written. The copy moves as many bytes in all, by the fastest of "
     "copy_, memcpy (CPU) and an elementwise kernel (CUDA). Ratio: its time / the kernel's, so 1 is "
     "as fast as a copy."
 )
@@ -31,7 +31,7 @@ HOW_NOTES = {
 
 
 def copy_table(contests: list[Contest], title: str) -> Table:
-    """Each kernel beside the fastest copy of as many bytes."""
+    """Compares each kernel with the fastest copy of as many bytes."""
     columns = ["kernel", "tensors", "MB moved", "us", "GB/s", "copy us", "copy GB/s", "ratio"]
     table = Table(title, [*columns, "copy by"], notes=[COPY_NOTE])
     for contest in contests:
@@ -44,7 +44,7 @@ def copy_table(contests: list[Contest], title: str) -> Table:
 
 
 def torch_table(contests: list[Contest], title: str) -> Table:
-    """Each kernel beside torch's calls that do the same."""
+    """Compares each kernel with torch's calls that do the same."""
     columns = ["kernel", "tensors", "MB moved", "us", "GB/s", "beside", "its us", "its GB/s"]
     table = Table(title, [*columns, "ratio"], notes=[TORCH_NOTE])
     for contest in contests:
@@ -60,7 +60,7 @@ def torch_table(contests: list[Contest], title: str) -> Table:
 def themes(
     sizes: list[int], device: str
 ) -> Iterator[tuple[str, Callable[[list[Contest], str], Table], Iterable[Contest]]]:
-    """Title, table and contests of each theme."""
+    """Yields the title, table and contests of each theme."""
     for size in sizes:
         title, nbytes = f"{device}, {size} MiB", size * 2**20
         yield f"{title}: kernels and a copy", copy_table, against_copy(nbytes, device)
@@ -69,7 +69,7 @@ def themes(
 
 
 def measure(sizes: list[int], device: str, rounds: int, results: Results) -> None:
-    """Times one contest after the other, so that only one holds memory."""
+    """Times contests one after the other, so that only one holds memory."""
     found: dict[str, list[dict[str, Any]]] = {}
     tables: list[Table] = []
     name = {"device": torch.cuda.get_device_name()} if device == "cuda" else {}
@@ -87,18 +87,18 @@ def measure(sizes: list[int], device: str, rounds: int, results: Results) -> Non
 
 
 def raw(contest: Contest) -> dict[str, Any]:
-    """A contest for the JSON file."""
+    """Returns a contest's figures for the JSON file."""
     figures = {"name": contest.name, "num_tensors": contest.num_tensors}
     return {**figures, "nbytes": contest.nbytes, "seconds": contest.seconds}
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default what there is.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = "",
     mib: Annotated[str, typer.Option(help="MiB of sources; default 64,256, CUDA also 1024")] = "",
-    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Rounds in which each call takes its turn.")] = 15,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints how fast the kernels move memory."""
+    """Prints the bandwidth of the kernels."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     sizes = [int(size) for size in (mib or {"cpu": "64,256"}.get(device, "64,256,1024")).split(",")]

@@ -19,7 +19,7 @@ from bench.lib.results import Results
 from bench.lib.tables import Table
 
 MIB = 2**20
-# MiB of the full tensor and GB/s. On a CPU as fast as the local memory traffic surely fits in.
+# MiB of the full tensor and GB/s. On a CPU, slow enough that local memory traffic fits in.
 CPU_CASES = tuple((size, 1.0) for size in (1, 4, 16, 64, 256, 1024))
 CUDA_CASES = tuple((size, 370.0) for size in (1, 4, 16, 64, 256, 1024))
 LATENCY_S = 20e-6
@@ -29,7 +29,7 @@ WANTED_PERCENT = 3
 
 
 def measure_accuracy(link: EmulatedLink, cases: Sequence[tuple[int, float]]) -> Iterator[list[Any]]:
-    """For each case: MiB, GB/s, and for all-gather and reduce-scatter model and median ms."""
+    """Yields each case's MiB, GB/s, and all-gather and reduce-scatter ms, modelled and measured."""
     make_link = link.zerocore.emulation.link
     kinds = link.zerocore._C.Traffic
     link.emulation.link = make_link("inf", 5e-3)
@@ -57,7 +57,7 @@ def measure_accuracy(link: EmulatedLink, cases: Sequence[tuple[int, float]]) -> 
 
 
 def measure_free(link: EmulatedLink) -> float:
-    """Milliseconds of a gather of next to nothing on an infinitely fast link."""
+    """Measures the milliseconds of a tiny gather on an infinitely fast link."""
     own = torch.zeros(1, device=link.device)
     full = torch.zeros(EMULATED_WORLD_SIZE, device=link.device)
     link.free()
@@ -66,9 +66,9 @@ def measure_free(link: EmulatedLink) -> float:
 
 
 def _time(link: EmulatedLink, call: Any) -> float:
-    """Milliseconds of a collective: from issue to completion, as it says itself.
+    """Returns the milliseconds of a collective from issue to completion, by its own times.
 
-    On a GPU between events of the stream that calls and waits.
+    On a GPU, the time between events of the stream that calls and waits.
     """
     synchronize(link.device)
     if link.device.type == "cuda":
@@ -84,7 +84,7 @@ def _time(link: EmulatedLink, call: Any) -> float:
 
 
 def accuracy_table(rows: list[list[Any]], free_ms: float) -> Table:
-    """Model and measurement of each size, and how far apart they are."""
+    """Shows the model and the measurement of each size, and the difference."""
     table = Table(
         "emulated: an idle collective against the model, ms",
         ["MiB", "GB/s", "gather: model", "took", "off %", "scatter: model", "took", "off %"],
@@ -106,7 +106,7 @@ def accuracy_table(rows: list[list[Any]], free_ms: float) -> Table:
 def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Measures 1 MiB to 1 GiB and prints how far off the model they are."""
+    """Measures 1 MiB to 1 GiB and prints the differences from the model."""
     link = open_link()
     if not isinstance(link, EmulatedLink):
         raise typer.BadParameter("run it as one process, not under torchrun")

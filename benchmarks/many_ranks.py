@@ -1,9 +1,9 @@
-"""Processor time of a step on 2 to 24 real ranks, beside DDP and FSDP2 in the same processes.
+"""Measures the CPU time of a step on 2 to 24 real ranks, with DDP and FSDP2 in the same processes.
 
 Usage: python benchmarks/many_ranks.py
 
-The model is tiny, so that a step is messages: what a rank pays for each collective and for control
-messages, whose number is what changes with the number of ranks.
+The model is tiny, so a step's time is that of messages: collectives, whose cost hardly changes, and
+control messages, whose number grows with the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from bench.lib.results import Results
 from bench.lib.systems import System, import_zerocore, wrap_model
 from bench.lib.tables import Table
 
-WARM_UP = 25  # steps: beyond the 17 in which ranks compare what they issue
+WARM_UP = 25  # steps; in the first 17 ranks compare their collectives
 BATCH = 4
 NOTES = (
     "CPU ms a step of one rank: mean over the ranks, median over the rounds, in which each system "
-    "takes its turn. Measured on the CPU, over loopback, by ranks that share the cores.",
-    "zerocore finds the units: all layers together, as these are small. FSDP2 has a unit for each "
-    "layer, as has zerocore by layer. Promised: with static_graph=True.",
+    "takes its turn. Measured on the CPU, over loopback, with ranks that share the cores.",
+    "zerocore chooses the units: one of all layers, as they are small. FSDP2 has a unit for each "
+    "layer, and so does zerocore by layer. Promised: with static_graph=True.",
     "Wanted: stage 0 at most 1.3 of DDP at 24 ranks.",
 )
 Found = dict[str, list[float]]
@@ -62,7 +62,7 @@ LABELS = [system.label for system in SYSTEMS]
 
 
 def make_step(system: System, depth: int, width: int) -> Callable[[], None]:
-    """A step of training of a new model."""
+    """Makes a training step of a new model."""
     torch.manual_seed(0)
     chain = Chain(depth, width)
     model = wrap_model(system, chain, chain.layers)
@@ -78,13 +78,13 @@ def make_step(system: System, depth: int, width: int) -> Callable[[], None]:
 
 
 def used_seconds() -> float:
-    """Processor time of this process, in all of its threads."""
+    """Returns the CPU time of all threads of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def on_this_rank(depth: int, width: int, rounds: int, num_steps: int) -> Found:
-    """CPU ms a step, by system and round."""
+    """Returns the CPU ms of a step, by system and round."""
     steps = {system.label: make_step(system, depth, width) for system in SYSTEMS}
     for step in steps.values():
         for _ in range(WARM_UP):
@@ -101,7 +101,7 @@ def on_this_rank(depth: int, width: int, rounds: int, num_steps: int) -> Found:
 
 
 def table_of(results: dict[int, list[Found]], title: str) -> Table:
-    """One row a number of ranks: each system's time, and its ratio to its peer's."""
+    """Shows each system's time and its ratio to its peer's, a row a number of ranks."""
     table = Table(title, ["ranks", *LABELS])
     for size, ranks in results.items():
         rounds = {
@@ -119,14 +119,14 @@ def table_of(results: dict[int, list[Found]], title: str) -> Table:
 
 
 def main(
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, apart by commas.")] = "2,4,8,16,24",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = "2,4,8,16,24",
     depth: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
-    width: Annotated[int, typer.Option(help="Of the model.")] = 32,
+    width: Annotated[int, typer.Option(help="Width of the model.")] = 32,
     rounds: Annotated[int, typer.Option(help="Turns of each system.")] = 5,
-    steps: Annotated[int, typer.Option(help="Of a turn.")] = 40,
+    steps: Annotated[int, typer.Option(help="Steps of a turn.")] = 40,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints the processor time of a step, by the number of ranks."""
+    """Prints the CPU time of a step, by the number of ranks."""
     import_zerocore()
     torch.set_num_threads(1)
     title = f"{depth} layers of width {width}, gloo: CPU ms a step (of the peer)"

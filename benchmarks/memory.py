@@ -4,7 +4,7 @@ python benchmarks/memory.py                    on a GPU with its real memory, ot
 python benchmarks/memory.py --size 7b          needs a GPU with 120 GB for stage 0
 
 One process plays rank 0 of N on the emulated link: what it allocates is what a rank of N
-allocates. NVML counts the whole device, so nothing else may run on the GPU meanwhile.
+allocates. NVML counts the whole device, so nothing else may use the GPU at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUM_RAW_SAMPLES = 100
 
 
 def choose_device(wanted: str) -> tuple[str, str]:
-    """The device to measure on, and why not the GPU, if so. Exits if a GPU was asked for."""
+    """Returns the device, and why it is not the GPU. Exits if a requested GPU is missing."""
     if wanted == "cpu":
         return "cpu", "asked for"
     try:
@@ -42,7 +42,7 @@ def choose_device(wanted: str) -> tuple[str, str]:
 
 
 def measure(cells: list[Cell], results: Results) -> list[MemoryRun]:
-    """Every system, one after the other."""
+    """Measures every system, one after the other."""
     cell, runs = cells[0], []
     setting = {key: value for key, value in asdict(cell).items() if key != "system"}
     if cell.device == "cuda":
@@ -55,7 +55,7 @@ def measure(cells: list[Cell], results: Results) -> list[MemoryRun]:
 
 
 def _raw(run: MemoryRun) -> dict[str, Any]:
-    """All figures; of the samples of a step some, their highest among them."""
+    """Returns all figures for the JSON file, with some of a step's samples and the highest."""
     kept = run.step[:: len(run.step) // NUM_RAW_SAMPLES + 1]
     highest = max(run.step, key=lambda sample: sample.outside)
     step = [asdict(sample) for sample in sorted({*kept, highest}, key=lambda s: s.time_ns)]
@@ -68,13 +68,13 @@ def main(
     batch: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 2,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    fsdp2: Annotated[bool, typer.Option(help="FSDP2 beside it.")] = True,
+    fsdp2: Annotated[bool, typer.Option(help="Measure FSDP2, too.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS_FOLDER,
     save: Annotated[bool, typer.Option(help="Write result files and pictures.")] = True,
 ) -> None:
     """Measures, prints the tables and writes JSON, markdown and pictures."""
     if size not in SIZES or dtype not in DTYPES or device not in ("auto", "cpu", "cuda"):
-        raise typer.BadParameter(f"size {size}, dtype {dtype} or device {device} is not known")
+        raise typer.BadParameter(f"unknown size {size}, dtype {dtype} or device {device}")
     chosen, reason = choose_device(device)
     make_console().print(f"measuring on the {chosen.upper()}: {reason}", highlight=False)
     systems = SYSTEMS if fsdp2 else SYSTEMS[:-1]

@@ -1,4 +1,4 @@
-"""Measures what the always-on meters cost the host in a step.
+"""Measures the host time of the meters, which are always on, in a step.
 
 Usage: python benchmarks/meters.py
 """
@@ -27,15 +27,15 @@ STEPS_PER_ROUND = 4
 OFF, ON, TRACED = KINDS = "off", "on, an ordinary step", "on, a traced step"
 NOTES = (
     f"{NUM_BLOCKS} blocks of {NUM_PARAMS} matrices of {WIDTH} x {WIDTH}, stage 3, {WORLD_SIZE} "
-    "ranks on torch's fake group, whose collectives return at once: a step is host time alone, so "
-    "the share is the largest that a model of as many blocks can show.",
+    "ranks on torch's fake group, whose collectives return at once: a step is only host time, so "
+    "the share is the largest for a model with as many blocks.",
     "us: median of a step (forward, backward, SGD). Difference: median over the rounds, each of "
-    "which takes the three in turn. Off: the two calls that open and close a step do nothing.",
+    "which runs the three in turns. Off: the two calls that open and close a step do nothing.",
 )
 
 
 class Stepper:
-    """Steps of one chain, with its meters off, on, or on in a traced step."""
+    """Takes steps of one chain, with its meters off, on, or on in a traced step."""
 
     def __init__(self) -> None:
         self.model = zerocore.shard(Chain(NUM_BLOCKS, NUM_PARAMS, WIDTH), units=[ChainBlock])
@@ -44,7 +44,7 @@ class Stepper:
         self.meters = state_of(self.model).meters
 
     def seconds(self, how: str) -> float:
-        """The fastest of some steps; the first one also closes a step of another kind."""
+        """Returns the seconds of the fastest of some steps; the first closes an earlier step."""
         self._switch(how)
         return min(self._step(how) for _ in range(STEPS_PER_ROUND))
 
@@ -55,7 +55,7 @@ class Stepper:
                 vars(self.meters)[name] = lambda: None
 
     def _step(self, how: str) -> float:
-        # One step in 16 is traced, those with the number 1 modulo 16; beginning a step counts on.
+        # Steps whose number is 1 modulo 16 are traced; beginning a step increments the number.
         self.meters._num_steps = 0 if how == TRACED else 1
         start = time.perf_counter()
         self.model(self.inputs).sum().backward()
@@ -65,7 +65,7 @@ class Stepper:
 
 
 def measure(rounds: int, results: Results) -> None:
-    """Seconds of a step of each kind, one figure a round."""
+    """Measures the seconds of a step of each kind, one figure a round."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
@@ -86,7 +86,7 @@ def measure(rounds: int, results: Results) -> None:
 
 
 def meters_table(found: dict[str, list[float]]) -> Table:
-    """Time that meters add to a step."""
+    """Shows the time that meters add to a step."""
     columns = ["meters", "us", "above off", "share of a step"]
     table = Table("host time of a step, by meters", columns)
     for how, values in found.items():
@@ -101,9 +101,9 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds in which each kind takes its turn.")] = 60,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints what the always-on meters cost."""
+    """Prints the host time of the meters."""
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # fake collectives leave memory as it is
+    torch.set_flush_denormal(True)  # fake collectives write nothing to memory
     with Results("meters", save) as results:
         measure(rounds, results)
 

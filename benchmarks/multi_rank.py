@@ -1,12 +1,12 @@
-"""Several real ranks, on one GPU if need be: losses like those of one rank, and hidden collectives.
+"""Compares losses of several real ranks with one rank's, and measures hidden collectives.
 
 torchrun --local-addr 127.0.0.1 --nproc-per-node 2 benchmarks/multi_rank.py
 
 Without --local-addr torchrun resolves the host's name, which fails where there is no network.
 
-Every stage trains on the ranks' own batches; one process that trains on all of them must have the
-same losses. Then torch.profiler records some steps of each system, and its timeline of kernels says
-during which share of the time of NCCL's kernels another kernel ran.
+Ranks may share one GPU. Every stage trains on the ranks' batches, one process on all of them; the
+losses must agree. Then torch.profiler records steps of each system; its timeline of kernels has
+the share of NCCL's kernel time in which another kernel ran.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SYSTEMS = (
 )
 PARITY_SIZE = GPTSize(num_blocks=3, width=64, num_heads=4, vocab_size=97, sequence=32)
 PARITY_STEPS = 6
-# Sums of float32 in another order; the losses are of the size of one.
+# Float32 sums differ in order; the losses are about 1.
 LOSS_TOLERANCE = 1e-5
 WARMUP_STEPS, PROFILED_STEPS = 4, 3
 OLDEST_NCCL = (2, 30)
-# Of a collective, and of a system until the stacks of its rank are printed: before the former.
+# Timeout of a collective, and of a system until its rank prints all stacks, which is shorter.
 TIMEOUT, HANGS_S = timedelta(seconds=30), 25
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The blocks whose overlap is measured."""
+    """The model whose overlap is measured."""
 
     num_blocks: int
     width: int
@@ -68,7 +68,7 @@ WORKLOADS = {
 
 @dataclass
 class Overlap:
-    """Of the profiled steps, mean over the ranks; microseconds a step."""
+    """Times of the profiled steps, in microseconds a step, means over the ranks."""
 
     nccl_us: float
     compute_us: float
@@ -76,12 +76,12 @@ class Overlap:
 
 
 def open_group(binds: bool) -> torch.device:
-    """All ranks on the GPUs that there are, several on one if there are fewer; gloo without.
+    """Makes a group of all ranks on the GPUs, which they share if there are too few; else gloo.
 
-    ``binds``: the group to its device, so that NCCL splits its communicator for other groups.
+    ``binds``: binds the group to its device, so that NCCL splits its communicator for subgroups.
     """
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        # Otherwise gloo resolves the host's name, which fails where there is no network.
+        # Otherwise gloo resolves the host's name, which fails without a network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if not torch.cuda.is_available():
@@ -100,10 +100,10 @@ def open_group(binds: bool) -> torch.device:
 
 
 def nccl() -> tuple[int, ...]:
-    """Version of the NCCL that this process has loaded, which a preload decides."""
+    """Returns the version of the loaded NCCL, which may be a preloaded one."""
     try:
         get_version = ctypes.CDLL(None).ncclGetVersion
-    except AttributeError:  # torch loaded it without making its names visible
+    except AttributeError:  # torch loaded it without global symbols
         return torch.cuda.nccl.version()
     version = ctypes.c_int()
     get_version(ctypes.byref(version))
@@ -114,7 +114,7 @@ def nccl() -> tuple[int, ...]:
 
 
 def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
-    """The batches of one rank, (inputs, targets)."""
+    """Makes the batches of one rank, (inputs, targets)."""
     generator = torch.Generator().manual_seed(rank)
     shape = (PARITY_STEPS, PARITY_SIZE.batch, PARITY_SIZE.sequence + 1)
     tokens = torch.randint(PARITY_SIZE.vocab_size, shape, generator=generator)
@@ -122,7 +122,7 @@ def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def losses_of(model: nn.Module, data: list[tuple[Tensor, Tensor]], device: Any) -> list[float]:
-    """The loss of each step."""
+    """Trains; returns the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     losses = []
     for inputs, targets in data:
@@ -135,13 +135,13 @@ def losses_of(model: nn.Module, data: list[tuple[Tensor, Tensor]], device: Any) 
 
 
 def make_gpt(device: torch.device) -> GPT:
-    """The model of the parity runs, from a fixed seed."""
+    """Makes the model of the parity runs, from a fixed seed."""
     torch.manual_seed(0)
     return GPT(PARITY_SIZE).to(device)
 
 
 def measure_parity(device: torch.device) -> Iterator[tuple[str, list[float]]]:
-    """A system and its losses, averaged over the ranks; "one rank" trains on all batches."""
+    """Yields each system's losses, averaged over the ranks; "one rank" trains on all batches."""
     everyone = [batches(rank) for rank in range(dist.get_world_size())]
     joined = [
         tuple(torch.cat(parts) for parts in zip(*step, strict=True))
@@ -156,14 +156,14 @@ def measure_parity(device: torch.device) -> Iterator[tuple[str, list[float]]]:
 
 
 def average(values: list[float], device: torch.device) -> list[float]:
-    """The mean over the ranks."""
+    """Returns the mean over the ranks."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
 
 
 def deviations(losses: dict[str, list[float]]) -> dict[str, float]:
-    """The largest difference of each system's losses from those of one rank."""
+    """Returns the largest difference of each system's losses from one rank's."""
     expected = losses["one rank"]
     return {
         label: max(abs(a - b) for a, b in zip(found, expected, strict=True))
@@ -220,7 +220,7 @@ def _overlap(work: list[DeviceWork], device: torch.device) -> Overlap:
 
 
 def report(losses: dict[str, list[float]], overlaps: dict[str, Overlap], where: str) -> Table:
-    """One row a system."""
+    """Makes a row for each system."""
     columns = ["system", "last loss", "off by", "NCCL ms", "compute ms", "hidden %"]
     table = Table(f"{dist.get_world_size()} real ranks, {where}", columns)
     table.add("one rank", f"{losses['one rank'][-1]:.6f}")
@@ -231,18 +231,18 @@ def report(losses: dict[str, list[float]], overlaps: dict[str, Overlap], where: 
             cells += ["-" if found.hidden is None else f"{100 * found.hidden:.1f}"]
         table.add(*cells)
     table.notes = [
-        "Losses: mean over the ranks, each on batches of its own; one rank trains on all of them. "
-        f"Off by: the most in {PARITY_STEPS} steps, allowed {LOSS_TOLERANCE:.0e}.",
-        "Times: in the profiler's timeline of this rank's kernels, a step, mean over the ranks. "
+        "Losses: mean over the ranks, each with its own batches; one rank trains on all of them. "
+        f"Off by: the most in {PARITY_STEPS} steps; allowed: {LOSS_TOLERANCE:.0e}.",
+        "Times: a step in the profiler's timeline of a rank's kernels, mean over the ranks. "
         "Hidden: share of the time of NCCL's kernels during which another kernel of the rank runs. "
         "Ranks that share a GPU slow each other down, and a NCCL kernel lasts until its peers "
-        "have come: the shares compare systems in one run, they say nothing about NVLink.",
+        "have come: the shares compare systems in one run, and say nothing about NVLink.",
     ]
     return table
 
 
 def measure(device: torch.device, where: str, binds: bool, results: Results) -> dict[str, float]:
-    """Losses of all systems, then their overlap; how far the losses are off."""
+    """Measures losses of all systems, then overlap; returns the differences of losses."""
     losses: dict[str, list[float]] = {}
     overlaps: dict[str, Overlap] = {}
     raw: dict[str, Any] = {"world_size": dist.get_world_size(), "link": where, "binds": binds}
@@ -268,7 +268,7 @@ def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
     binds: Annotated[bool, typer.Option(help="Pass device_id to init_process_group.")] = True,
 ) -> None:
-    """Measures, prints one table, and fails if losses are not those of one rank."""
+    """Measures, prints one table, and fails if losses differ from those of one rank."""
     device = open_group(binds)
     backend, is_main = dist.get_backend(), dist.get_rank() == 0
     where = backend if backend == "gloo" else f"NCCL {'.'.join(map(str, nccl()))}"

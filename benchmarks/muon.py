@@ -1,4 +1,4 @@
-"""Measures a step of Muon on real ranks beside FSDP2, what of its exchange is hidden on an emulated
+"""Compares a step of Muon with FSDP2's on real ranks, measures its hidden exchange on an emulated
 link, and draws losses of a GPT trained by it.
 
 Usage: python benchmarks/muon.py --ranks 2
@@ -23,14 +23,14 @@ from bench.optimizer.muon import FSDP2, GATHER, OWN, MuonRun, measure_muon, trai
 from parity import python_text
 
 RUN_TIMEOUT_S = 550.0
-WANTED = 0.6  # of the faster of the others
+WANTED = 0.6  # ratio to the faster peer
 WORLDS = (1, 4)
-SHARES = (0.25, 0.5, 1.0, 4.0)  # of a step without delay that the exchange lasts
+SHARES = (0.25, 0.5, 1.0, 4.0)  # time of the exchange / an undelayed step
 Losses = dict[str, list[float]]
 
 
 def step_table(runs: list[MuonRun]) -> Table:
-    """Times of rank 0; a step ends for all ranks together."""
+    """Shows the times of rank 0; a step ends on all ranks together."""
     own = runs[0]
     columns = ["system", "ms", "zerocore / it", "differs from one process by"]
     table = Table(f"a step of Muon, 10 M parameters, {len(runs)} ranks", columns)
@@ -40,11 +40,11 @@ def step_table(runs: list[MuonRun]) -> Table:
         table.add(name, f"{median(seconds) * 1e3:.0f}", against, f"{error:.1e}")
     best = fastest(own.seconds, [FSDP2, GATHER])
     table.notes = [
-        f"Wanted: at most {WANTED} of the faster of the others, {best}.",
-        "Medians over rounds in which all take their turn; gloo, one thread a rank. Matrices of "
-        "the blocks by Muon, the rest by AdamW; gradients are the same for all.",
+        f"Wanted: at most {WANTED} of the faster peer, {best}.",
+        "Medians over rounds in which all systems take turns; gloo, one thread a rank. Matrices of "
+        "the blocks by Muon, other parameters by AdamW; all systems have the same gradients.",
         f"A rank sends {[run.sent_nbytes for run in runs]} bytes, planned "
-        f"{[run.planned_nbytes for run in runs]}. Of a step it waited "
+        f"{[run.planned_nbytes for run in runs]}. In a step it waited "
         f"{own.waited_s * 1e3:.1f} ms for the exchange; shares of the Newton-Schulz work: "
         f"{', '.join(f'{share:.3f}' for share in own.work)}.",
     ]
@@ -52,7 +52,7 @@ def step_table(runs: list[MuonRun]) -> Table:
 
 
 def hidden_table(found: list[HiddenExchange], world_size: int) -> Table:
-    """The time that a step waits for its exchange, on links of several speeds."""
+    """Shows the time that a step waits for its exchange, on links of several speeds."""
     columns = ["exchange / step without delay", "MB/s", "exchange, ms", "waited, ms"]
     columns += ["hidden", "step, ms"]
     title = f"emulated: a step of Muon, 10 M parameters, rank 0 of {world_size}"
@@ -68,17 +68,17 @@ def hidden_table(found: list[HiddenExchange], world_size: int) -> Table:
             f"{each.step_s * 1e3:.1f}",
         )
     table.notes = [
-        "Hidden: 1 - waited / time that the exchange had the link. AdamW runs under the first "
+        "Hidden: 1 - waited / time that the exchange used the link. AdamW runs under the first "
         f"exchange, each of the {found[0].num_rounds} rounds of Newton-Schulz under that of the "
-        "next; nothing runs under the last results. Where the exchange lasts longer than the step "
-        "there is too little to hide it.",
+        "next; nothing runs under the last results. If the exchange takes longer than the step, "
+        "there is too little work to hide it.",
         "Medians of steps; one thread.",
     ]
     return table
 
 
 def loss_table(losses: Losses, steps: int) -> Table:
-    """First and last losses, and how far the numbers of ranks are apart."""
+    """Shows first and last losses, and the differences between numbers of ranks."""
     table = Table(f"losses of {steps} steps", ["run", "first", "last", "largest difference"])
     for name, values in losses.items():
         other = losses[name.split(",")[0] + f", {_ranks(WORLDS[0])}"]
@@ -86,8 +86,8 @@ def loss_table(losses: Losses, steps: int) -> Table:
         table.add(name, f"{values[0]:.4f}", f"{values[-1]:.4f}", f"{apart:.1e}")
     table.notes = [
         "Nats per byte of Python's own text; the ranks divide one batch. Differences are relative "
-        "to the loss of the same step on one rank. Newton-Schulz computes in bfloat16, so that "
-        "what the order of sums changes in a gradient's last bit may change 3 digits of an update.",
+        "to the loss of the same step on one rank. Newton-Schulz computes in bfloat16, so "
+        "an order of sums that changes a gradient's last bit may change 3 digits of an update.",
     ]
     return table
 
@@ -97,7 +97,7 @@ def _ranks(world_size: int) -> str:
 
 
 def draw(losses: Losses, path: Path) -> None:
-    """Curves; dots on lines show that the numbers of ranks agree."""
+    """Draws curves; dots on lines show that the numbers of ranks agree."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, values in losses.items():
@@ -113,12 +113,12 @@ def draw(losses: Losses, path: Path) -> None:
 
 
 def main(
-    ranks: Annotated[int, typer.Option(help="Processes that are timed, one thread each.")] = 2,
-    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 9,
-    steps: Annotated[int, typer.Option(help="Training steps of the curves; 0 leaves out.")] = 60,
+    ranks: Annotated[int, typer.Option(help="Timed processes, one thread each.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds in which each system takes its turn.")] = 9,
+    steps: Annotated[int, typer.Option(help="Training steps of the curves; 0 for none.")] = 60,
     save: Annotated[bool, typer.Option(help="Write dated files into results/.")] = True,
 ) -> None:
-    """Prints how long a step of Muon takes, and what it trains."""
+    """Prints the times of a step of Muon, and losses of a GPT that it trains."""
     losses: dict[str, list[float]] = {}
     with Results("muon", save) as results:
         runs = run_on_ranks(measure_muon, ranks, (rounds,), RUN_TIMEOUT_S)

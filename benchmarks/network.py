@@ -1,11 +1,11 @@
-"""Steps of 2 to 8 nodes over a slow network, zerocore beside its peers, by turns in one run.
+"""Times steps of 2 to 8 nodes over a slow network, of zerocore and its peers in turns.
 
-Nodes are network namespaces that a switch joins; tc limits what each of them sends. It needs root,
+Nodes are network namespaces on a switch; tc limits the rate at which each sends. It needs root,
 and Linux with ip and tc.
 
 python benchmarks/network.py speed --rates 1gbit,4gbit,10gbit
 python benchmarks/network.py speed --ranks-a-node 2 --only 3     near ranks (hpZ), too
-python benchmarks/network.py faults     a rank killed, stopped, cut off: what becomes of the others
+python benchmarks/network.py faults     a rank is killed, stopped or cut off: when the others end
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 @app.command(hidden=True)
 def rank(rounds: int, near: int, only: str) -> None:
-    """One rank, which says where the others are."""
+    """Runs one rank of ``speed``, which starts it."""
     run_rank(rounds, near, only)
 
 
 @app.command()
 def speed(
-    nodes: Annotated[int, typer.Option(min=2, max=8, help="Of the network.")] = 2,
-    rates: Annotated[str, typer.Option(help="Of a node's link, as tc has them.")] = "4gbit",
-    ranks_a_node: Annotated[int, typer.Option(min=1, help="More than 1: hpZ, too.")] = 1,
+    nodes: Annotated[int, typer.Option(min=2, max=8, help="Nodes of the network.")] = 2,
+    rates: Annotated[str, typer.Option(help="Rates of a node's link, in tc's units.")] = "4gbit",
+    ranks_a_node: Annotated[int, typer.Option(min=1, help="More than 1 adds hpZ.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of all systems, 2 steps each.")] = 6,
     only: Annotated[str, typer.Option(help="Stages, such as 3 or 0,2.")] = "0,2,3",
 ) -> None:
@@ -72,11 +72,11 @@ def speed(
 
 @app.command()
 def faults(
-    times: Annotated[int, typer.Option(min=1, help="Of each fault.")] = 3,
-    only: Annotated[str, typer.Option(help="Part of kind/part of the step/rank.")] = "",
-    at_a_time: Annotated[int, typer.Option(min=1, help="Runs side by side.")] = 2,
+    times: Annotated[int, typer.Option(min=1, help="Runs of each fault.")] = 3,
+    only: Annotated[str, typer.Option(help="Part of kind/part of a step/rank.")] = "",
+    at_a_time: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 2,
 ) -> None:
-    """Prints how long the other ranks take to end; writes a dated file."""
+    """Prints the times until the other ranks end; writes a dated file."""
     if nodes_class() is None:
         return
     with Results("network_faults") as results:

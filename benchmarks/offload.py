@@ -1,4 +1,4 @@
-"""Measures offload: steps beside none and peers, AdamW by threads.
+"""Compares steps with and without offload, and AdamW on the CPU by its number of threads.
 
 Usage: python benchmarks/offload.py
        python benchmarks/offload.py --parts steps
@@ -34,16 +34,16 @@ from bench.offload.steps import measure_steps, steps_table
 PEER_GOAL, MEMORY_GOAL = 0.95, 0.9
 ADAMW_NOTES = (
     "GB/s: bytes read plus bytes written (28 a parameter in fp32) per time. Each thread has a core "
-    "to itself. Medians over rounds in which all take their turn; ratios are medians of ratios in "
-    "the same round.",
+    "to itself. Medians over rounds in which all systems take turns; ratios are medians of the "
+    "ratios in a round.",
     "Memory: the fastest of a copy, a scale in place and a triad of as many bytes by as many "
-    "threads. The processor also reads memory that is written and was not read before, which is "
+    "threads. Reads that the processor makes of memory before it writes there are "
     "not counted.",
 )
 
 
 def adamw_table(cells: dict[AdamWCell, dict[str, list[float]]]) -> Table:
-    """Each system at each number of threads."""
+    """Shows each system at each number of threads."""
     columns = [
         "threads",
         "system",
@@ -73,7 +73,7 @@ def adamw_table(cells: dict[AdamWCell, dict[str, list[float]]]) -> Table:
 def measure_adamw(
     counts: list[int], millions: int, rounds: int
 ) -> tuple[list[Table], dict[str, Any]]:
-    """AdamW by each number of threads that there are cores for."""
+    """Measures AdamW at each number of threads up to the number of cores."""
     usable = [count for count in counts if count <= len(os.sched_getaffinity(0))]
     cells = [AdamWCell(count, millions * 10**6, rounds) for count in usable]
     steps = {cell: measure_in_fresh_process(cell) for cell in cells}
@@ -83,20 +83,20 @@ def measure_adamw(
 
 
 def measure_training(rounds: int) -> tuple[list[Table], dict[str, Any]]:
-    """Steps of whole systems, over gloo."""
+    """Measures steps of whole systems, over gloo."""
     found = measure_steps(rounds)
     return [steps_table(found)], {"steps": {s.label: asdict(each) for s, each in found.items()}}
 
 
 def main(
     threads: Annotated[str, typer.Option(help="Numbers of AdamW's threads.")] = "1,2",
-    millions: Annotated[int, typer.Option(help="Parameters of AdamW.")] = 16,
-    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 9,
-    step_rounds: Annotated[int, typer.Option(help="The same of training steps.")] = 2,
-    parts: Annotated[str, typer.Option(help="Of steps,adamw.")] = "steps,adamw",
+    millions: Annotated[int, typer.Option(help="Millions of parameters of AdamW.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Rounds in which each system takes its turn.")] = 9,
+    step_rounds: Annotated[int, typer.Option(help="Rounds of training steps.")] = 2,
+    parts: Annotated[str, typer.Option(help="Parts to measure: steps, adamw.")] = "steps,adamw",
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints how fast the host steps, and what a training step with it takes."""
+    """Prints the speed of AdamW on the host, and the time of training steps with offload."""
     counts = [int(count) for count in threads.split(",")]
     measures: dict[str, Callable[[], tuple[list[Table], dict[str, Any]]]] = {
         "steps": lambda: measure_training(step_rounds),

@@ -1,4 +1,4 @@
-"""Measures AdamW: large tensors beside torch's fused one and a copy, small ones beside FSDP2's.
+"""Compares AdamW with torch's fused one and a copy on large tensors, and with FSDP2 on small ones.
 
 Usage: python benchmarks/optimizer.py; Muon is measured by benchmarks/muon.py
 """
@@ -27,7 +27,7 @@ from bench.optimizer.cell import (
 )
 from bench.optimizer.contests import large_tensors
 
-# Smallest ratio that is wanted of large tensors, by device, weights and what is beside.
+# Smallest wanted ratio for large tensors, by device, weights and the other call.
 GOALS = {
     ("cpu", "fp32", "torch fused"): 0.95,
     ("cuda", "fp32", "torch fused"): 0.95,
@@ -35,23 +35,23 @@ GOALS = {
     ("cuda", "bf16 model weight", "copy_"): 0.9,
     ("cuda", "bf16 model weight", "elementwise kernel"): 0.9,
 }
-# Largest ratio that is wanted of small tensors.
+# Largest wanted ratio for small tensors.
 SMALL_GOALS = {PLAIN: 1.1, FSDP2: 0.2}
 LARGE_NOTES = (
-    "GB/s: bytes of one pass over everything that is touched (weight, gradient and two moments "
-    "read, weight, moments and model weight written) per time, also where several passes are "
+    "GB/s: bytes of one pass over all memory that a step touches (weight, gradient and two moments "
+    "read, weight, moments and model weight written) per second, even if several passes are "
     "made; a copy moves as many bytes in all. Ratio: zerocore's GB/s / the other's.",
-    "Medians over rounds in which all take their turn.",
+    "Medians over rounds in which all systems take turns.",
 )
 SMALL_NOTES = (
-    f"A clip to a global norm of 1 and a step; 512 parameters, about {LOCAL_NUMEL} elements of "
+    f"A clip to a global norm of 1 and a step; 512 parameters, some {LOCAL_NUMEL} elements of "
     "each on a rank, one thread. Median over rounds of the fastest of three. The collectives of "
     "the group return at once: this is the work of one process.",
 )
 
 
 def large_table(contests: list[Contest], device: str, threads: int) -> Table:
-    """zerocore's step beside each other one."""
+    """Compares zerocore's step with each other one."""
     columns = ["weights", "MB moved", "ms", "GB/s", "beside", "its ms", "its GB/s"]
     columns += ["ratio", "wanted"]
     table = Table(f"{device}: large tensors", columns, notes=list(LARGE_NOTES))
@@ -75,7 +75,7 @@ def large_table(contests: list[Contest], device: str, threads: int) -> Table:
 
 
 def small_table(results: dict[int, dict[str, list[float]]], device: str) -> Table:
-    """A clip and a step of 512 small tensors."""
+    """Shows a clip and a step of 512 small tensors."""
     table = Table(f"{device}: 512 small tensors, clip and step", ["system"])
     table.notes = list(SMALL_NOTES)
     for ranks in results:
@@ -95,7 +95,7 @@ def small_table(results: dict[int, dict[str, list[float]]], device: str) -> Tabl
 def measure(
     cells: list[SmallCell], numel: int, device: str, rounds: int, threads: int, results: Results
 ) -> None:
-    """Small tensors, then one contest after the other, so that only one holds memory."""
+    """Measures small tensors, then contests one after the other, so that one holds memory."""
     raw: dict[str, Any] = {"device": torch.cuda.get_device_name()} if device == "cuda" else {}
     small: dict[int, dict[str, list[float]]] = {}
     large: list[Contest] = []
@@ -117,14 +117,14 @@ def measure(
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default what there is.")] = "",
-    millions: Annotated[int, typer.Option(help="Parameters; default 16, on CUDA 256.")] = 0,
-    threads: Annotated[int, typer.Option(help="Of each step of large tensors on a CPU.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = "",
+    millions: Annotated[int, typer.Option(help="Of parameters; default 16, on CUDA 256.")] = 0,
+    threads: Annotated[int, typer.Option(help="Threads of a step of large tensors on a CPU.")] = 1,
     ranks: Annotated[str, typer.Option(help="Sizes of the group for small tensors.")] = "1,8",
-    rounds: Annotated[int, typer.Option(help="Rounds in which each takes its turn.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Rounds in which each system takes its turn.")] = 15,
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints how long a step of AdamW takes."""
+    """Prints the time of a step of AdamW."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(threads)
     cells = [SmallCell(int(count), device, 2 * rounds) for count in ranks.split(",")]

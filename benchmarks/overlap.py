@@ -26,7 +26,7 @@ from zerocore.reporting import Timeline
 
 
 def make_run(link: Link, quick: bool, num_rounds: int | None, ratios: str) -> OverlapRun:
-    """All systems, ready to be measured."""
+    """Prepares the measurement of all systems."""
     workload = WORKLOADS["quick" if quick else link.device.type]
     workload = replace(workload, num_rounds=num_rounds or workload.num_rounds)
     if ratios:
@@ -38,7 +38,7 @@ def make_run(link: Link, quick: bool, num_rounds: int | None, ratios: str) -> Ov
 
 
 def measure(run: OverlapRun, quick: bool, results: Results) -> None:
-    """The rounds of the run."""
+    """Measures the rounds of the run."""
     link, num_rounds = run.link, run.workload.num_rounds
     for index in track(range(num_rounds), "rounds", transient=True, disable=not link.is_main):
         run.measure_round(index)
@@ -47,7 +47,7 @@ def measure(run: OverlapRun, quick: bool, results: Results) -> None:
 
 
 def one_step(run: OverlapRun) -> Timeline:
-    """A step of stage 3 at the ratio of the goal."""
+    """Records a step of stage 3 at the goal's ratio."""
     subject = find(run, "zerocore stage 3")
     run.set_ratio(GOAL_RATIO)
     with trace(subject.model) as timeline:
@@ -57,7 +57,7 @@ def one_step(run: OverlapRun) -> Timeline:
 
 
 def write_pictures(run: OverlapRun, results: Results) -> None:
-    """The sweep, the timelines and the trace."""
+    """Writes the sweep, the timelines and the trace."""
     timeline = one_step(run)
     if not run.link.is_main:
         return
@@ -68,7 +68,7 @@ def write_pictures(run: OverlapRun, results: Results) -> None:
 
 
 def report(run: OverlapRun) -> list[Table]:
-    """All tables of the run itself."""
+    """Returns all tables of the run itself."""
     tables = [comparison(run)]
     if run.link.is_emulated:
         tables += [comparison(run, hybrid=True), requirements(run), sweep(run)]
@@ -76,8 +76,8 @@ def report(run: OverlapRun) -> list[Table]:
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Tiny and short: only to see that it runs.")] = False,
-    rounds: Annotated[int | None, typer.Option(help="Times that all are measured.")] = None,
+    quick: Annotated[bool, typer.Option(help="A tiny, short run to see that it works.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="Rounds over all systems.")] = None,
     ratios: Annotated[str, typer.Option(help="Communication over compute, such as 0.5,1.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS_FOLDER,
     save: Annotated[bool, typer.Option(help="Write result files and pictures.")] = True,

@@ -26,13 +26,13 @@ from bench.lib.tables import Table
 LEARNING_RATE = 1e-3
 RUN_TIMEOUT_S = 600.0
 COMPARED = [s for s in SYSTEMS if s.label in ("DDP", "FSDP2") or s.peer == "zerocore"]
-# Largest relative difference of the loss of any step.
+# Largest wanted relative difference of a step's loss.
 WANTED = {"FSDP2": 1e-3, "DDP": 2e-2}
 
 
 @cache
 def python_text() -> Tensor:
-    """Bytes, as the examples train on them."""
+    """Returns the bytes of Python's sources, as the examples train on them."""
     folder = str(Path(__file__).resolve().parents[1] / "examples")
     if folder not in sys.path:
         sys.path.append(folder)
@@ -40,7 +40,7 @@ def python_text() -> Tensor:
 
 
 def random_batch(size: GPTSize, draw: torch.Generator) -> MicroBatch:
-    """Windows of the text and the bytes that follow."""
+    """Draws windows of the text, with the next bytes as targets."""
     text = python_text()
     starts = torch.randint(len(text) - size.sequence, (size.batch, 1), generator=draw)
     windows = text[starts + torch.arange(size.sequence + 1)].long()
@@ -48,9 +48,9 @@ def random_batch(size: GPTSize, draw: torch.Generator) -> MicroBatch:
 
 
 def train(system: System, size: GPTSize, num_steps: int, recipe: Recipe) -> list[float]:
-    """The loss of every step, in nats per byte, averaged over the ranks; the text is Python's own.
+    """Trains on Python's sources; returns each step's loss in nats per byte, mean over the ranks.
 
-    Weights and batches depend on nothing but the arguments and the rank.
+    Weights and batches depend only on the arguments and the rank.
     """
     torch.manual_seed(0)
     model = GPT(size)
@@ -65,12 +65,12 @@ def train(system: System, size: GPTSize, num_steps: int, recipe: Recipe) -> list
 
 
 def largest_difference(losses: list[float], others: list[float]) -> float:
-    """Of any step, relative to `others`."""
+    """Returns the largest difference of a step's loss, relative to `others`."""
     return max(abs(own - other) / other for own, other in zip(losses, others, strict=True))
 
 
 def make_table(losses: dict[str, list[float]], size: GPTSize) -> Table:
-    """First and last losses, and the differences."""
+    """Shows first and last losses, and the differences."""
     millions = sum(p.numel() for p in GPT(size).parameters()) / 1e6
     table = Table(
         f"{millions:.1f} M parameters, bf16, gradients reduced in fp32",

@@ -1,7 +1,7 @@
-"""Times steps that copy their state to another node every ten steps, beside steps that do not.
+"""Times steps that copy the state to another node every ten steps, and steps that do not.
 
 Nodes are network namespaces with limited links between them; layers compute by sleeping, so that
-copies find the processor free, as beside a GPU. It needs root, and Linux with ip and tc.
+copies find the processor free, as with a GPU. It needs root, and Linux with ip and tc.
 
 Usage: python benchmarks/peer_copies.py speed --rate 4gbit
 """
@@ -33,7 +33,7 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 
 class _Computed(torch.autograd.Function):
-    """Takes time in forward, and twice as long in backward."""
+    """Sleeps in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -48,7 +48,7 @@ class _Computed(torch.autograd.Function):
 
 
 class Layer(nn.Linear):
-    """Of `width`, with one row of input: the time is that of sleeping."""
+    """A layer of `width` with one row of input, whose time is spent sleeping."""
 
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__(width, width)
@@ -59,7 +59,7 @@ class Layer(nn.Linear):
 
 
 class Training:
-    """A sharded model that takes turns of steps, some of them saved."""
+    """Trains a sharded model in turns of steps, after some of which it saves."""
 
     def __init__(self, width: int, depth: int, compute_ms: float, folder: Path) -> None:
         zerocore = import_zerocore()
@@ -77,7 +77,7 @@ class Training:
         self._step = 0
 
     def take_turn(self, way: str) -> float:
-        """Milliseconds of a step; the last save is five steps old at the end and waited for."""
+        """Returns a step's ms; waits for the last save, which is five steps old at the end."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(SAVE_EVERY * SAVES_A_TURN):
@@ -94,7 +94,7 @@ class Training:
 
 @app.command(hidden=True)
 def rank(width: int, depth: int, compute_ms: float, rounds: int, folder: Path) -> None:
-    """One rank; rank 0 prints the milliseconds of each way as JSON."""
+    """Runs one rank; rank 0 prints the milliseconds of each way as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     training = Training(width, depth, compute_ms, folder)
@@ -112,7 +112,7 @@ def rank(width: int, depth: int, compute_ms: float, rounds: int, folder: Path) -
 
 
 def copies_table(found: dict[str, list[float]], title: str) -> Table:
-    """Times of a step, and their ratio to those without copies in the same round."""
+    """Shows a step's times, and their ratio to those without copies in the same round."""
     table = Table(title, ["every ten steps", "ms a step", "of no copies"])
     for way, times in found.items():
         share = median(a / b for a, b in zip(times, found[WITHOUT], strict=True))
@@ -122,14 +122,14 @@ def copies_table(found: dict[str, list[float]], title: str) -> Table:
 
 @app.command()
 def speed(
-    nodes: Annotated[int, typer.Option(min=2, max=8, help="Of the network.")] = 2,
-    rate: Annotated[str, typer.Option(help="Of a node's link, as tc has it.")] = "4gbit",
-    width: Annotated[int, typer.Option(help="Of the layers.")] = 1024,
-    depth: Annotated[int, typer.Option(help="How many layers.")] = 8,
-    compute_ms: Annotated[float, typer.Option(help="A layer's forward; backward has twice.")] = 15,
+    nodes: Annotated[int, typer.Option(min=2, max=8, help="Nodes of the network.")] = 2,
+    rate: Annotated[str, typer.Option(help="Rate of a node's link, in tc's units.")] = "4gbit",
+    width: Annotated[int, typer.Option(help="Width of the layers.")] = 1024,
+    depth: Annotated[int, typer.Option(help="Number of layers.")] = 8,
+    compute_ms: Annotated[float, typer.Option(help="Of a layer's forward; backward: twice.")] = 15,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 5,
 ) -> None:
-    """Prints what copies cost; writes a dated file."""
+    """Prints the time that copies add; writes a dated file."""
     if (make_nodes := nodes_class()) is None:
         return
     with (

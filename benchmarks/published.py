@@ -23,8 +23,8 @@ TITAN_A100 = "pytorch/torchtitan docs/performance.md, commit 4d88a8a"
 IBM = "foundation-model-stack/fms-fsdp README.md"
 NEMO = "NVIDIA NeMo AutoModel, performance summary"
 
-# Their H100 have HBM2e at 2.4 TB/s and 500 W. They put the peak between H100 SXM and H100 NVL, and
-# do not know it: that of the NVL is taken, 835 TFLOP/s, and the same share of it for products.
+# Their H100 have HBM2e at 2.4 TB/s and 500 W, and a peak that is said to be between SXM and NVL but
+# is unknown: the NVL's is assumed, 835 TFLOP/s, and the same share of it for matrix products.
 _SXM = find_node("8xH100-ib400")
 GRAND_TETON = replace(
     _SXM,
@@ -39,12 +39,12 @@ GRAND_TETON = replace(
         memory_bytes_per_s=2.4e12,
     ),
 )
-VELA = find_node("8xA100-4xeth100")  # "400Gbps" and "800Gbps" are taken for those of a node
+VELA = find_node("8xA100-4xeth100")  # assumes that "400Gbps" and "800Gbps" are a node's
 VELA_H100 = find_node("8xH100-8xeth100")
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, groups: int, vocab: int = 32000) -> Any:
-    """A Llama as a Hugging Face configuration."""
+    """Makes a Hugging Face configuration of a Llama."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -70,16 +70,16 @@ class Run:
     """A published run.
 
     Attributes:
-        name: what it trains.
+        name: the model.
         config: a preset's name, or a configuration.
-        gpus: how many.
-        node: the machines.
-        tokens_per_s: published, for each GPU.
-        source: where.
+        gpus: number of GPUs.
+        node: the machine of 8 GPUs.
+        tokens_per_s: published tokens a second of each GPU.
+        source: the publication.
         seq_len, micro_batch: tokens of a sample, samples of a rank.
         recomputed: share of the forward's products that the backward computes again.
-        compiled: by torch.compile.
-        num_replicas: of hybrid sharding.
+        compiled: whether torch.compile was used.
+        num_replicas: replicas of hybrid sharding.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Run:
 
 
 # "Selective op": every second product is computed again, attention is kept. "Selective layer":
-# every second block. Of fms-fsdp's runs, HFU / MFU on the A100 says how much was computed again.
+# every second block. For fms-fsdp's runs, HFU / MFU on the A100 gives the recomputed share.
 RUNS = (
     Run("Llama 3.1 8B", "llama-3-8b", 8, GRAND_TETON, 5762, TITAN, 8192, 2, 0.5),
     Run("Llama 3.1 8B", "llama-3-8b", 8, GRAND_TETON, 6667, TITAN, 8192, 2, 0.5, compiled=True),
@@ -116,7 +116,7 @@ RUNS = (
 )
 
 
-# Published too, and not predicted.
+# Other published runs, which are not predicted.
 OTHERS = (
     ("torchtitan, Llama 3.1 8B, float8", "8,532 and 8,380", "fp8 is not modelled", TITAN),
     ("torchtitan, Llama 3.1 70B, FSDP 32 x TP 8", "829", "fp8, tensor parallelism", TITAN),
@@ -127,9 +127,9 @@ OTHERS = (
 
 
 def predict(run: Run) -> float:
-    """Predicted tokens a second and GPU.
+    """Predicts the tokens a second and GPU.
 
-    A step between that without and that with full checkpointing, by the share that is recomputed.
+    Interpolates between steps without and with full checkpointing, by the recomputed share.
     """
     steps = []
     for checkpointing in (False, True):
@@ -152,7 +152,7 @@ def predict(run: Run) -> float:
 
 
 def errors_table(rows: list[tuple[Run, float]]) -> Table:
-    """Published beside predicted."""
+    """Compares published and predicted figures."""
     table = Table(
         "Tokens a second and GPU, published and predicted",
         [
@@ -179,18 +179,18 @@ def errors_table(rows: list[tuple[Run, float]]) -> Table:
 
 
 def _notes(rows: list[tuple[Run, float]], errors: list[float]) -> list[str]:
-    """Assumptions, and the runs that are not predicted."""
+    """Returns notes on the assumptions, and on runs that are not predicted."""
     nodes = dict.fromkeys(run.node for run, _ in rows)
     within = sum(abs(error) <= GOAL_PERCENT for error in errors)
     return [
         f"{within} of {len(rows)} within {GOAL_PERCENT} %; mean of the sizes "
         f"{fmean(map(abs, errors)):.1f} %. Nothing here was run: the figures are others' and a "
         "model's.",
-        "The same assumptions hold for all rows, round figures that were chosen with some of these "
+        "All rows share the same assumptions, round figures that were chosen with some of these "
         "rows in sight; none is fitted to a row.",
-        "fms-fsdp runs FSDP1, the others FSDP2. Its network is taken for that of a node; its "
+        "fms-fsdp runs FSDP1, the others FSDP2. Its network is assumed to be a node's; its "
         "recomputed share is what HFU and MFU on the A100 imply, for both GPUs, which run the same "
-        "scripts (on the H100 they imply 71 and 87 % where 100 % stands here). The network of "
+        "scripts (on the H100 they imply 71 and 87 % instead of 100 %). The network of "
         "torchtitan's A100 is not stated.",
         f"Under torch.compile {COMPILED_TRAFFIC:.0%} of the elementwise traffic is assumed.",
         *(f"Assumed: {node.assumptions()} ({node.gpu.source})." for node in nodes),
@@ -204,7 +204,7 @@ def _notes(rows: list[tuple[Run, float]], errors: list[float]) -> list[str]:
 def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Predicts each run; half a minute on a core."""
+    """Predicts each run, in half a minute on a core."""
     rows, raw = [], []
     with Results("published", save, hardware="predicted") as results:
         for run in RUNS:

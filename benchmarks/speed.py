@@ -43,26 +43,26 @@ ROWS = (
     Row("load, 10 M, stage 3", "disk/load", "gloo", "disk", 2, True),
 )
 QUICK = ("step, 29 M, stage 3", "host, block of 9 parameters")
-BLOCKS = 32  # of the model whose blocks are timed on the host
+BLOCKS = 32  # blocks of the model in the host rows
 COLUMNS = ["row", "this", "base", "wall time", "CPU time", "peak MiB", "ratio", "runs", "verdict"]
 NOTES = (
-    "this, base: ms of a step (host: of 32 blocks), fastest of a turn, median of the turns, median "
+    "this, base: ms of a step (host: of 32 blocks): fastest of a turn, median of the turns, median "
     "of the runs. A run starts fresh processes of both builds, which take eight turns, ABBABAAB. "
     "Times are means over the ranks.",
     "Ratios: this by base, median over the runs of the ratio in a run. The interval in brackets "
     "holds the true median in 92 % of cases; with five runs it spans them all. CPU time: user and "
     "system, of all ranks.",
-    "slower, faster: the interval leaves out 1, and the ratio is more than 1.5 % away from 1. "
+    "slower, faster: the interval excludes 1, and the ratio is more than 1.5 % away from 1. "
     "noise: after more runs the interval still reaches 2 % to each side, and does not leave out "
     "all ratios within 1.5 % of 1.",
     "29 M: GPT, 8 blocks of width 512; 12 narrow: GPT, 12 blocks of width 128; 2 gloo ranks with a "
-    "thread each. host: collectives that return at once. save, load: to a file system in memory.",
-    "peak MiB: resident memory of a rank in the timed steps above that before the model.",
+    "thread each. host: collectives return at once. save, load: to a file system in memory.",
+    "peak MiB: a rank's resident memory in the timed steps, less the memory before the model.",
 )
 
 
 def newest_measured() -> str:
-    """The newest commit that the committed table is of."""
+    """Returns the commit of the newest table in the page."""
     text = PAGE.read_text() if PAGE.exists() else ""
     found = re.search(r"^## ([0-9a-f]{7,40})\b", text, re.MULTILINE)
     if found is None:
@@ -76,7 +76,7 @@ def is_noisy(_: Row, found: Found) -> bool:
 
 
 def row_cells(row: Row, found: Found) -> list[str]:
-    """The cells of a row, without its name."""
+    """Returns the cells of a row, without its name."""
     wall, cpu = ratio_of(found.wall), ratio_of(found.cpu)
     own, base = (f"{median(times) / 1e3:.2f}" for times in found.wall)
     peaks = ["", ""]
@@ -86,7 +86,7 @@ def row_cells(row: Row, found: Found) -> list[str]:
 
 
 def make_table(rows: list[Row], found: dict[str, Found], title: str, load: float) -> Table:
-    """All rows with their ratios."""
+    """Makes the table of all rows with their ratios."""
     table = Table(title, COLUMNS, notes=list(NOTES))
     for row in rows:
         table.add(row.name, *row_cells(row, found[row.name]))
@@ -96,7 +96,7 @@ def make_table(rows: list[Row], found: dict[str, Found], title: str, load: float
 
 
 def save_table(table: Table, found: dict[str, Found], base: str) -> None:
-    """Puts the table before those of earlier commits; raw figures of the newest lie beside it."""
+    """Adds the table before those of earlier commits, and writes its raw figures to a file."""
     head, _, earlier = (PAGE.read_text() if PAGE.exists() else PAGE_HEAD).partition("\n## ")
     text = f"{head.rstrip()}\n\n{table.markdown().strip()}\n"
     PAGE.write_text(f"{text}\n## {earlier}" if earlier else text)
@@ -115,11 +115,11 @@ below. `speed.json` has the raw figures of the newest table.
 
 
 def compare(base: str, rows: list[Row], runs: int, limit_s: float, save: bool) -> bool:
-    """Prints the table; whether no row is slower."""
+    """Prints the table; returns False if a row is slower."""
     deadline = time.monotonic() + limit_s
     commit = commits.resolve(base or newest_measured())
     if save and commits.has_changes():
-        raise commits.SpeedError("a table is saved of a commit: commit the changes first")
+        raise commits.SpeedError("--save needs a commit: commit the changes first")
     if not [*(commits.ROOT / "zerocore").glob("_C.*.so")]:
         raise commits.SpeedError("this checkout is not built; `make build` builds it")
     console, load = make_console(), os.getloadavg()[0]
@@ -138,20 +138,20 @@ def compare(base: str, rows: list[Row], runs: int, limit_s: float, save: bool) -
 
 
 def main(
-    base: Annotated[str, typer.Argument(help="A commit; by default that of speed.md.")] = "",
+    base: Annotated[str, typer.Argument(help="A commit; by default speed.md's newest.")] = "",
     quick: Annotated[bool, typer.Option(help="Two rows in three minutes.")] = False,
     only: Annotated[str, typer.Option(help="Rows whose names contain this.")] = "",
     runs: Annotated[
-        int, typer.Option(min=MIN_RUNS, help="Runs before the noisy rows'.")
+        int, typer.Option(min=MIN_RUNS, help="Runs of all rows, before those of noisy rows.")
     ] = MIN_RUNS,
     save: Annotated[bool, typer.Option(help="Write the table into results/speed.md.")] = False,
 ) -> None:
-    """Compares this checkout's build with that of the commit BASE."""
+    """Compares this checkout's build with the build of the commit BASE."""
     rows = [row for row in ROWS if only in row.name and (not quick or row.name in QUICK)]
     if not rows:
         raise typer.BadParameter(f"no row has {only!r} in its name: {[row.name for row in ROWS]}")
     if save and len(rows) < len(ROWS):
-        raise typer.BadParameter("a table that is saved has all rows: leave out --only and --quick")
+        raise typer.BadParameter("--save needs all rows: leave out --only and --quick")
     try:
         fine = compare(base, rows, runs, QUICK_LIMIT_S if quick else LIMIT_S, save)
     except commits.SpeedError as error:

@@ -1,4 +1,4 @@
-"""Times training steps of zerocore and its peers on real ranks, in one interleaved run.
+"""Times training steps of zerocore and its peers on real ranks, in turns.
 
 Usage: python benchmarks/step.py --ranks 2 --peers plain,ddp,fsdp2,deepspeed
        python benchmarks/step.py --dtype bf16 --accumulate 4 --clip 1.0 --optimizer zerocore
@@ -23,7 +23,7 @@ from bench.lib.systems import FP32, OURS, PEERS, SYSTEMS, Recipe, System, is_ins
 from bench.lib.tables import Table
 from bench.step.run import RankReport, RunLength, run_on_this_rank
 
-# Small steps need more of them for a median as steady.
+# Short steps need more rounds for a steady median.
 RUN_LENGTHS = {
     "29m": RunLength(num_warmup=3, num_steps=8),
     "small": RunLength(10, 40),
@@ -31,10 +31,10 @@ RUN_LENGTHS = {
 }
 SIZES = {"cpu": ["29m", "small"], "cuda": ["943m"]}
 RUN_TIMEOUT_S = 180.0
-# Medians of one system's rounds further apart than this mean that others used the machine.
+# If medians of a system's rounds are further apart than this, other programs used the machine.
 QUIET_SPREAD = 1.25
 
-# (size, stage, peers of which the fastest counts, the ratio that is wanted)
+# (size, stage, peers of which the fastest counts, the wanted ratio)
 GOALS = (
     ("29m", 3, ("fsdp2", "deepspeed"), 0.85),
     ("29m", 2, ("fsdp2", "deepspeed"), 0.85),
@@ -50,7 +50,7 @@ NOTES = (
     "Step: forward, backward, optimizer, zero_grad; median over all timed steps of all rounds, "
     "each the mean over the ranks. In brackets the medians of the single rounds.",
     "Peak memory: of a rank during the timed steps, median over ranks and rounds, resident on the "
-    "CPU, allocated by torch on a GPU; the second figure leaves out what was resident before the "
+    "CPU, allocated by torch on a GPU; the second figure leaves out memory from before the "
     "model was built.",
     "Loss: mean over the ranks at the last step; same seed and batches everywhere, but plain "
     "trains on each rank's own batches and never averages.",
@@ -76,23 +76,23 @@ ACCUMULATE_NOTE = (
 
 @dataclass
 class Measured:
-    """Results of one system's rounds at one size."""
+    """The results of one system's rounds at one size."""
 
     system: System
     rounds: list[list[RankReport]] = field(default_factory=list)
     error: str = ""
 
     def round_steps(self, index: int) -> list[float]:
-        """Step times of a round in ms, averaged over the ranks."""
+        """Returns the step times of a round in ms, averaged over the ranks."""
         by_rank = [report.step_ms for report in self.rounds[index]]
         return [sum(step) / len(step) for step in zip(*by_rank, strict=True)]
 
     def round_medians(self) -> list[float]:
-        """Median step of each round in ms."""
+        """Returns the median step of each round in ms."""
         return [median(self.round_steps(index)) for index in range(len(self.rounds))]
 
     def steps(self) -> list[float]:
-        """All step times in ms."""
+        """Returns all step times in ms."""
         return [ms for index in range(len(self.rounds)) for ms in self.round_steps(index)]
 
 
@@ -101,7 +101,7 @@ BySize = dict[str, dict[str, Measured]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where systems run: ranks, their device ("cpu", "cuda"), their link ("real", "emulated")."""
+    """The ranks, their device ("cpu", "cuda") and their link ("real", "emulated")."""
 
     num_ranks: int
     device: str
@@ -139,7 +139,7 @@ class Place:
         return [
             *notes,
             f"EMULATED link ({EMULATED_PRESET}): one process plays rank 0 of {self.num_ranks}, the "
-            "others are mirrors of it. Stages that gather parameters repeat this rank's shard, so "
+            "others mirror it. Stages that gather parameters repeat this rank's shard, so "
             "their losses are not those of training; times and memory are those of rank 0.",
         ]
 
@@ -147,7 +147,7 @@ class Place:
 def measure(
     sizes: list[str], systems: list[System], place: Place, num_rounds: int, results: Results
 ) -> None:
-    """Rounds over all systems, each in rank processes of its own, so that drift hits all alike."""
+    """Measures rounds over all systems, in processes of their own; drift affects all alike."""
     found: BySize = {size: {s.label: Measured(s) for s in systems} for size in sizes}
     with Progress(transient=True) as progress:
         task = progress.add_task("", total=num_rounds * len(sizes) * len(systems))
@@ -162,7 +162,7 @@ def measure(
 
 
 def _run(measured: Measured, size: str, place: Place) -> None:
-    """Adds one round, or says why there is none."""
+    """Adds one round, or the error if it failed."""
     if measured.error:
         return
     if not is_installed(measured.system.peer):
@@ -180,7 +180,7 @@ def _run(measured: Measured, size: str, place: Place) -> None:
 
 
 def step_table(size: str, measured: dict[str, Measured], place: Place) -> Table:
-    """Time, memory and loss of each system."""
+    """Shows the time, memory and loss of each system."""
     with torch.device("meta"):
         millions = sum(p.numel() for p in GPT(GPT_SIZES[size]).parameters()) / 1e6
     memory = "peak RSS MiB" if place.device == "cpu" else "peak MiB"
@@ -210,7 +210,7 @@ def step_table(size: str, measured: dict[str, Measured], place: Place) -> Table:
 
 
 def ratio_table(found: BySize) -> Table:
-    """zerocore over its fastest peer at each stage, with both raw figures."""
+    """Shows the ratio of zerocore to its fastest peer at each stage, with both figures."""
     columns = ["comparison", "zerocore ms", "peer ms", "ratio", "single rounds", "wanted"]
     table = Table("zerocore / fastest peer", columns)
     for size, stage, peers, wanted in GOALS:
@@ -231,7 +231,7 @@ def ratio_table(found: BySize) -> Table:
 
 
 def disturbed(by_size: BySize) -> list[str]:
-    """A note naming the systems whose rounds disagree too much to be relied on."""
+    """Returns a note that names the systems whose rounds differ too much, if any."""
     found = []
     for size, by_label in by_size.items():
         for label, measured in by_label.items():
@@ -253,7 +253,7 @@ def _ratio(ours: Measured, theirs: Measured) -> list[str]:
 
 
 def tables_of(found: BySize, place: Place) -> list[Table]:
-    """The steps of each size, then the ratios."""
+    """Returns the tables of steps of each size, then of the ratios."""
     tables = [step_table(name, by_label, place) for name, by_label in found.items()]
     tables.append(ratio_table(found))
     tables[-1].notes = [*place.notes, *NOTES, *disturbed(found)]
@@ -267,25 +267,23 @@ def tables_of(found: BySize, place: Place) -> list[Table]:
 
 
 def raw_of(found: BySize, place: Place) -> dict[str, Any]:
-    """All figures."""
+    """Returns all figures for the JSON file."""
     by_size = {size: [asdict(m) for m in by_label.values()] for size, by_label in found.items()}
     return {**asdict(place), "results": by_size}
 
 
 def main(
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
-    peers: Annotated[str, typer.Option(help="Peers beside zerocore.")] = ",".join(PEERS),
-    size: Annotated[
-        str, typer.Option(help="29m, small, 943m; both: those of the device.")
-    ] = "both",
+    peers: Annotated[str, typer.Option(help="Systems besides zerocore.")] = ",".join(PEERS),
+    size: Annotated[str, typer.Option(help="29m, small, 943m; both: the device's two.")] = "both",
     rounds: Annotated[int, typer.Option(help="Times that each system is run.")] = 3,
     stages: Annotated[str, typer.Option(help="Stages of zerocore; may be empty.")] = "0,1,2,3",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     link: Annotated[str, typer.Option(help="real (gloo, NCCL) or emulated.")] = "real",
     dtype: Annotated[str, typer.Option(help="fp32, or bf16 over fp32 weights.")] = "fp32",
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 1,
-    clip: Annotated[float | None, typer.Option(help="Bound of the gradients' norm.")] = None,
-    optimizer: Annotated[str, typer.Option(help="Of zerocore: torch or zerocore.")] = "torch",
+    clip: Annotated[float | None, typer.Option(help="Maximum norm of the gradients.")] = None,
+    optimizer: Annotated[str, typer.Option(help="zerocore's: torch or zerocore.")] = "torch",
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
     """Measures step time, memory and loss; prints zerocore's ratio to the best peer."""

@@ -1,4 +1,4 @@
-"""Draws one measured training step of rank 0: modules, collectives, exposed waits as lanes.
+"""Draws one measured training step of rank 0, with lanes of modules, collectives, exposed waits.
 
 python benchmarks/timeline.py --out docs/timeline.png
 """
@@ -22,7 +22,7 @@ NUM_WARMUP = 4
 
 
 def record_step(stage: int, size_name: str) -> zerocore.reporting.Timeline:
-    """Forward and backward of one steady step on this rank."""
+    """Records the forward and backward of one steady step on this rank."""
     size = GPT_SIZES[size_name]
     torch.manual_seed(0)
     model = zerocore.shard(GPT(size), stage=stage)
@@ -44,7 +44,7 @@ def main(
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
     size: Annotated[str, typer.Option(help="29m or small.")] = "29m",
 ) -> None:
-    """Records a step on real gloo ranks and draws rank 0's."""
+    """Records a step on real gloo ranks and draws the one of rank 0."""
     timeline = run_on_ranks(record_step, ranks, (stage, size), timeout_s=120.0)[0]
     total = sum(b.end_ns - b.start_ns for b in timeline.boxes if b.lane in COLLECTIVES)
     exposed = sum(b.end_ns - b.start_ns for b in timeline.boxes if b.lane == WAIT)

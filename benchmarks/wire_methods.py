@@ -1,9 +1,9 @@
-"""Measures ways to gather, reduce and sum over gloo, by the number of ranks and the size.
+"""Measures methods to gather, reduce and sum over gloo, by the number of ranks and the size.
 
 Usage: python benchmarks/wire_methods.py
 
-csrc/plan/wire_methods.h chooses by this table. All ranks are processes of this machine and share
-its cores, so processor time is what to compare. A size is that of all shards together: each rank
+csrc/plan/wire_methods.h chooses a method by this table. All ranks are processes of this machine and
+share its cores, so compare CPU time. A size is the sum of all shards: each rank
 receives about as many bytes, however many ranks there are.
 """
 
@@ -29,15 +29,15 @@ RANKS = (2, 3, 4, 8, 16, 24)
 KIB = (16, 256, 1024, 4096)
 ROUNDS, WARM_UP, TAG = 2, 2, 77
 NOTES = (
-    "Wall ms / processor ms of a rank, for one call; the mean of the ranks, the best of "
+    "Wall ms / CPU ms of a rank, for one call; the mean of the ranks, the best of "
     f"{ROUNDS} rounds. Over loopback.",
-    "all-gather, reduce-scatter, all-reduce: gloo's own. broadcasts: one of each rank's shard, in "
+    "all-gather, reduce-scatter, all-reduce: gloo's own. broadcasts: each rank's shard in turn, in "
     "place. copies: an all-to-all of copies of the shard. pairs: a send to each rank and a receive "
-    "from each, called from Python. exchange: an all-to-all and the sum of what came. exchange + "
-    "copies: the sums are gathered by copies, instead of an all-reduce.",
+    "from each, called from Python. exchange: an all-to-all and a local sum. exchange + "
+    "copies: gathers these sums by copies, instead of an all-reduce.",
 )
 
-Found = dict[str, dict[str, list[tuple[float, float]]]]  # by KiB and method: wall, processor
+Found = dict[str, dict[str, list[tuple[float, float]]]]  # by KiB and method: wall, CPU
 
 
 class Ways:
@@ -60,7 +60,7 @@ class Ways:
         }
 
     def shard(self, rank: int) -> Tensor:
-        """That rank's part of all."""
+        """Returns that rank's shard of the buffer."""
         return self.full.narrow(0, rank * self.numel, self.numel)
 
     def all_gather(self) -> None:
@@ -102,7 +102,7 @@ class Ways:
 
 
 def times(call: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Wall and processor milliseconds of a call on this rank."""
+    """Returns the wall and CPU milliseconds of a call on this rank."""
     dist.barrier()
     used, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     for _ in range(repeats):
@@ -113,7 +113,7 @@ def times(call: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 
 def on_this_rank() -> Found:
-    """All methods in turn, at every size."""
+    """Measures all methods in turn, at every size."""
     found: Found = {}
     for kib in KIB:
         ways = Ways(kib * 1024)
@@ -127,7 +127,7 @@ def on_this_rank() -> Found:
 
 
 def over_ranks(ranks: list[Found]) -> Found:
-    """Of each round, the ranks' median wall time and mean processor time."""
+    """Returns each round's median wall time and mean CPU time of the ranks."""
     found: Found = {}
     for kib, ways in ranks[0].items():
         for name in ways:
@@ -140,7 +140,7 @@ def over_ranks(ranks: list[Found]) -> Found:
 
 
 def table_of(size: int, found: Found) -> Table:
-    """One row a size."""
+    """Makes a row for each size."""
     table = Table(f"{size} ranks", ["KiB of all shards", *found[str(KIB[0])]])
     for kib, ways in found.items():
         cells = []
@@ -154,7 +154,7 @@ def table_of(size: int, found: Found) -> Table:
 def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
 ) -> None:
-    """Prints one table for each number of ranks."""
+    """Prints a table for each number of ranks."""
     torch.set_num_threads(1)
     tables, raw = [], {}
     with Results("wire_methods", save) as results:

@@ -1,4 +1,4 @@
-"""Narrow wires: losses of a GPT beside bf16, and steps of two nodes with a slow link between them.
+"""Compares narrow dtypes on the wire: losses of a GPT, and steps of two nodes over a slow link.
 
 Usage: python benchmarks/wires.py losses --ranks 2 --steps 200
        python benchmarks/wires.py speed --rate 1gbit     # root; Linux with ip and tc
@@ -43,7 +43,7 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 
 def make_step(name: str) -> Any:
-    """The GPT at stage 3 under a policy, and its optimizer."""
+    """Shards the GPT at stage 3 under a policy; returns it and its optimizer."""
     zerocore = import_zerocore()
     torch.manual_seed(0)
     model, options = GPT(SIZE), POLICIES[name]
@@ -54,7 +54,7 @@ def make_step(name: str) -> Any:
 
 
 def train(name: str, num_steps: int, size: GPTSize = SIZE) -> tuple[list[float], list[float]]:
-    """Losses in nats per byte, the mean of the ranks, and seconds of each step."""
+    """Trains; returns losses in nats per byte, means over the ranks, and seconds of each step."""
     model, optimizer = make_step(name)
     losses: list[float] = []
 
@@ -72,7 +72,7 @@ def train(name: str, num_steps: int, size: GPTSize = SIZE) -> tuple[list[float],
 
 
 def timed(step: Callable[[Any], None], num_steps: int, size: GPTSize) -> list[float]:
-    """Seconds of each step, which all ranks begin together."""
+    """Returns the seconds of each step, which all ranks begin together."""
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
     seconds = []
     for _ in range(num_steps):
@@ -85,18 +85,18 @@ def timed(step: Callable[[Any], None], num_steps: int, size: GPTSize) -> list[fl
 
 
 def compute(name: str, num_steps: int, size: GPTSize) -> list[float]:
-    """Seconds of a forward and backward alone, of a plain model in the dtype of the policy."""
+    """Returns the seconds of a plain model's forward and backward in the policy's dtype."""
     model = GPT(SIZE).to(POLICIES[name].get("param_dtype", FP32))
     return timed(lambda batch: model(*batch).backward(), num_steps, size)
 
 
 def smoothed(losses: Sequence[float], width: int = 10) -> list[float]:
-    """Means of the steps up to each one."""
+    """Returns the running mean of the last steps."""
     return [statistics.fmean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
 
 
 def draw_losses(losses: Mapping[str, Sequence[float]], path: Path) -> None:
-    """The curves, and below how far each is from that of :data:`BASE`."""
+    """Draws the curves and, below, their differences from the one of :data:`BASE`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,7 +132,7 @@ def losses(
 
 
 def losses_table(found: dict[str, list[float]], steps: int) -> Table:
-    """Where each policy begins and ends."""
+    """Shows each policy's first and last losses."""
     last = steps // 10
     columns = ["policy", "first loss", f"mean of the last {last}", f"less that of {BASE}"]
     table = Table("GPT of 10 M parameters at stage 3", columns)
@@ -145,7 +145,7 @@ def losses_table(found: dict[str, list[float]], steps: int) -> Table:
 
 @app.command(hidden=True)
 def rank(name: str, steps: int, tokens: int) -> None:
-    """One rank of ``speed``, which says where the others are."""
+    """Runs one rank of ``speed``, which starts it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     size = dataclasses.replace(SIZE, batch=1, sequence=tokens)
@@ -157,12 +157,12 @@ def rank(name: str, steps: int, tokens: int) -> None:
 
 @app.command()
 def speed(
-    rate: Annotated[str, typer.Option(help="Of the link, as tc has it.")] = "1gbit",
+    rate: Annotated[str, typer.Option(help="Rate of the link, in tc's units.")] = "1gbit",
     steps: Annotated[int, typer.Option(help="Timed steps of each turn.")] = 12,
     turns: Annotated[int, typer.Option(help="Turns of all policies.")] = 3,
-    tokens: Annotated[int, typer.Option(help="Of a rank and step; few, so that wires count.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Of a rank's step; few, so that wires count.")] = 32,
 ) -> None:
-    """Times steps of two ranks in network namespaces of their own, the policies in turn."""
+    """Times steps of two ranks in network namespaces, with the policies in turns."""
     alone: dict[str, list[float]] = {name: [] for name in POLICIES}
     found: dict[str, list[float]] = {name: [] for name in POLICIES}
     if (make_nodes := nodes_class()) is None:
@@ -183,7 +183,7 @@ def speed(
 
 
 def speed_table(title: str, found: dict[str, list[float]], alone: dict[str, list[float]]) -> Table:
-    """Seconds of steps and of compute alone, by policy."""
+    """Shows the times of steps and of compute alone, by policy."""
     table = Table(
         title,
         ["policy", "ms a step", "of fp32's", "fastest", "compute ms"],

@@ -1,1 +1,1 @@
-"""The parts of the scripts of this folder, which find them beside themselves."""
+"""Parts of the benchmark scripts in the folder above."""

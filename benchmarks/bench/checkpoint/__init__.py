@@ -1,1 +1,1 @@
-"""Saving and loading beside FSDP2 with torch.distributed.checkpoint, and beside the disk."""
+"""Parts of checkpoint.py, which compares saves and loads with FSDP2's and with the disk's rate."""

@@ -1,4 +1,4 @@
-"""The work of one rank in a round: each system saves, and loads from the disk alone."""
+"""Measures checkpoints on one rank: in a round each system saves and loads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bench.lib.systems import apply_fsdp2, import_zerocore, is_installed
 
 OWN, PEER, DEEPSPEED = "zerocore", "FSDP2 + DCP", "DeepSpeed ZeRO-3"
 WIDTH, HEADS = 1024, 16
-_CACHED_NBYTES = 4 << 20  # read at a time
+_CACHED_NBYTES = 4 << 20  # bytes of a read
 BLOCK_NUMEL = 12 * WIDTH * WIDTH + 13 * WIDTH
 
 
 @dataclass(frozen=True)
 class CheckpointCell:
-    """How much is saved: blocks of a model with AdamW's two moments, of all ranks together."""
+    """The size of a checkpoint of all ranks: blocks of a model with AdamW's two moments."""
 
     folder: str
     num_blocks: int
@@ -37,33 +37,33 @@ class CheckpointCell:
 
     @property
     def nbytes(self) -> int:
-        """Of weights and moments."""
+        """Bytes of weights and moments."""
         return self.nbytes_of(self.num_blocks)
 
     @property
     def small_blocks(self) -> int:
-        """Of the smaller model, beside which the fixed part of a stall is seen."""
+        """Blocks of a smaller model, which shows the constant part of a stall."""
         return max(self.num_blocks // 3, 1)
 
     def nbytes_of(self, num_blocks: int) -> int:
-        """Of weights and moments of so many blocks."""
+        """Returns the bytes of weights and moments of some blocks."""
         return 3 * 4 * BLOCK_NUMEL * num_blocks
 
 
 @dataclass
 class Figures:
-    """Seconds of each round by (system, what), and what else was found on this rank."""
+    """Seconds of each round by system and call, and this rank's other figures."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, key: str, seconds: float) -> None:
-        """One more round."""
+        """Adds a round."""
         self.seconds.setdefault(key, []).append(seconds)
 
 
 def together(action: Callable[[], Any]) -> float:
-    """Seconds from when all ranks begin until all have ended."""
+    """Runs the action; returns the seconds from when all ranks begin until all have ended."""
     dist.barrier()
     began = time.perf_counter()
     action()
@@ -72,7 +72,7 @@ def together(action: Callable[[], Any]) -> float:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Makes the next read of a folder's files come from the disk."""
+    """Drops a folder's files from the page cache, so that the next read is from the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             file = os.open(path, os.O_RDONLY)
@@ -82,7 +82,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def bring_into_cache(folder: Path) -> None:
-    """Makes the next read of a folder's files find them in the page cache."""
+    """Reads a folder's files into the page cache."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             with open(path, "rb", buffering=0) as file:
@@ -91,13 +91,13 @@ def bring_into_cache(folder: Path) -> None:
 
 
 def io_counts() -> dict[str, int]:
-    """Bytes that this process has asked for (rchar), and that came from the disk (read_bytes)."""
+    """Returns the bytes that this process has read (rchar), and those from disk (read_bytes)."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
 class _Peer:
-    """FSDP2 and torch's own writer, as its manual has it, with fsync."""
+    """FSDP2 and torch's writer with fsync, used as in torch's manual."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -128,7 +128,7 @@ class _Peer:
 
 
 class _Own:
-    """zerocore.Checkpoints, checksums compared before loading."""
+    """zerocore.Checkpoints, which verifies checksums before loading."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -147,7 +147,7 @@ class _Own:
 
 
 class _DeepSpeed:
-    """DeepSpeed's own files of each rank; its writer is given an fsync, as it has none.
+    """DeepSpeed's own files of each rank, with an fsync that its writer lacks.
 
     The first run compiles its collectives in shared memory, which takes minutes. One that is killed
     meanwhile leaves a file `lock` in `~/.cache/torch_extensions`, for which all later ones wait.
@@ -173,21 +173,21 @@ class _DeepSpeed:
             fsync_file(path)
 
     def forget(self) -> None:
-        """Its states stay."""
+        """Does nothing: its states stay in memory."""
 
     def load(self, folder: Path) -> None:
         self._engine.load_checkpoint(str(folder), tag="1")
 
 
 def fsync_file(path: Path) -> None:
-    """Makes the bytes of a file durable."""
+    """Flushes a file to the disk."""
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.close(file)
 
 
 def trained(system: str, num_blocks: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model under a system and its optimizer after one step."""
+    """Returns a model under a system, and its optimizer after one step."""
     torch.manual_seed(0)
     model: nn.Module = BlockStack(num_blocks, WIDTH, HEADS)
     if system == PEER:
@@ -200,12 +200,12 @@ def trained(system: str, num_blocks: int) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Without states, as a training has it that resumes."""
+    """Makes an optimizer without states, as a process has that resumes."""
     return torch.optim.AdamW(model.parameters(), fused=True)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One of training."""
+    """Takes one training step."""
     model(torch.ones(1, 16, WIDTH)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -222,7 +222,7 @@ def _contestants(cell: CheckpointCell) -> Iterator[tuple[str, Any]]:
 
 
 def _make_ready(system: Any, cache: Callable[[Path], None], folder: Path) -> None:
-    """For a load by a process that resumes, the files in the page cache or not."""
+    """Prepares a load like that of a process that resumes; ``cache`` fills or drops the cache."""
     system.forget()
     gc.collect()  # several systems' objects are in this process
     if dist.get_rank() == 0:
@@ -230,7 +230,7 @@ def _make_ready(system: Any, cache: Callable[[Path], None], folder: Path) -> Non
 
 
 def measure(cell: CheckpointCell) -> Figures:
-    """Save, cold load and warm load of each system, in turns."""
+    """Measures each system's save, cold load and warm load, in turns."""
     figures = Figures()
     contestants = list(_contestants(cell))
     for index in range(cell.rounds):
@@ -255,7 +255,7 @@ def measure(cell: CheckpointCell) -> Figures:
 
 
 def _measure_stall(cell: CheckpointCell, own: _Own, label: str, figures: Figures) -> None:
-    """Background saves with steps of training around them."""
+    """Measures background saves between training steps."""
     folder = Path(cell.folder) / f"background{label.strip(': ')}"
     checkpoints = own.open(folder, keep=1, memory_budget=max(cell.nbytes // 4, 16 << 20))
     for index in range(max(cell.rounds, 3)):
@@ -272,7 +272,7 @@ def _measure_stall(cell: CheckpointCell, own: _Own, label: str, figures: Figures
 
 
 def load_elsewhere(cell: CheckpointCell, verify: bool) -> dict[str, int]:
-    """Bytes that this rank reads of a checkpoint of another number of ranks."""
+    """Returns the bytes that this rank reads of a checkpoint of another number of ranks."""
     own = _Own(*trained(OWN, cell.num_blocks))
     folder = Path(cell.folder) / OWN
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""How long a save of a large model is planned, for ranks that are not there."""
+"""Times the planning of a large model's save, without its ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYERS, HIDDEN, INNER, KEY_VALUES, VOCABULARY = 80, 8192, 28672, 1024, 128256
 
 
 def _units() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Llama 70B: what each unit holds."""
+    """Yields the parameters of each unit of Llama 70B."""
     yield [
         ("model.embed_tokens.weight", (VOCABULARY, HIDDEN)),
         ("lm_head.weight", (VOCABULARY, HIDDEN)),
@@ -36,9 +36,9 @@ def _units() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
 
 
 def plan_seconds(world_size: int) -> dict[str, float]:
-    """Seconds until a rank can write, and of the first rank's metadata of all files.
+    """Returns the seconds until a rank can write, and those of the metadata on the first rank.
 
-    "wait" is what training waits for: how all tensors are spread, and what one rank writes of them.
+    Training waits for "wait": dividing all tensors over ranks, and planning one rank's writes.
     """
     import_zerocore()
     from zerocore._C import Layout, ParamSpec

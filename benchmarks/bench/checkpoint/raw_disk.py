@@ -1,4 +1,4 @@
-"""Rates of the disk alone, in several plain ways: the best of them is its rate."""
+"""Measures the disk alone in several ways; the fastest one is the disk's rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 def filled_memory(nbytes: int) -> mmap.mmap:
-    """Memory that begins on a page, as O_DIRECT needs it, of a multiple of 16 MiB."""
+    """Allocates a multiple of 16 MiB, aligned to a page as O_DIRECT needs."""
     memory = mmap.mmap(-1, nbytes // (16 * _MIB) * (16 * _MIB))
     for begin in range(0, len(memory), _MIB):
         memory[begin : begin + _MIB] = os.urandom(64) * (_MIB // 64)
@@ -26,14 +26,14 @@ def filled_memory(nbytes: int) -> mmap.mmap:
 
 @dataclass(frozen=True)
 class Way:
-    """How a rank writes and reads its share of the bytes.
+    """A way in which a rank writes and reads its part of the bytes.
 
     Attributes:
-        block_mib: of a call.
-        threads: how many calls are under way at a time.
-        is_direct: whether past the page cache (O_DIRECT).
-        into_new: whether two thirds, as much as the optimizer's states, are read into memory that
-            is new in each load, as they are where a training resumes.
+        block_mib: MiB of a call.
+        threads: calls in flight at a time.
+        is_direct: whether calls bypass the page cache (O_DIRECT).
+        into_new: whether each load reads two thirds, the part of the optimizer's states, into new
+            memory, as a load that resumes training does.
     """
 
     block_mib: int
@@ -43,7 +43,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """As it stands in tables."""
+        """The name in tables."""
         path = "O_DIRECT" if self.is_direct else "page cache"
         end = ", states in new memory" if self.into_new else ""
         return f"disk: {path}, {self.block_mib} MiB x {self.threads}{end}"
@@ -54,7 +54,7 @@ WAYS_INTO_NEW = (Way(4, 1, into_new=True),)
 
 
 class RawDisk:
-    """This rank's share of the bytes, in one file."""
+    """A file with this rank's part of the bytes."""
 
     def __init__(self, way: Way, memory: mmap.mmap) -> None:
         self._way, self._memory = way, memory
@@ -62,7 +62,7 @@ class RawDisk:
         self._pool = ThreadPoolExecutor(way.threads)
 
     def save(self, folder: Path) -> None:
-        """Writes and flushes it."""
+        """Writes the file and flushes it."""
         folder.mkdir(exist_ok=True)
         file = self._open(folder, os.O_WRONLY | os.O_CREAT)
         memory = memoryview(self._memory)
@@ -71,11 +71,11 @@ class RawDisk:
         os.close(file)
 
     def forget(self) -> None:
-        """Gives back what a load took new; other memory stays."""
+        """Frees the new memory of a load."""
         self._new = None
 
     def load(self, folder: Path) -> None:
-        """Reads it into memory that is there, or some of it into memory that is new."""
+        """Reads the file into existing memory, and a part into new memory if the way says so."""
         file = self._open(folder, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         for begin, memory in self._targets():
@@ -83,7 +83,7 @@ class RawDisk:
         os.close(file)
 
     def _targets(self) -> list[tuple[int, memoryview]]:
-        """Memory for the file, by the place of its first byte there."""
+        """Returns memory for parts of the file, with their offsets in it."""
         memory = memoryview(self._memory)
         if not self._way.into_new:
             return [(0, memory)]
@@ -104,4 +104,4 @@ class RawDisk:
             if call(first + begin, memory[begin : begin + size]) != size:
                 raise OSError(f"the disk took or gave less than {size} bytes")
 
-        list(self._pool.map(one, range(0, len(memory), size)))  # raises what one has raised
+        list(self._pool.map(one, range(0, len(memory), size)))  # raises the errors of calls

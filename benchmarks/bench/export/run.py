@@ -1,4 +1,4 @@
-"""Full weights of sharded models by each library's ways, and state that leaves the device."""
+"""Measures exports of full weights by each library, and parking of state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 class Block(nn.Module):
-    """The parameters of a Llama's block: seven matrices and two vectors."""
+    """A block with the parameters of a Llama's: seven matrices and two vectors."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _take_state_dict(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _gather_blocks(parts: list[Tensor], full: Tensor) -> None:
-    """The bytes of all blocks, as they are, into one buffer."""
+    """Gathers the bytes of all blocks into one buffer."""
     for part in parts:
         dist.all_gather_into_tensor(full, part)
 
@@ -79,7 +79,7 @@ def _gather_blocks(parts: list[Tensor], full: Tensor) -> None:
 def export_on_this_rank(
     width: int, depth: int, dtype: str, max_bytes: int, num_rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds of an export, and MiB of resident memory that it adds at its peak, by way.
+    """Returns each way's milliseconds of an export, and the MiB of resident memory at its peak.
 
     In a round each way takes its turn, and the turns rotate. Ranks begin together.
     """
@@ -112,7 +112,7 @@ def export_on_this_rank(
 
 
 def planned_peak(width: int, depth: int, dtype: str, max_bytes: int) -> list[float]:
-    """MiB that an export takes at its peak, by the plan and by the pool; one rank's."""
+    """Returns the MiB at the peak of one rank's export, by the plan and by the pool."""
     zerocore = import_zerocore()
     model = Blocks(width, depth)
     wrapped = wrap_model(SHARD, model, model.blocks, recipe=Recipe(dtype))
@@ -127,7 +127,7 @@ def planned_peak(width: int, depth: int, dtype: str, max_bytes: int) -> list[flo
 
 def _measure(way: Callable[[], None]) -> tuple[float, float]:
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     begin = time.perf_counter()
     way()
@@ -141,8 +141,8 @@ def _status(name: str) -> float:
 
 
 def park_on_this_rank(nbytes: int, num_rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of parking a model and its optimizer with `nbytes` of state and of bringing it
-    back, and of plain copies of as many bytes: into memory that is there, and into new memory."""
+    """Measures the milliseconds of parking a model with `nbytes` of state and of restoring it, and
+    of plain copies of as many bytes: into existing memory, and into new memory."""
     zerocore = import_zerocore()
     numel = nbytes // 4 // 4  # parameters, gradients and two moments
     width = 1024

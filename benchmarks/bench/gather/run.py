@@ -1,4 +1,4 @@
-"""Forwards of units that compute nothing: what is left is what gathering them costs."""
+"""Times forwards of units that compute nothing, so that only gathers take time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bench.lib.systems import System, wrap_model
 
 NUM_UNITS = 4
-NUM_PARAMS = 9  # of a unit, as a transformer block has
-FORWARDS = 5  # of a system in its turn; the fastest counts
+NUM_PARAMS = 9  # of a unit, as in a transformer block
+FORWARDS = 5  # in a system's turn; the fastest counts
 MIB = 2**20
 
 
@@ -53,7 +53,7 @@ class Units(nn.Module):
 def gather_on_this_rank(
     systems: list[System], nbytes: int, num_rounds: int
 ) -> dict[str, list[float]]:
-    """Milliseconds for gathering one unit of `nbytes`, by label, one figure a round.
+    """Measures the milliseconds of gathering a unit of `nbytes`, by label, a figure a round.
 
     In a round each system takes its turn, and the turns rotate. Ranks begin a forward together.
     """
@@ -82,7 +82,7 @@ def _forward_ms(model: nn.Module, x: Tensor) -> float:
 
 
 def medians(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """For each system and round the median over the ranks."""
+    """Returns the median over the ranks for each system and round."""
     return {
         label: [median(values) for values in zip(*(rank[label] for rank in by_rank), strict=True)]
         for label in by_rank[0]

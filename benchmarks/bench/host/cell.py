@@ -1,4 +1,4 @@
-"""Measures, in a process of its own, what sharding costs the host for one kind of block."""
+"""Measures, in a process of its own, the host time of sharding for one kind of block."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from bench.lib.models import Chain, ChainBlock
 from bench.lib.systems import apply_fsdp2, import_zerocore
 
 BASELINE = "plain"
-# A second plain model: what it seems to cost above the first is the error of the reading.
+# A second plain model: its difference from the first is the error of the measurement.
 CONTROL = "plain again"
 FLOOR = "c10d floor"
 PHASES = ("forward", "backward")
-# A plain model frees its gradients here, a sharded one has freed the full ones in the backward.
+# A plain model frees its gradients here; a sharded one freed the full ones in the backward.
 FREEING = "zero_grad"
 ALL_PHASES = (*PHASES, FREEING)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: the shape of the chain, the systems beside plain, how long to look."""
+    """One measurement: the shape of the chain, the systems besides plain, and its length."""
 
     num_params: int
     systems: tuple[str, ...]
@@ -48,24 +48,24 @@ class CellTimes:
     times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def extend(self, other: CellTimes) -> None:
-        """Appends the rounds of another run of the same cell."""
+        """Appends another run's rounds of the same cell."""
         for system, phases in other.times.items():
             own = self.times.setdefault(system, {})
             for phase, values in phases.items():
                 own.setdefault(phase, []).extend(values)
 
     def above_plain(self, system: str, phase: str) -> float:
-        """Median over the rounds of what `system` took longer than plain in the same round."""
+        """Returns the median over rounds of the time of `system` less plain's in the round."""
         base = self.times[BASELINE][phase]
         pairs = zip(self.times[system][phase], base, strict=True)
         return median(own - plain for own, plain in pairs)
 
     def total_above_plain(self, system: str, phases: tuple[str, ...] = PHASES) -> float:
-        """The same for several phases together."""
+        """Returns the same for several phases together."""
         return median(self.rounds_above_plain(system, phases))
 
     def rounds_above_plain(self, system: str, phases: tuple[str, ...] = PHASES) -> list[float]:
-        """The same for each round."""
+        """Returns the same for each round."""
         own, plain = self._totals(system, phases), self._totals(BASELINE, phases)
         return [a - b for a, b in zip(own, plain, strict=True)]
 
@@ -74,12 +74,12 @@ class CellTimes:
         return [sum(values) for values in zip(*(found[phase] for phase in phases), strict=True)]
 
     def floor(self) -> float:
-        """Median of a block's three collectives without anything around them."""
+        """Median time of a block's three collectives alone."""
         return median(self.times[FLOOR]["both"])
 
 
 def measure_in_fresh_process(cell: Cell) -> CellTimes:
-    """Runs `cell` on torch's fake group, whose collectives return at once and leave host time."""
+    """Runs `cell` on torch's fake group, whose collectives return at once: only host time."""
     return run_in_fresh_process(_measure, cell)
 
 
@@ -87,7 +87,7 @@ def _measure(cell: Cell) -> CellTimes:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
-    # Fake collectives leave memory as it is; denormals in it would slow the arithmetic down.
+    # Fake collectives write nothing; denormals in that memory would slow arithmetic down.
     torch.set_flush_denormal(True)
     dist.init_process_group("fake", rank=0, world_size=cell.world_size, store=FakeStore())
     models = {name: _build(name, cell) for name in (BASELINE, CONTROL, *cell.systems)}
@@ -131,7 +131,7 @@ def _build(name: str, cell: Cell) -> nn.Module:
 
 
 def _round(model: nn.Module, inputs: Tensor, cell: Cell, times: dict[str, list[float]]) -> None:
-    """One step to warm the caches up, then the least disturbed of some."""
+    """Takes one step to warm up, then adds the fastest of some."""
     _step_us(model, inputs)
     steps = [_step_us(model, inputs) for _ in range(cell.steps_per_round)]
     for phase, values in zip(ALL_PHASES, zip(*steps, strict=True), strict=True):
@@ -139,9 +139,9 @@ def _round(model: nn.Module, inputs: Tensor, cell: Cell, times: dict[str, list[f
 
 
 def _step_us(model: nn.Module, inputs: Tensor) -> tuple[float, float, float]:
-    """Microseconds of the host: a forward, its backward, and dropping the gradients."""
+    """Returns the host's microseconds of a forward, its backward, and dropping gradients."""
     if inputs.is_cuda:
-        torch.cuda.synchronize()  # begin with an empty queue, which then never is full
+        torch.cuda.synchronize()  # begins with an empty queue, which then never fills up
     start = time.perf_counter_ns()
     loss = model(inputs).sum()
     middle = time.perf_counter_ns()
@@ -156,7 +156,7 @@ def _step_us(model: nn.Module, inputs: Tensor) -> tuple[float, float, float]:
 
 
 def _floor(cell: Cell) -> Callable[[], float]:
-    """Times the three collectives of a block called on the group itself, in microseconds."""
+    """Returns a timer, in us, of a block's three collectives on the group itself."""
     group = dist.distributed_c10d._get_default_group()
     options = dist.ReduceScatterOptions()
     shard_numel = -(-cell.num_params * cell.width**2 // cell.world_size)

@@ -1,1 +1,1 @@
-"""Parts of kernels.py, and the timeline of a device's kernels."""
+"""Parts of kernels.py, and a reader of a GPU's timeline."""

@@ -1,4 +1,4 @@
-"""The work that kernels are measured at, and the calls that do it in another way."""
+"""The work by which kernels are measured, and other calls that do the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_TENSORS = 150
 
 @dataclass
 class Contest:
-    """One call of a kernel and what it is measured against; `nbytes` are moved in all."""
+    """A call of a kernel and those it is compared with; each moves `nbytes` in all."""
 
     name: str
     num_tensors: int
@@ -33,20 +33,20 @@ class Contest:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def micros(self, name: str) -> float:
-        """Median time of a call, microseconds."""
+        """Returns the median time of a call in microseconds."""
         return median(self.seconds[name]) * 1e6
 
     def rate(self, name: str) -> float:
-        """Bytes moved per time, GB/s."""
+        """Returns the rate of moved bytes in GB/s."""
         return self.nbytes / median(self.seconds[name]) / 1e9
 
 
 class Sources:
-    """150 tensors of about `nbytes` in all, and their places in a flat buffer."""
+    """150 tensors of about `nbytes` in all, and their offsets in a flat buffer."""
 
     def __init__(self, nbytes: int, dtype: torch.dtype, device: str) -> None:
         each = nbytes // dtype.itemsize // NUM_TENSORS
-        # Different odd sizes, as biases and norms have them.
+        # Different odd sizes, like those of biases and norms.
         self.numels = [each - index * 37 % (each // 4) for index in range(NUM_TENSORS)]
         self.tensors = [torch.ones(numel, dtype=dtype, device=device) for numel in self.numels]
         self.dtype, self.device, self.numel = dtype, device, sum(self.numels)
@@ -57,16 +57,16 @@ class Sources:
             self.end += -(-numel // 64) * 64
 
     def bucket(self, dtype: torch.dtype) -> Tensor:
-        """A flat buffer that has room for all of them, each at an aligned place."""
+        """Allocates a flat buffer with an aligned place for each tensor."""
         return torch.zeros(self.end, dtype=dtype, device=self.device)
 
     def views(self, bucket: Tensor) -> list[Tensor]:
-        """Their places in the buffer."""
+        """Returns the tensors' views of the buffer."""
         places = zip(self.offsets, self.numels, strict=True)
         return [bucket[offset : offset + numel] for offset, numel in places]
 
     def packing(self, bucket: Tensor, scale: float, add: bool = False) -> Call:
-        """The call that packs them."""
+        """Returns the call that packs the tensors."""
         adds = [add] * NUM_TENSORS
         return lambda: ops.pack(
             bucket, self.tensors, self.offsets, self.numels, add=adds, scale=scale
@@ -74,9 +74,9 @@ class Sources:
 
 
 def plain_copies(nbytes: int, device: str) -> dict[str, Call]:
-    """Ways to copy that read and write `nbytes` in all.
+    """Returns calls that copy; each reads and writes `nbytes` in all.
 
-    Each has memory of its own: taking turns, one would find the other's source in the cache.
+    Each has memory of its own, so that none finds another's source in the cache.
     """
     numel = nbytes // 8
     (src, dst), (other_src, other_dst) = (
@@ -93,7 +93,7 @@ def plain_copies(nbytes: int, device: str) -> dict[str, Call]:
 
 
 def against_copy(nbytes: int, device: str) -> Iterator[Contest]:
-    """Every kernel on `nbytes` of sources, and the fastest copy of as many bytes."""
+    """Yields a contest of each kernel on `nbytes` of sources with the fastest copy."""
     yield _packing(nbytes, device, F32, F32, 1.0)
     for src, dst in ((F32, F32), (BF16, BF16), (F16, F16), (BF16, F32), (F32, BF16), (F32, F16)):
         yield _packing(nbytes, device, src, dst, 0.125)
@@ -116,7 +116,7 @@ def against_copy(nbytes: int, device: str) -> Iterator[Contest]:
 
 
 def _scaled(nbytes: int, device: str, dtype: torch.dtype) -> Iterator[Contest]:
-    """To and from numbers of one byte, with a scale for each 128."""
+    """Yields contests of casts to and from one-byte dtypes, with a scale per 128 elements."""
     numel = nbytes // dtype.itemsize // 128 * 128
     values = torch.randn(numel, device=device).to(dtype)
     blocks = torch.zeros(numel // 128 * 132, dtype=torch.uint8, device=device)
@@ -130,7 +130,7 @@ def _scaled(nbytes: int, device: str, dtype: torch.dtype) -> Iterator[Contest]:
 
 
 def _bytes(nbytes: int, device: str) -> Contest:
-    """A dtype that is moved only."""
+    """Returns the contest of a dtype that is moved, not cast."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     bucket = torch.zeros_like(source)
     calls: dict[str, Call] = {OWN: lambda: ops.cast(bucket, [source], [0])}
@@ -154,7 +154,7 @@ def _packing(
 
 
 def beside_torch(nbytes: int, device: str) -> Iterator[Contest]:
-    """Lists of tensors to and from a flat buffer, by zerocore and by torch."""
+    """Yields contests of zerocore and torch that move lists of tensors to and from a buffer."""
     for src, dst in ((F32, F32), (BF16, BF16), (F32, BF16)):
         yield _packing_by_torch(nbytes, device, src, dst)
     sources = Sources(nbytes, F32, device)
@@ -183,7 +183,7 @@ def _packing_by_torch(nbytes: int, device: str, src: torch.dtype, dst: torch.dty
 
 
 def small_tensors(device: str) -> Iterator[Contest]:
-    """150 small tensors in one call, and one flat copy of the same bytes."""
+    """Yields contests of 150 small tensors in one call, and a flat copy of as many bytes."""
     for kib in (1, 16, 256):
         sources = Sources(NUM_TENSORS * kib * 1024, F32, device)
         moved = sources.numel * 8

@@ -1,4 +1,4 @@
-"""Reads from torch.profiler's Chrome trace what a GPU did and when; arithmetic on spans of time."""
+"""Reads a GPU's work from torch.profiler's Chrome trace, and computes with spans of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOST_KINDS = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """Something that ran on a stream; times in microseconds, `nbytes` of copies and sets."""
+    """A span of work on a stream, in microseconds; copies and sets have `nbytes`."""
 
     kind: str
     name: str
@@ -32,7 +32,7 @@ class DeviceWork:
 
     @property
     def is_communication(self) -> bool:
-        """A kernel of NCCL."""
+        """Whether this is a kernel of NCCL."""
         return self.kind == "kernel" and "nccl" in self.name.lower()
 
 
@@ -53,18 +53,18 @@ class Timeline:
     ranges: dict[str, Span]
 
     def calls_within(self, name: str) -> list[str]:
-        """Names of the host's calls that began within the range of that name."""
+        """Returns the names of host calls that began within the range of that name."""
         start, end = self.ranges[name]
         return [call.name for call in self.calls if start <= call.start_us < end]
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Reads what `torch.profiler.profile.export_chrome_trace` wrote."""
+    """Reads a file of `torch.profiler.profile.export_chrome_trace`."""
     return parse_timeline(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
 def parse_timeline(events: Iterable[dict[str, Any]]) -> Timeline:
-    """The same of the trace's events; those without a duration are left out."""
+    """Reads the trace's events; leaves out those without a duration."""
     timeline = Timeline([], [], {})
     for event in events:
         if event.get("ph") != "X":
@@ -83,7 +83,7 @@ def parse_timeline(events: Iterable[dict[str, Any]]) -> Timeline:
 
 
 def hidden_share(work: Iterable[DeviceWork]) -> float | None:
-    """Share of the time of NCCL's kernels during which another kernel runs; None without any."""
+    """Returns the share of NCCL's kernel time with another kernel running; None without any."""
     communication, compute = [], []
     for item in work:
         if item.kind == "kernel":
@@ -93,7 +93,7 @@ def hidden_share(work: Iterable[DeviceWork]) -> float | None:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same times as disjoint spans in order."""
+    """Returns the union of spans as disjoint spans in order."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if end <= start:
@@ -106,12 +106,12 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Time that at least one span covers."""
+    """Returns the time that at least one span covers."""
     return sum(end - start for start, end in union(spans))
 
 
 def overlap(first: Iterable[Span], second: Iterable[Span]) -> float:
-    """Time that both a span of `first` and one of `second` cover."""
+    """Returns the time that both `first` and `second` cover."""
     a, b = union(first), union(second)
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):

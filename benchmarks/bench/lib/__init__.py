@@ -1,1 +1,1 @@
-"""Shared by several benchmarks: systems, models, ranks, links, timing, results."""
+"""Parts of several benchmarks: systems, models, ranks, links, timing, results."""

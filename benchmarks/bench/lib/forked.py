@@ -1,4 +1,4 @@
-"""Runs a function on many gloo ranks: forks of this process, which has imported torch once."""
+"""Runs a function on many gloo ranks, forks of this process, so that torch is imported once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TIMEOUT = timedelta(seconds=300)
 
 
 def run_forked(function: Callable[[], Any], size: int) -> list[Any]:
-    """The values of `function` on each of `size` ranks, as JSON has them.
+    """Returns the results of `function` on `size` ranks, converted to JSON and back.
 
     Raises:
-        RuntimeError: a rank failed; it has said why.
+        RuntimeError: a rank failed; it has printed why.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -50,7 +50,7 @@ def _fork(function: Callable[[], Any], rank: int, size: int, folder: Path) -> in
         text = json.dumps(function())
         _result(folder, rank).write_text(text, encoding="utf-8")
         while not all(_result(folder, each).exists() for each in range(size)):
-            time.sleep(0.1)  # a rank that ends closes the others' connections
+            time.sleep(0.1)  # a rank that ends breaks the others' connections
     except BaseException as error:
         sys.stderr.write(f"rank {rank}: {error!r}\n")
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own, where nothing else was loaded or allocated before."""
+"""Runs a function in a new process, in which nothing else is loaded or allocated."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Result = TypeVar("Result")
 
 
 def run_in_fresh_process(function: Callable[..., Result], *args: Any) -> Result:
-    """`function(*args)`; an interrupt kills the process."""
+    """Returns `function(*args)`; an interrupt kills the process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(function, *args).result()
         except KeyboardInterrupt:
-            # The pool would wait for the end of the call.
+            # Leaving the pool would wait for the call.
             for child in active_children():
                 child.kill()
             raise

@@ -1,4 +1,4 @@
-"""The link that a run measures: the emulated one of a single process, or torchrun's real one."""
+"""The links that a run measures: an emulated one in one process, or torchrun's real one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ EMULATED_LATENCY_S = 20e-6
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many collectives of one block's size a training step makes, by kind.
+    """The number of a step's collectives of a block's size, by kind.
 
-    With hybrid sharding `across` are those that sum a rank's shard of a block over the replicas.
+    With hybrid sharding, those in `across` sum a rank's shard of a block over the replicas.
     """
 
     all_gather: int = 0
@@ -33,7 +33,7 @@ class Traffic:
 
 
 class Link:
-    """A default process group, and how long collectives of one size take on it when idle."""
+    """A default process group, and the times of collectives on it when it is idle."""
 
     label = "measured"
     is_emulated = False
@@ -43,11 +43,11 @@ class Link:
         self.is_main = dist.get_rank() == 0
 
     def block_ms(self, block_nbytes: int) -> Traffic:
-        """Milliseconds of each collective of a block, as a `Traffic` of floats."""
+        """Returns the milliseconds of a block's collectives, as a `Traffic` of floats."""
         raise NotImplementedError
 
     def step_ms(self, block_nbytes: int, traffic: Traffic) -> float:
-        """Milliseconds that a step's collectives keep an idle link busy."""
+        """Returns the milliseconds that a step's collectives keep an idle link busy."""
         block = self.block_ms(block_nbytes)
         return (
             traffic.all_gather * block.all_gather
@@ -58,9 +58,9 @@ class Link:
 
 
 class EmulatedLink(Link):
-    """One process that plays rank 0; its bandwidth can be set.
+    """A link of one process that plays rank 0; its bandwidth can be set.
 
-    Process groups do not share a link: that between replicas has a bandwidth of its own, as
+    Process groups do not share a link: the one between replicas has its own bandwidth, as
     between nodes.
     """
 
@@ -74,18 +74,18 @@ class EmulatedLink(Link):
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """All ranks as replicas by shards, for hybrid sharding."""
+        """The mesh of all ranks, replicas by shards, for hybrid sharding."""
         shape = (EMULATED_REPLICAS, EMULATED_WORLD_SIZE // EMULATED_REPLICAS)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     def free(self) -> None:
-        """Infinitely fast from now on: only the memory traffic remains."""
+        """Makes the link infinitely fast: only memory traffic remains."""
         self.emulation.link = self.zerocore.emulation.link("inf", 0)
         for group in self.mesh.get_all_groups():
             self.emulation.set_group_link(group, self.emulation.link)
 
     def slow_down(self, block_nbytes: int, gather_ms: float) -> None:
-        """From now on a gather of `block_nbytes` takes `gather_ms`, over all ranks or a replica's.
+        """Slows a gather of `block_nbytes` down to `gather_ms`, over all ranks or a replica's.
 
         So does a sum of a rank's shard of as many bytes over the replicas.
         """
@@ -99,7 +99,7 @@ class EmulatedLink(Link):
             self.emulation.set_group_link(group, link)
 
     def _link(self, op: str, nbytes: int, num_ranks: int, ms: float) -> object:
-        """A link on which that collective takes so long."""
+        """Returns a link on which that collective takes so long."""
         seconds = max(ms / 1e3 - EMULATED_LATENCY_S, 1e-9)
         sent = self.zerocore.common.links.traffic_nbytes(op, nbytes, num_ranks)
         return self.zerocore.emulation.link(sent / seconds, EMULATED_LATENCY_S)
@@ -115,7 +115,7 @@ class EmulatedLink(Link):
 
 
 class RealLink(Link):
-    """The ranks that torchrun started, over NCCL or gloo."""
+    """The link of torchrun's ranks, over NCCL or gloo."""
 
     def __init__(self, device: torch.device) -> None:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -148,13 +148,13 @@ class RealLink(Link):
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what a GPU was given."""
+    """Waits until the GPU is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def open_link() -> Link:
-    """The real link under torchrun, otherwise the emulated one."""
+    """Opens the real link under torchrun, otherwise the emulated one."""
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTSize:
-    """Shape of a GPT and its batches; lengths in tokens, widths in elements."""
+    """The shape of a GPT and its batches; lengths in tokens, widths in elements."""
 
     num_blocks: int
     width: int
@@ -65,7 +65,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, size.vocab_size, bias=False)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Both arguments are int64 of shape (batch, sequence)."""
+        """Returns the mean loss; both arguments are int64 of shape (batch, sequence)."""
         places = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.tokens(inputs) + self.positions(places)
         for block in self.blocks:
@@ -75,14 +75,14 @@ class GPT(nn.Module):
 
 
 class BlockStack(nn.Module):
-    """The blocks of a GPT without embedding and head: every unit is alike."""
+    """The blocks of a GPT without embedding and head, so that all units are alike."""
 
     def __init__(self, num_blocks: int, width: int, num_heads: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(GPTBlock(width, num_heads) for _ in range(num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` has shape (batch, sequence, width); returns a loss."""
+        """Returns a loss of `x`, of shape (batch, sequence, width)."""
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
@@ -103,7 +103,7 @@ class ChainBlock(nn.Module):
 
 
 class Chain(nn.Module):
-    """Blocks so small that the cost of sharding them is the cost of the host."""
+    """Blocks so small that sharding them costs only host time."""
 
     def __init__(self, num_blocks: int, num_params: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks on nodes of their own: network namespaces with limited links between them."""
+"""Runs ranks on nodes: network namespaces with limited links between them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from bench.lib.systems import import_zerocore
 
 
 def nodes_class() -> Any:
-    """`tests.distributed.nodes.Nodes`; None, with a message, where no nodes can be made."""
-    import_zerocore()  # and with it the tests, which make such nodes
+    """Returns `tests.distributed.nodes.Nodes`; prints why and returns None if there are none."""
+    import_zerocore()  # also finds the tests, which can make nodes
     from tests.distributed.nodes import Nodes, can_make_nodes
 
     if can_make_nodes():

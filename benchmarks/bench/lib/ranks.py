@@ -1,4 +1,4 @@
-"""Runs a function on every rank of a process group, each rank in a fresh process on this host."""
+"""Runs a function on every rank of a process group, each a new process on this host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 
 from bench.lib.systems import import_zerocore
 
-# One thread a rank, and peers that look for an accelerator find the CPU.
+# One thread a rank; libraries that look for an accelerator find the CPU.
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 EMULATED = "emulated"
 EMULATED_PRESET = "nvlink4"
@@ -35,7 +35,7 @@ def run_on_ranks(
 
     `backend` is gloo, nccl (ranks share GPUs where there are fewer) or emulated: one process that
     plays rank 0. `function` has to be importable (spawned processes look it up by name) and its
-    result picklable. The output of ranks is dropped, except that a failure shows its end. Raises
+    result picklable. Output of ranks is dropped; an error has the last lines of it. Raises
     RuntimeError with the failed rank's traceback, TimeoutError after `timeout_s` seconds; either
     way no process is left behind.
     """
@@ -69,7 +69,7 @@ def run_here(
     timeout_s: float,
     backend: str = "nccl",
 ) -> list[Any]:
-    """As `run_on_ranks`, for one process on a GPU: this one, as a start takes longer than steps."""
+    """Runs as `run_on_ranks`, in this process: on a GPU a start takes longer than the steps."""
     if backend == EMULATED:
         import_zerocore().emulate(world_size, EMULATED_PRESET)
     else:
@@ -85,7 +85,7 @@ def run_here(
 
 
 def _join(context: ProcessContext, timeout_s: float) -> None:
-    """Waits for all ranks; on failure, timeout or interrupt it kills those that are left."""
+    """Waits for all ranks; on failure, timeout or interrupt it kills the remaining ones."""
     try:
         deadline = time.monotonic() + timeout_s
         # join() also returns False when only some of the ranks have ended.
@@ -102,7 +102,7 @@ def _join(context: ProcessContext, timeout_s: float) -> None:
 
 
 def _last_lines(folder: Path, num_lines: int = 10) -> str:
-    """The end of what each rank printed."""
+    """Returns the last lines of each rank's output."""
     parts = []
     for log in sorted(folder.glob("log_*")):
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
@@ -140,5 +140,5 @@ def _rank_main(
     result = function(*args)
     (Path(folder) / f"result_{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()
-    # No orderly exit: threads that a peer leaves behind can abort it, after the work is done.
+    # Skips the normal exit, which a peer's remaining threads can abort after the work is done.
     os._exit(0)

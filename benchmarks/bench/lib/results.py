@@ -1,4 +1,4 @@
-"""Dated result files: what was run, where, with which versions, and the raw numbers."""
+"""Writes dated result files: command, machine, versions, tables and raw numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.lib.tables import Table, make_console
 
-# Where the result files of all benchmarks go.
+# The folder of all benchmarks' result files.
 RESULTS_FOLDER = Path(
     os.environ.get("ZEROCORE_RESULTS", Path(__file__).resolve().parents[2] / "results")
 )
@@ -83,21 +83,21 @@ class Results:
             raise SystemExit(INTERRUPTED)
 
     def write(self, tables: Iterable[Table], raw: dict[str, Any]) -> None:
-        """Replaces the tables and the raw figures by these."""
+        """Replaces the tables and the raw figures."""
         self.tables, self._raw = list(tables), deepcopy(raw)
         self._write_files(complete=False)
         if self._interrupted:
             raise KeyboardInterrupt
 
     def file(self, end: str) -> Path:
-        """The path of another file of this run, such as a picture."""
+        """Returns the path of another file of this run, such as a picture."""
         path = self._stem.with_name(self._stem.name + end)
         if path not in self.paths:
             self.paths.append(path)
         return path
 
     def _interrupt(self, *_: object) -> None:
-        # Python drops an exception in a destructor or around a fork: `write` raises it again.
+        # Python may drop this exception in a destructor or a fork: `write` raises it again.
         self._interrupted = True
         raise KeyboardInterrupt
 
@@ -112,7 +112,7 @@ class Results:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file that is never seen half written."""
+    """Writes a file atomically."""
     half = path.with_name(f".{path.name}.half")
     half.write_text(text, encoding="utf-8")
     half.replace(path)
@@ -123,7 +123,7 @@ def _load(record: dict[str, Any]) -> str:
 
 
 def command_line() -> str:
-    """The command that is running, from the repository's root."""
+    """Returns the running command, relative to the repository's root."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     launcher = f"torchrun --nproc-per-node {ranks}" if under_torchrun else "python"
@@ -132,7 +132,7 @@ def command_line() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python and the installed distributions that the figures depend on."""
+    """Returns the versions of Python and of the distributions that figures depend on."""
     found = {"python": platform.python_version()}
     for name in VERSIONED:
         try:
@@ -143,7 +143,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory in GiB, kernel, and the GPU if there is one."""
+    """Describes the machine: processor, usable cores, memory in GiB, kernel, and the GPU if any."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = gpu_name()
     return {
@@ -156,7 +156,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """The processor's model name, or its architecture where the system does not tell."""
+    """Returns the processor's model name, or its architecture if that is unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -166,14 +166,14 @@ def processor_name() -> str:
 
 
 def gpu_name() -> str:
-    """The model name of the first GPU that torch sees; empty where there is none."""
+    """Returns the model name of torch's first GPU; empty if there is none."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
 def hardware_slug() -> str:
-    """A file-name part such as `2-core-xeon-2-80ghz` or `nvidia-h200`."""
+    """Returns a part of a file name such as `2-core-xeon-2-80ghz` or `nvidia-h200`."""
     if gpu := gpu_name():
         return "-".join(re.findall(r"[a-z0-9]+", gpu.lower()))
     name = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|intel|amd", " ", processor_name().lower())

@@ -1,4 +1,4 @@
-"""Every system behind one face: a function that takes one training step."""
+"""Wraps every system in one interface: a function that takes one training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bench.lib.systems import Recipe, System, import_zerocore, wrap_model
 
 MicroBatch = tuple[Tensor, Tensor]  # inputs, targets
-# this rank's micro-batches of a step -> their mean loss, in nats
+# Takes this rank's micro-batches of a step; returns their mean loss in nats.
 Step = Callable[[Sequence[MicroBatch]], float]
 
 
@@ -23,7 +23,7 @@ def build_step(
 ) -> Step:
     """Makes `model` (same weights on every rank) train under `system` with fused AdamW.
 
-    `blocks` are the repeated blocks inside `model`; FSDP2 has to be told about them.
+    `blocks` are the repeated blocks of `model`, which FSDP2 needs.
     """
     if system.peer == "deepspeed":
         return _deepspeed_step(model, lr, system, recipe)
@@ -44,7 +44,7 @@ def _torch_step(
     recipe: Recipe,
     clips_itself: bool = False,
 ) -> Step:
-    # FSDP2 and zerocore cast parameters; DDP and a plain model leave that to autocast.
+    # FSDP2 and zerocore cast parameters; DDP and a plain model need autocast.
     casts = recipe.compute_dtype is not None and system.peer in ("plain", "ddp")
     share = 1 / recipe.accumulate
 
@@ -66,7 +66,7 @@ def _torch_step(
 
 
 def _sync(system: System, model: Any, is_last: bool) -> AbstractContextManager[Any]:
-    """Around a micro-batch: gradients are reduced in the last one only."""
+    """Returns the context of a micro-batch, which reduces gradients only in the last one."""
     if system.peer == "fsdp2":
         model.set_requires_gradient_sync(is_last)
     if is_last or system.peer in ("plain", "fsdp2"):
@@ -88,11 +88,11 @@ def _deepspeed_step(model: nn.Module, lr: float, system: System, recipe: Recipe)
             model.parameters(), lr=lr, weight_decay=0.01, adamw_mode=True
         )
     config: dict[str, Any] = {
-        # DeepSpeed insists on knowing the batch; nothing here depends on it.
+        # DeepSpeed requires a batch size; nothing here depends on it.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": recipe.accumulate,
         "zero_optimization": zero,
-        # Its default clips to a norm of 1, which would make the losses differ from all the others.
+        # The default clips to a norm of 1, and losses would differ from the other systems'.
         "gradient_clipping": recipe.clip or 0.0,
     }
     if recipe.compute_dtype is not None:

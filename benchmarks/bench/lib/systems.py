@@ -17,7 +17,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class System:
-    """A way to train: `peer` is the library, `stage` the ZeRO stage it amounts to, if any.
+    """A way to train: `peer` is the library, `stage` its ZeRO stage, if any.
 
     `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
     of units that zerocore gathers ahead, `reductions` of those it reduces at a time. A `hybrid` one
@@ -44,7 +44,7 @@ class System:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The parts of a step.
+    """The options of a step.
 
     `dtype` is fp32, or bf16 over fp32 weights; a step takes `accumulate` micro-batches and clips
     gradients to a norm of `clip`. `optimizer` is torch's fused AdamW or "zerocore", which only
@@ -58,13 +58,13 @@ class Recipe:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The dtype that layers compute in, where that is not the dtype of the model."""
+        """The dtype that layers compute in, if it is not the model's."""
         return torch.bfloat16 if self.dtype == "bf16" else None
 
 
 FP32 = Recipe()
 
-# In the order in which they run: those that are compared run right after each other.
+# In the order in which they run: systems that are compared run right after each other.
 SYSTEMS = (
     System("plain", None, "plain, no communication"),
     System("ddp", 0, "DDP"),
@@ -85,7 +85,7 @@ PEERS = tuple(dict.fromkeys(s.peer for s in SYSTEMS if s.peer not in OURS))
 
 
 def import_zerocore() -> ModuleType:
-    """zerocore as installed, or as built in place in this checkout. Raises ImportError."""
+    """Imports zerocore as installed, or as built in this checkout. May raise ImportError."""
     root = str(Path(__file__).resolve().parents[3])
     if root not in sys.path:
         sys.path.append(root)
@@ -112,13 +112,13 @@ def wrap_model(
     recipe: Recipe = FP32,
     mesh: Any = None,
 ) -> nn.Module:
-    """`model` under any system but DeepSpeed; `bucket_mb` is the size of DDP's buckets in MiB.
+    """Wraps `model` for any system but DeepSpeed; `bucket_mb`: MiB of DDP's buckets.
 
-    `mesh` is what zerocore and FSDP2 shard over, by default all ranks. In bf16 gradients are
+    zerocore and FSDP2 shard over `mesh`, by default all ranks. In bf16 gradients are
     reduced in fp32 everywhere.
     """
     if system.peer == "ddp":
-        # With gradients in the buckets DDP saves a copy: its faster setting.
+        # DDP's faster setting: gradients in buckets save a copy.
         return nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
         )
@@ -160,7 +160,7 @@ def _shard(
     mixed = None
     if recipe.compute_dtype is not None:
         mixed = zerocore.MixedPrecision(recipe.compute_dtype, reduce_dtype=torch.float32)
-    # Not named where they are off: a build from before it had them is compared, too.
+    # Only options that are on: builds that are too old to have them are compared, too.
     options: dict[str, Any] = {}
     if system.near is not None:
         options["regather"] = system.near
@@ -168,7 +168,7 @@ def _shard(
         options["reductions_in_flight"] = system.reductions
     if system.static_graph:
         options["static_graph"] = True
-    if system.registered:  # with one communicator, which all of its collectives are registered with
+    if system.registered:  # needs one communicator, with which memory is registered
         options |= {"registered": True, "overlap_reductions": False}
     if system.prefetch != 1:
         options["prefetch"] = system.prefetch
@@ -221,7 +221,7 @@ def apply_fsdp2(
 def prefetch_in_order(model: Any, blocks: Any) -> None:
     """Lets FSDP2 gather one block ahead, forward and backward, as its manual advises.
 
-    On CPU it otherwise waits for each all-gather before it goes on.
+    Without it, FSDP2 on CPU waits for each all-gather before it continues.
     """
     model._set_unshard_async_op(True)
     for earlier, later in itertools.pairwise([model, *blocks]):

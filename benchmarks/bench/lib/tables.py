@@ -1,4 +1,4 @@
-"""One table, shown on the terminal and written as markdown."""
+"""A table that is printed on the terminal and written as markdown."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table as RichTable
 
-# Wide enough for every table here where the output is no terminal.
+# Wide enough for every table if the output is not a terminal.
 FILE_WIDTH = 120
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal, or as the tables need."""
+    """Makes a console as wide as the terminal, or as the tables need."""
     console = Console()
     return console if console.is_terminal else Console(width=FILE_WIDTH)
 
@@ -42,7 +42,7 @@ class Table:
             console.print(f"  {note}", highlight=False, markup=False)
 
     def markdown(self) -> str:
-        """The table as a markdown section."""
+        """Returns the table as a markdown section."""
         lines = [f"## {self.title}", "", "| " + " | ".join(self.columns) + " |"]
         lines.append("|---|" + "---:|" * (len(self.columns) - 1))
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]

@@ -1,4 +1,4 @@
-"""Times calls against each other: device time on CUDA, wall time on one CPU thread."""
+"""Times calls in turns: device time on CUDA, wall time of one thread on the CPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 Call = Callable[[], object]
 
-# Long enough for the clock, short enough to take turns often.
+# Long enough for the clock's resolution, short enough for many turns.
 ROUND_SECONDS = 0.01
 CALLS_PER_GRAPH = 20
 
 
 def time_in_turns(calls: Mapping[str, Call], device: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds per call, one figure a round; in each round all calls take their turn.
+    """Returns the seconds of each call, one figure a round; in a round all calls take turns.
 
-    On CUDA a call is recorded into a graph and replayed, which leaves out what it costs the host. A
-    call that cannot be recorded is left out with a message, unless it is the first one.
+    On CUDA a call is captured into a graph and replayed, which leaves out host time. A
+    call that cannot be captured is left out with a message, unless it is the first one.
     """
     timers: dict[str, Callable[[], float]] = {}
     for name, call in calls.items():
@@ -40,12 +40,12 @@ def time_in_turns(calls: Mapping[str, Call], device: str, rounds: int) -> dict[s
 
 
 def ratio(times: Mapping[str, list[float]], own: str, other: str) -> float:
-    """Median over the rounds of `own` / `other` in the same round."""
+    """Returns the median over the rounds of `own` / `other` in the same round."""
     return median(a / b for a, b in zip(times[own], times[other], strict=True))
 
 
 def fastest(times: Mapping[str, list[float]], names: list[str]) -> str:
-    """The one of `names` with the smallest median."""
+    """Returns the name with the smallest median."""
     return min(names, key=lambda name: median(times[name]))
 
 
@@ -66,11 +66,11 @@ def _cuda_timer(call: Call) -> Callable[[], float]:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # The outer context restores the stream where the capture fails.
+    # The outer context restores the stream if the capture fails.
     with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         for _ in range(CALLS_PER_GRAPH):
             call()
-    _replayed(graph, 1)  # the first one uploads the graph
+    _replayed(graph, 1)  # the first replay uploads the graph
     replays = max(1, int(ROUND_SECONDS / (CALLS_PER_GRAPH * _replayed(graph, 1))))
     return lambda: _replayed(graph, replays)
 

@@ -1,4 +1,4 @@
-"""Trains one system for some steps in a process of its own and measures its memory by phase."""
+"""Trains a system for some steps in a new process and measures its memory by phase."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {
     "7b": GPTSize(num_blocks=32, width=4096, num_heads=32, vocab_size=64000, sequence=1024),
     "4b": GPTSize(num_blocks=36, width=2944, num_heads=23, vocab_size=43008, sequence=1024),
 }
-# Those that say most first, as a run may be cut.
+# The most interesting systems first, as a run may be cut short.
 SYSTEMS = (
     *(System("zerocore", stage, f"stage {stage}") for stage in (3, 0, 1, 2)),
     System("fsdp2", 3, "FSDP2"),
@@ -32,7 +32,7 @@ SYSTEMS = (
 PHASES = ("after shard", "first forward", "first backward", "first step", "steady steps")
 NUM_STEADY = 3
 NOTHING = MemoryBytes(parameters=0, gradients=0, optimizer=0, pool=0)
-# Blocks of 64 KiB and more go back to the system when freed, so resident memory is what is used.
+# Freed blocks of 64 KiB and more return to the system, so resident memory is memory in use.
 HONEST_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 
 
@@ -50,7 +50,7 @@ class Cell:
 
 @dataclass
 class Phase:
-    """Bytes at the end of a phase and at its peak, above the start of the process's work."""
+    """Bytes at the end of a phase and at its peak, above those before the model."""
 
     outside: int
     outside_peak: int
@@ -61,9 +61,9 @@ class Phase:
 
 @dataclass
 class MemoryRun:
-    """Results of one run; bytes.
+    """Results of one run, in bytes.
 
-    `baseline` is what was in use, seen from outside, before there was a model; figures of phases
+    `baseline` are the bytes in use, seen from outside, before the model; figures of phases
     are above it. `planned` is the prediction for zerocore, `planned_activations` that of
     `zerocore.plan`.
     """
@@ -82,7 +82,7 @@ class MemoryRun:
 
 
 def measure_in_fresh_process(cell: Cell) -> MemoryRun:
-    """Measures `cell` where nothing else was allocated before."""
+    """Measures `cell` in a process in which nothing else was allocated."""
     saved = {name: os.environ.get(name) for name in HONEST_MALLOC}
     os.environ.update(HONEST_MALLOC)
     try:
@@ -93,7 +93,7 @@ def measure_in_fresh_process(cell: Cell) -> MemoryRun:
 
 
 class _Trainer:
-    """The model of a cell under its system; each method is a part of a step."""
+    """Trains a cell's model under its system; each method is a part of a step."""
 
     def __init__(self, cell: Cell) -> None:
         size = SIZES[cell.size]
@@ -124,7 +124,7 @@ class _Trainer:
         self.optimizer.zero_grad()
 
     def parts(self, gradients: int) -> MemoryBytes:
-        """Bytes by kind; `gradients` where the system does not say."""
+        """Returns bytes by kind; uses `gradients` if the system does not report any."""
         if self.is_zerocore:
             return zerocore.memory_usage(self.model, self.optimizer)
         params = sum(_local_nbytes(param) for param in self.model.parameters())
@@ -137,7 +137,7 @@ class _Trainer:
         return MemoryBytes(params, gradients, states, pool=0)
 
     def gradient_nbytes(self) -> int:
-        """Bytes of `.grad`, after a backward."""
+        """Returns the bytes of `.grad`, after a backward."""
         grads = (param.grad for param in self.model.parameters())
         return sum(_local_nbytes(grad) for grad in grads if grad is not None)
 
@@ -156,7 +156,7 @@ def _measure(cell: Cell) -> MemoryRun:
 
 
 def _warm_up(cell: Cell) -> Memory:
-    """Loads what a first step loads: kernels, libraries, the optimizer; a GPU's context."""
+    """Takes a step of a small model, which loads kernels, libraries and a GPU's context."""
     device = torch.device(cell.device)
     layer = nn.Linear(8, 8, device=device)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
@@ -207,7 +207,7 @@ def _measure_phases(cell: Cell, memory: Memory) -> MemoryRun:
 
 
 def _phase(sampler: Sampler, start: Sample) -> Phase:
-    """Figures of a phase from its samples, and the allocator's own peaks where it counts them."""
+    """Makes a phase's figures from its samples, and from the allocator's peaks if it has any."""
     allocated_peak, reserved_peak = sampler.memory.peaks()
     last = sampler.samples[-1]
     return Phase(
@@ -231,7 +231,7 @@ def _above(sample: Sample, start: Sample) -> Sample:
 def _sample_step(
     cell: Cell, trainer: _Trainer, memory: Memory
 ) -> tuple[list[Sample], dict[str, int]]:
-    """Memory during one steady step, and when its parts began."""
+    """Samples memory during one steady step, and notes when its parts begin."""
     marks: dict[str, int] = {}
 
     def mark(name: str) -> None:
@@ -250,7 +250,7 @@ def _sample_step(
 
 
 def _saved_nbytes(trainer: _Trainer) -> int:
-    """Bytes that autograd saves in a forward, each storage once, parameters not counted."""
+    """Returns the bytes that autograd saves in a forward, by storage, without parameters."""
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _saved_nbytes(trainer: _Trainer) -> int:
 
 
 def _planned_activations(cell: Cell) -> int | None:
-    """Their peak by `zerocore.plan`; None where it cannot run the model."""
+    """Returns the peak of activations by `zerocore.plan`; None if it cannot run the model."""
     size = SIZES[cell.size]
     with torch.device("meta"):
         model = GPT(size).to(getattr(torch, cell.dtype))

@@ -1,4 +1,4 @@
-"""Used memory of a GPU as the driver counts it (NVML), for all processes."""
+"""Reads a GPU's used memory, of all processes, from the driver (NVML)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zerocore.reporting.nvml import NvmlUnavailable, load_nvml, unavailable
 
 
 class NvmlDevice:
-    """One GPU. A context manager: NVML is released at its end.
+    """A GPU. As a context manager it releases NVML at the end.
 
     Args:
         device: CUDA device, as torch numbers it (``CUDA_VISIBLE_DEVICES`` applies).
 
     Raises:
-        NvmlUnavailable: no nvidia-ml-py, no driver, no such GPU.
+        NvmlUnavailable: nvidia-ml-py, a driver or the GPU is missing.
     """
 
     def __init__(self, device: torch.device | int = 0) -> None:
@@ -30,11 +30,11 @@ class NvmlDevice:
             raise
 
     def used_nbytes(self) -> int:
-        """Bytes in use on the whole device, by any process and by the driver for them."""
+        """Returns the bytes in use on the whole device, by all processes and the driver."""
         return int(self._call("nvmlDeviceGetMemoryInfo", self._handle).used)
 
     def total_nbytes(self) -> int:
-        """Bytes of the device."""
+        """Returns the bytes of the device."""
         return int(self._call("nvmlDeviceGetMemoryInfo", self._handle).total)
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class NvmlDevice:
 
 
 def _uuid(device: torch.device | int) -> str:
-    """NVML's name of a CUDA device: indices differ from torch's under CUDA_VISIBLE_DEVICES."""
+    """Returns NVML's name of a device: under CUDA_VISIBLE_DEVICES indices differ from torch's."""
     if not torch.cuda.is_available():
         raise NvmlUnavailable("no figures from NVML: torch sees no CUDA device")
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -1,4 +1,4 @@
-"""Reports a memory run: plan, allocator and outside view reconciled, and pictures of them."""
+"""Reports a memory run: tables that reconcile plan, allocator and outside view, and pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = {"cpu": ("malloc", "RSS"), "cuda": ("torch's allocator", "NVML")}
 
 
 def categories(run: MemoryRun) -> dict[str, int]:
-    """Bytes at the peak of the steady steps by category; they add up to the allocator's peak."""
+    """Returns the bytes at the steady steps' peak by category; their sum is the allocator's."""
     parts = run.measured
     known = {
         "parameters": parts.parameters,
@@ -37,7 +37,7 @@ def categories(run: MemoryRun) -> dict[str, int]:
 
 
 def label_of(cell: Cell) -> str:
-    """Where the figures come from; belongs on everything."""
+    """Returns the origin of the figures, which every table and picture shows."""
     return (
         f"rank 0 of {cell.world_size} EMULATED ranks on {cell.device.upper()}, GPT {cell.size}, "
         f"{cell.dtype}, batch {cell.batch}; memory of this rank is real and measured"
@@ -45,7 +45,7 @@ def label_of(cell: Cell) -> str:
 
 
 def reconciliation(cell: Cell, runs: list[MemoryRun]) -> Table:
-    """From the plan over the allocator to what is seen from outside; MB (1e6 bytes)."""
+    """Reconciles the plan, the allocator and the outside view, in MB (1e6 bytes)."""
     allocator, outside = NAMES[cell.device]
     table = Table(
         f"Where the bytes are at the peak of a steady step, MB: {label_of(cell)}",
@@ -83,7 +83,7 @@ def _difference(run: MemoryRun) -> str:
 def _notes(cell: Cell, runs: list[MemoryRun]) -> list[str]:
     allocator, outside = NAMES[cell.device]
     notes = [
-        f"{runs[0].num_params:,} parameters, AdamW. Every system in a process of its own.",
+        f"{runs[0].num_params:,} parameters, AdamW. Each system has a process of its own.",
         "Saved activations: storages that autograd saved in a forward, each once. Temporaries: "
         f"{allocator}'s peak less everything above it: gradients of activations, workspaces of "
         "operators, and the unsharded parameters and gradients of FSDP2, which has no pool.",
@@ -93,12 +93,12 @@ def _notes(cell: Cell, runs: list[MemoryRun]) -> list[str]:
         notes.append(
             "Peaks are the highest of samples a millisecond apart. Before the model: Python, "
             "libraries and their kernels. The rest: pages of libraries touched later, stacks of "
-            "threads; negative where memory that malloc holds was never touched."
+            "threads; negative if memory that malloc holds was never touched."
         )
     else:
         notes.append(
             f"The allocator's peaks are its own, {outside}'s the highest of samples a millisecond "
-            f"apart. Before the model: all that {outside} counted on the device then, above all "
+            f"apart. Before the model: all that {outside} counted on the device then, mainly "
             "CUDA's context. The rest, which no allocator of torch's holds: NCCL's buffers, "
             "workspaces of libraries, modules loaded later."
         )
@@ -109,10 +109,10 @@ def _notes(cell: Cell, runs: list[MemoryRun]) -> list[str]:
 
 
 def phases(cell: Cell, runs: list[MemoryRun]) -> Table:
-    """Outside view by phase, above what there was before the model."""
+    """Shows the outside view by phase, above the bytes before the model."""
     allocator, outside = NAMES[cell.device]
     table = Table(
-        f"{outside} by phase, end / peak, MB above what there was before the model",
+        f"{outside} by phase, end / peak, MB above those before the model",
         ["phase", *(run.label for run in runs)],
     )
     for name in PHASES:
@@ -123,22 +123,22 @@ def phases(cell: Cell, runs: list[MemoryRun]) -> Table:
 
 
 def model_state(cell: Cell, runs: list[MemoryRun]) -> Table:
-    """Parameters, gradients and optimizer state, beside the formula."""
+    """Compares parameters, gradients and optimizer state with the formula."""
     table = Table(
         "Model state (parameters, gradients, optimizer), MB", ["", *(run.label for run in runs)]
     )
     table.add("measured", *(_mb(run.measured.model_state) for run in runs))
     table.add("formula", *(_mb(formula(cell, run)) for run in runs))
     table.notes = [
-        "Formula: P parameters of b bytes on N ranks need bP(1 + 1 + 2) at stage 0; what a stage "
-        "shards is divided by N: the optimizer's 2 from stage 1 on, gradients from 2, parameters "
+        "Formula: P parameters of b bytes on N ranks need bP(1 + 1 + 2) at stage 0. Stages divide "
+        "their parts by N: the optimizer's 2 from stage 1 on, gradients from 2, parameters "
         "at 3 (Rajbhandari et al. 2020, arXiv:1910.02054). Measured is above it by padding."
     ]
     return table
 
 
 def formula(cell: Cell, run: MemoryRun) -> int:
-    """Bytes of model state by the formula."""
+    """Returns the bytes of model state by the formula."""
     shares = [2, 1, 1]  # in the order in which stages shard them
     itemsize = 4 if cell.dtype == "float32" else 2
     numel = sum(
@@ -149,7 +149,7 @@ def formula(cell: Cell, run: MemoryRun) -> int:
 
 
 def draw_bars(cell: Cell, runs: list[MemoryRun], path: Path) -> None:
-    """Stacked categories of each system, and the outside view as a line over them."""
+    """Draws each system's categories, stacked, and the outside view as a line."""
     outside = NAMES[cell.device][1]
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
@@ -168,7 +168,7 @@ def draw_bars(cell: Cell, runs: list[MemoryRun], path: Path) -> None:
 
 
 def draw_step(cell: Cell, runs: list[MemoryRun], path: Path) -> None:
-    """Memory during one steady step, a panel for each system."""
+    """Draws the memory during one steady step, in a panel for each system."""
     allocator, outside = NAMES[cell.device]
     figure = Figure(figsize=(11, 2 * len(runs)), layout="constrained")
     for axes, run in zip(figure.subplots(len(runs), 1, sharey=True), runs, strict=True):

@@ -1,4 +1,4 @@
-"""Memory of this process seen from outside and by its allocator, sampled by a thread."""
+"""Samples this process's memory in a thread, from outside and by its allocator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MallInfo(ctypes.Structure):
 
 
 class CpuMemory:
-    """Resident memory, and what malloc has handed out (glibc 2.33 or newer)."""
+    """Reads resident memory, and the bytes that malloc has allocated (glibc 2.33 or newer)."""
 
     outside = "RSS"
     allocator = "malloc"
@@ -41,29 +41,29 @@ class CpuMemory:
         self._mallinfo.restype = MallInfo
 
     def outside_nbytes(self) -> int:
-        """Bytes of this process that are resident."""
+        """Returns the resident bytes of this process."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_NBYTES
 
     def allocated_nbytes(self) -> int:
-        """Bytes in use: mapped blocks and the used part of the heap."""
+        """Returns bytes in use: mapped blocks and the used part of the heap."""
         info = self._mallinfo()
         return int(info.hblkhd + info.uordblks)
 
     def reserved_nbytes(self) -> int:
-        """Bytes that malloc holds, in use or free."""
+        """Returns bytes that malloc holds, in use or free."""
         info = self._mallinfo()
         return int(info.hblkhd + info.arena)
 
     def reset_peaks(self) -> None:
-        """malloc counts none."""
+        """Does nothing: malloc has no peaks."""
 
     def peaks(self) -> tuple[int, int]:
-        """malloc counts none: samples have to do."""
+        """Returns zeros: malloc has no peaks, so samples must suffice."""
         return 0, 0
 
 
 class CudaMemory:
-    """NVML's used memory of the whole device, and torch's allocator."""
+    """Reads NVML's used memory of the whole device, and torch's allocator."""
 
     outside = "NVML"
     allocator = "torch"
@@ -73,23 +73,23 @@ class CudaMemory:
         self._nvml = NvmlDevice(device)
 
     def outside_nbytes(self) -> int:
-        """Bytes in use on the device, by whomever."""
+        """Returns bytes in use on the device, by all processes."""
         return self._nvml.used_nbytes()
 
     def allocated_nbytes(self) -> int:
-        """Bytes of live tensors."""
+        """Returns bytes of live tensors."""
         return torch.cuda.memory_allocated(self._device)
 
     def reserved_nbytes(self) -> int:
-        """Bytes that torch's allocator holds."""
+        """Returns bytes that torch's allocator holds."""
         return torch.cuda.memory_reserved(self._device)
 
     def reset_peaks(self) -> None:
-        """The peaks of what follows begin at what is in use now."""
+        """Resets the peaks to the bytes in use now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peaks(self) -> tuple[int, int]:
-        """The allocator's own peaks: bytes of live tensors, bytes held."""
+        """Returns the allocator's peaks: bytes of live tensors, bytes held."""
         return (
             torch.cuda.max_memory_allocated(self._device),
             torch.cuda.max_memory_reserved(self._device),
@@ -101,7 +101,7 @@ Memory = CpuMemory | CudaMemory
 
 @dataclass(frozen=True)
 class Sample:
-    """Bytes at a time of the host's monotonic clock."""
+    """Bytes at a time on the host's monotonic clock."""
 
     time_ns: int
     outside: int
@@ -122,7 +122,7 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def read(self) -> Sample:
-        """Memory now."""
+        """Returns a sample of memory now."""
         memory = self.memory
         return Sample(
             time.perf_counter_ns(),
@@ -132,7 +132,7 @@ class Sampler:
         )
 
     def peak(self, read: Callable[[Sample], int]) -> int:
-        """The highest of the samples."""
+        """Returns the highest sample."""
         return max(read(sample) for sample in self.samples)
 
     def __enter__(self) -> Sampler:

@@ -1,4 +1,4 @@
-"""Faults of ranks on nodes of their own, and how long the other ranks took to end."""
+"""Times how long the other ranks take to end after faults of ranks on nodes of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHAT = {
 
 
 def measure_faults(times: int, only: str, at_a_time: int) -> tuple[dict[str, Any], Table]:
-    """Each fault several times: seconds to the last rank's end, and what was wrong, by fault."""
+    """Measures each fault several times: seconds to the last rank's end, and wrong results."""
     from tests.distributed.network_faults import LIMIT, PATIENCE, WORLD_SIZE, all_faults, play
 
     chosen = [fault for fault in all_faults(times) if only in str(fault)]
@@ -36,8 +36,8 @@ def measure_faults(times: int, only: str, at_a_time: int) -> tuple[dict[str, Any
         f"optimizer step, save, load, a barrier of the program); {wrong} went wrong.",
         "Seconds from the fault to the end of the last process that can end, least to most. Rank 0 "
         "holds the store.",
-        f"The limit of silence is {LIMIT:.0f} s. A run goes wrong if a rank takes over "
-        f"{LIMIT + PATIENCE:.0f} s, does not end by itself or prints no true sentence. Where the "
+        f"The alarm's limit is {LIMIT:.0f} s. A run goes wrong if a rank takes over "
+        f"{LIMIT + PATIENCE:.0f} s, does not end by itself or prints a wrong reason. Where the "
         "link comes back the limit is 30 s, and training must go on to its end.",
     ]
     return raw, table

@@ -1,4 +1,4 @@
-"""The table of a slow network: step times, ratios to peers, hidden shares."""
+"""Makes the table of a slow network: step times, ratios to peers, hidden shares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.network.run import PLAIN
 NO_RESHARD = ("FSDP2, no reshard", "FSDP2, no reshard, async")
 FSDP2 = ("FSDP2", "FSDP2, async")
 NEAR = ("FSDP2, near ranks", "FSDP2, async, near ranks")
-# Each system, and its peers: the faster of them is compared.
+# Each system and its peers, of which the faster one is compared.
 PEERS = {
     "zerocore stage 0": ("DDP",),
     "zerocore stage 2": NO_RESHARD,
@@ -24,12 +24,12 @@ UNITS = {"mbit": 1e6, "gbit": 1e9}
 
 
 def bits_per_second(rate: str) -> float:
-    """A rate as tc has it, such as "4gbit"."""
+    """Parses a rate of tc, such as "4gbit"."""
     return float(rate[:-4]) * UNITS[rate[-4:]]
 
 
 def network_table(title: str, rate: str, found: dict[str, Any]) -> Table:
-    """A row for each system; `found` has the times that a rank printed, by label."""
+    """Makes a row for each system; `found` has the times that a rank printed, by label."""
     columns = ["system", "step ms", "of", "peer's", "sent MB", "wire ms", "compute ms"]
     columns += ["hidden %, by length", "by timeline", "floor ms", "floor of peer's"]
     table = Table(title, columns)
@@ -57,7 +57,7 @@ def network_table(title: str, rate: str, found: dict[str, Any]) -> Table:
 
 
 def _beside(label: str, middle: dict[str, Any], step_ms: float) -> list[str]:
-    """The faster peer, and what share of its step `step_ms` is."""
+    """Returns the faster peer, and the ratio of `step_ms` to its step."""
     steps = {peer: middle[peer]["step_ms"] for peer in PEERS.get(label, ()) if peer in middle}
     if not steps:
         return ["", ""]

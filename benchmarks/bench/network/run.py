@@ -1,4 +1,4 @@
-"""One rank of a slow network: trains one GPT under each system by turns and times the steps."""
+"""Trains a GPT on one rank of a slow network, under each system in turns, and times the steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SYSTEMS = tuple(system for system in ALL_SYSTEMS if system.stage not in (None, 1
 
 
 def choose(near: int, only: str) -> list[System]:
-    """The systems of some stages; with `near` ranks in a node also those that use them."""
+    """Returns the systems of some stages; with `near` ranks in a node also those that use them."""
     hybrid = [
         System("fsdp2", 3, "FSDP2, near ranks", near=near),
         System("fsdp2", 3, "FSDP2, async, near ranks", overlap=True, near=near),
@@ -46,17 +46,17 @@ def choose(near: int, only: str) -> list[System]:
 
 @dataclass
 class Times:
-    """Of each timed step of one system on this rank."""
+    """Figures of a system's timed steps on this rank."""
 
     step_ms: list[float] = field(default_factory=list)
     update_ms: list[float] = field(default_factory=list)
-    wait_ms: list[float] = field(default_factory=list)  # by the timeline, of one step a turn
-    sent_nbytes: list[int] = field(default_factory=list)  # by the node
-    floor_ms: list[float] = field(default_factory=list)  # of zerocore: see Floor
+    wait_ms: list[float] = field(default_factory=list)  # from the timeline of one step a turn
+    sent_nbytes: list[int] = field(default_factory=list)  # sent by the node
+    floor_ms: list[float] = field(default_factory=list)  # for zerocore's systems, see Floor
 
 
 class Subject:
-    """A system with its model, which takes steps."""
+    """A system with its model."""
 
     def __init__(self, system: System, batch: tuple[Tensor, Tensor]) -> None:
         self.system, self.batch = system, batch
@@ -72,7 +72,7 @@ class Subject:
         self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
     def step(self) -> tuple[float, float]:
-        """Milliseconds of a step and of the update in it, with all ranks beginning together."""
+        """Takes a step; returns its milliseconds and the update's. All ranks begin together."""
         dist.barrier()
         start = time.perf_counter()
         if self.whole is not None:
@@ -86,7 +86,7 @@ class Subject:
         return (end - start) * 1e3, (end - middle) * 1e3
 
     def take_turn(self) -> None:
-        """One step that is not timed, those that are, and for zerocore its exposed waits."""
+        """Takes one untimed step, the timed ones, and for zerocore one with its exposed waits."""
         self.step()
         for _ in range(STEPS_A_TURN):
             dist.barrier()
@@ -103,9 +103,9 @@ class Subject:
 
 
 class Floor:
-    """A plain model's forward and backward, while as many bytes as a system's are sent beside.
+    """Runs a plain model's forward and backward while it sends as many bytes as a system.
 
-    Bytes of gradients wait for the backward. Nothing else waits, so no other order of collectives
+    Only bytes of gradients wait, for the backward. So no other order of collectives
     that send as much can be faster on this machine.
     """
 
@@ -118,13 +118,13 @@ class Floor:
         self.grad_nbytes = 4 * numel * sums * (count - 1) // count
 
     def take_turn(self) -> None:
-        """Times as many steps as the system takes, without the update."""
+        """Times as many steps as the system takes in a turn, without the update."""
         for _ in range(STEPS_A_TURN):
             self.system.times.floor_ms.append(self._step())
 
     def _step(self) -> float:
         nbytes = torch.tensor(median(self.system.times.sent_nbytes), dtype=torch.int64)
-        dist.broadcast(nbytes, 0)  # nodes count some packets more or fewer
+        dist.broadcast(nbytes, 0)  # counts differ between nodes by some packets
         backward = threading.Event()
         sender = threading.Thread(target=self._send, args=(int(nbytes), backward))
         dist.barrier()
@@ -139,7 +139,7 @@ class Floor:
         return (end - start) * 1e3
 
     def _send(self, nbytes: int, backward: threading.Event) -> None:
-        """To the next rank, and takes as much from the one before."""
+        """Sends to the next rank, and receives as much from the previous one."""
         size, rank = dist.get_world_size(), dist.get_rank()
         piece = torch.zeros(PIECE_NBYTES, dtype=torch.uint8)
         taken = [torch.empty_like(piece) for _ in range(PIECES_ON_THEIR_WAY)]
@@ -160,7 +160,7 @@ class Floor:
 def run_rank(rounds: int, near: int, only: str) -> None:
     """Measures all systems and a plain model; rank 0 prints the times of each as JSON.
 
-    With one rank a node also the floor of each of zerocore's systems.
+    With one rank a node it also measures the floor of each of zerocore's systems.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""AdamW on the CPU by number of threads, and how fast as many threads move memory."""
+"""Times AdamW on the CPU by number of threads, and the memory bandwidth of as many threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMORY = ("memory: copy", "memory: scale in place", "memory: triad")
 
 @dataclass(frozen=True)
 class AdamWCell:
-    """Steps of so many fp32 parameters by so many threads, each with a core to itself."""
+    """The numbers of fp32 parameters and of threads, each of which has a core to itself."""
 
     threads: int
     numel: int
@@ -31,14 +31,14 @@ class AdamWCell:
 
     @property
     def nbytes(self) -> int:
-        """Of one pass over everything that is touched."""
+        """Bytes of one pass over all memory that a step touches."""
         return NBYTES_EACH * self.numel
 
 
 def measure_in_fresh_process(cell: AdamWCell) -> dict[str, list[float]]:
-    """Seconds of a step, or of moving as many bytes, one figure a round, by name.
+    """Returns the seconds of a step, or of moving as many bytes, by name, one figure a round.
 
-    A process of its own, as an OpenMP library reads its number of threads once and DeepSpeed has
+    Needs a new process, as an OpenMP library reads its number of threads once and DeepSpeed has
     another one than torch.
     """
     cores = os.sched_getaffinity(0)
@@ -62,7 +62,7 @@ def _measure(cell: AdamWCell) -> dict[str, list[float]]:
 
 
 def _step_on_own_threads(cell: AdamWCell) -> Call:
-    """Each thread steps its share of the parameters, instead of all sharing torch's pool."""
+    """Returns a step in which each thread updates its part of the parameters, without torch's."""
     steps = [
         Weights(cell.numel // cell.threads, "cpu").zerocore_step() for _ in range(cell.threads)
     ]
@@ -71,9 +71,9 @@ def _step_on_own_threads(cell: AdamWCell) -> Call:
 
 
 def _memory_calls(nbytes: int) -> dict[str, Call]:
-    """As STREAM moves memory; bytes read plus bytes written are `nbytes`.
+    """Returns calls that move memory as STREAM does; each reads and writes `nbytes` in all.
 
-    The processor also reads memory that is written and was not read before; that is not counted.
+    Reads that the processor makes of memory before it writes there do not count.
     """
     a, b = (torch.rand(nbytes // 8) for _ in range(2))
     x, y, z = (torch.rand(nbytes // 12) for _ in range(3))

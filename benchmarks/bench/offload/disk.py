@@ -1,4 +1,4 @@
-"""Plain direct reads and writes of a file."""
+"""Measures plain direct reads and writes of a file."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 MIB = 1 << 20
-# MiB of a call, and how many are under way at a time.
+# MiB of a call, and calls in flight at a time.
 RAW_WAYS = ((16, 4), (4, 8), (1, 16))
 
 
 class RawDisk:
-    """A file whose name in `folder` was removed, and memory of as many bytes."""
+    """An unlinked file in `folder`, and memory of the same size."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.nbytes = nbytes
         self._memory = memoryview(mmap.mmap(-1, nbytes))  # begins on a page
         with tempfile.NamedTemporaryFile(dir=folder) as named:
             self._file = os.open(named.name, os.O_RDWR | os.O_DIRECT)
-        self._move(True, *RAW_WAYS[0])  # space that was never written is slow
+        self._move(True, *RAW_WAYS[0])  # the first write to new space is slow
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes and so deletes the file."""
         os.close(self._file)
 
     def measure(self, rounds: int) -> dict[str, float]:
-        """Bytes per second of "read" and "write" at the fastest way, each the median of rounds."""
+        """Returns the bytes a second of "read" and "write" in the fastest way; medians."""
         found: dict[str, list[float]] = {"read": [], "write": []}
         for way in RAW_WAYS:
             for what, seconds in found.items():
@@ -39,7 +39,7 @@ class RawDisk:
         return {what: self.nbytes / min(seconds) for what, seconds in found.items()}
 
     def _move(self, writes: bool, mib: int, calls: int) -> float:
-        """Seconds of the whole file."""
+        """Reads or writes the whole file; returns the seconds."""
         move: Callable[..., int] = os.pwritev if writes else os.preadv
 
         def one(begin: int) -> None:
@@ -50,5 +50,5 @@ class RawDisk:
 
         start = time.perf_counter()
         with ThreadPoolExecutor(calls) as pool:
-            list(pool.map(one, range(0, self.nbytes, mib * MIB)))  # raises what one has raised
+            list(pool.map(one, range(0, self.nbytes, mib * MIB)))  # raises the errors of calls
         return time.perf_counter() - start

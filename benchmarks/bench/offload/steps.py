@@ -1,4 +1,4 @@
-"""Training steps with states on the host beside the same without, of zerocore and its peers."""
+"""Times training steps of zerocore and its peers, with and without states on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.step.run import RankReport, RunLength, run_on_this_rank
 SIZE, LENGTH, TIMEOUT_S = "29m", RunLength(num_warmup=3, num_steps=8), 180.0
 RECIPE = Recipe(clip=1.0, optimizer="zerocore")
 NUM_RANKS = 2
-# Each offloaded system right behind the same one without.
+# Each offloaded system runs right after the same one without offload.
 ZEROCORE = (
     System("zerocore", 3, "zerocore"),
     System("zerocore", 3, "zerocore, Offload(states='cpu')", offload=True),
@@ -28,8 +28,8 @@ DEEPSPEED = (
 )
 SYSTEMS = (*ZEROCORE, *FSDP2, *DEEPSPEED)
 NOTES = (
-    f"{NUM_RANKS} ranks over gloo, a core each: what updates a unit takes its time from what "
-    "computes, so nothing is hidden and a ratio says what offload itself costs. DeepSpeed's states "
+    f"{NUM_RANKS} ranks over gloo, a core each: updates take time from the cores that "
+    "compute, so nothing is hidden and a ratio is the cost of offload itself. DeepSpeed's states "
     "are updated by its DeepSpeedCPUAdam.",
     "Clipped to a norm of 1. Beside: the same system without offload, medians over rounds.",
 )
@@ -37,13 +37,13 @@ NOTES = (
 
 @dataclass
 class Measured:
-    """Rounds of a system, each a report of each rank; or why there are none."""
+    """The rounds of a system, each with a report of each rank, or its error."""
 
     rounds: list[list[RankReport]] = field(default_factory=list)
     error: str = ""
 
     def medians(self) -> list[float]:
-        """Milliseconds of a step, by round; the mean over ranks of each."""
+        """Returns the milliseconds of a step by round, the mean over the ranks."""
         steps = [
             [sum(ms) / len(ms) for ms in zip(*(r.step_ms for r in ranks), strict=True)]
             for ranks in self.rounds
@@ -52,12 +52,12 @@ class Measured:
 
 
 def run_offloaded(system: System) -> RankReport:
-    """On this rank."""
+    """Runs a system on this rank."""
     return run_on_this_rank(system, SIZE, LENGTH, recipe=RECIPE)
 
 
 def measure_steps(rounds: int) -> dict[System, Measured]:
-    """All systems in turn, in processes of their own."""
+    """Measures all systems in turn, each in processes of its own."""
     found = {system: Measured() for system in SYSTEMS}
     for _ in range(rounds):
         for system, measured in found.items():
@@ -74,7 +74,7 @@ def measure_steps(rounds: int) -> dict[System, Measured]:
 
 
 def steps_table(found: dict[System, Measured]) -> Table:
-    """Each system beside the same without offload."""
+    """Compares each system with the same one without offload."""
     columns = ["system", "step ms", "beside", "rounds", "loss"]
     title = f"a training step of {SIZE}, {NUM_RANKS} ranks, gloo"
     table = Table(title, columns, notes=list(NOTES))

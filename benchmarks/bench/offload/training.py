@@ -1,4 +1,4 @@
-"""The model that is larger than memory, and its loss."""
+"""A model that is larger than memory, and its loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """A transformer's block with causal attention; takes and gives (batch, tokens, width)."""
+    """A transformer block with causal attention; maps (batch, tokens, width) to the same."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -16,7 +16,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output, shaped as its input."""
+        """Returns the block's output, which has the input's shape."""
         batch, tokens, width = x.shape
         parts = self.qkv(self.norms[0](x)).view(batch, tokens, 3, self.heads, -1)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -26,12 +26,12 @@ class Block(nn.Module):
 
 
 def gpt(num_blocks: int, width: int, heads: int, vocabulary: int) -> nn.Sequential:
-    """Its children are of similar size: units."""
+    """Makes a GPT whose children have similar sizes and become units."""
     blocks = (Block(width, heads) for _ in range(num_blocks))
     head = nn.Linear(width, vocabulary, bias=False)
     return nn.Sequential(nn.Embedding(vocabulary, width), *blocks, head)
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Cross entropy of each token by those before it."""
+    """Returns the cross entropy of each token, predicted from the tokens before it."""
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""Measures, in a process of its own, clipping and a step of AdamW on many small tensors."""
+"""Measures clipping and a step of AdamW on many small tensors, in a new process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from bench.lib.timing import Call
 
 MAX_NORM = 1.0
 NUM_BLOCKS, PARAMS_PER_BLOCK = 32, 16
-LOCAL_NUMEL = 1024  # of a parameter on one rank, about
+LOCAL_NUMEL = 1024  # about the elements of a parameter on one rank
 PLAIN = "torch fused, plain tensors"
 FSDP2 = "torch fused, FSDP2"
 
 
 @dataclass(frozen=True)
 class SmallCell:
-    """One row of measurements: on a group of that many ranks whose collectives return at once."""
+    """A row of the table: a group of that many ranks, whose collectives return at once."""
 
     world_size: int
     device: str = "cpu"
@@ -35,7 +35,7 @@ class SmallCell:
 
 
 def measure_in_fresh_process(cell: SmallCell) -> dict[str, list[float]]:
-    """Seconds of a clip and a step, one figure a round, by system."""
+    """Returns the seconds of a clip and a step by system, one figure a round."""
     return run_in_fresh_process(_measure, cell)
 
 
@@ -62,7 +62,7 @@ def _measure(cell: SmallCell) -> dict[str, list[float]]:
 
 
 def _seconds(call: Call, device: str, repeats: int = 3) -> float:
-    """The fastest of some; on a GPU until it is done, which is at least the host's time."""
+    """Returns the seconds of the fastest of some calls, on a GPU until it is idle."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -113,7 +113,7 @@ def _step(
 
 
 def _chain(cell: SmallCell) -> tuple[Chain, Tensor]:
-    """512 matrices of which each rank's part has about LOCAL_NUMEL elements."""
+    """Makes 512 matrices; a rank's part of each has about LOCAL_NUMEL elements."""
     torch.manual_seed(0)
     width = math.isqrt(LOCAL_NUMEL * cell.world_size) // cell.world_size * cell.world_size
     model = Chain(NUM_BLOCKS, PARAMS_PER_BLOCK, width).to(cell.device)
@@ -121,7 +121,7 @@ def _chain(cell: SmallCell) -> tuple[Chain, Tensor]:
 
 
 def _plain_params(cell: SmallCell) -> list[nn.Parameter]:
-    """As many, each of the size of one rank's part."""
+    """Makes as many plain parameters, each of the size of one rank's part."""
     model, _ = _chain(cell)
     numels = [param.numel() // cell.world_size for param in model.parameters()]
     params = [nn.Parameter(torch.randn(numel, device=cell.device)) for numel in numels]
@@ -143,11 +143,11 @@ def _fsdp2_params(cell: SmallCell) -> list[nn.Parameter]:
     return _trained(model, inputs)
 
 
-_models: list[nn.Module] = []  # kept: a shard's memory goes with its model
+_models: list[nn.Module] = []  # keeps models alive, and with them their shards' memory
 
 
 def _trained(model: nn.Module, inputs: Tensor) -> list[nn.Parameter]:
-    """The parameters after one backward, with gradients of ordinary values."""
+    """Returns the parameters after a backward, with gradients of ordinary values."""
     model(inputs).sum().backward()
     _models.append(model)
     params = list(model.parameters())

@@ -1,4 +1,4 @@
-"""AdamW on large tensors by zerocore, torch and DeepSpeed, and copies of as many bytes."""
+"""Contests of AdamW on large tensors: zerocore, torch, DeepSpeed and copies of as many bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_LARGE = 8
 
 
 class Weights:
-    """`NUM_LARGE` parameters with gradients, and model weights beside them if `model` is given."""
+    """`NUM_LARGE` parameters with gradients, and model weights of dtype `model` if given."""
 
     def __init__(
         self, numel: int, device: str, grad: torch.dtype = F32, model: torch.dtype | None = None
@@ -28,19 +28,19 @@ class Weights:
         self.params = [nn.Parameter(torch.randn(each, device=device)) for _ in range(NUM_LARGE)]
         self.model_weights: list[Tensor] = []
         for param in self.params:
-            param.grad_dtype = None  # any
+            param.grad_dtype = None  # allows any dtype
             param.grad = torch.randn(each, device=device).to(grad)
             if model is not None:
                 self.model_weights.append(torch.zeros(each, dtype=model, device=device))
 
     def zerocore_step(self) -> Call:
-        """One pass that writes the model weights too."""
+        """Returns a step in one pass, which also writes the model weights."""
         for param, model_weight in zip(self.params, self.model_weights, strict=False):
             param.model_weight = model_weight
         return zerocore.optim.AdamW(self.params, lr=LR).step
 
     def torch_step(self) -> Call:
-        """The fused step, with the casts before and after it that it does not make."""
+        """Returns torch's fused step, with the casts that it needs before and after."""
         narrow = [param.grad for param in self.params]
         wide = [grad.to(F32) for grad in narrow]
         for param, grad in zip(self.params, wide, strict=True):
@@ -59,14 +59,14 @@ class Weights:
         return step
 
     def deepspeed_step(self) -> Call:
-        """Its fused Adam for GPUs, or its vectorised one for CPUs, with the decay of AdamW."""
+        """Returns DeepSpeed's fused Adam for GPUs or its vectorised one for CPUs, as AdamW."""
         adam: Any = importlib.import_module("deepspeed.ops.adam")
         make = adam.FusedAdam if self.params[0].is_cuda else adam.DeepSpeedCPUAdam
         return make(self.params, lr=LR, weight_decay=0.01, adamw_mode=True).step
 
 
 def large_tensors(numel: int, device: str) -> Iterator[Contest]:
-    """Steps of `numel` parameters in all; bytes are those of one pass over all that is touched."""
+    """Yields contests of steps of `numel` parameters; bytes are those of one pass over them."""
     calls = {OWN: Weights(numel, device).zerocore_step()}
     calls["torch fused"] = Weights(numel, device).torch_step()
     if is_installed("deepspeed"):

@@ -1,4 +1,4 @@
-"""On one rank of an emulated link: how much of Muon's exchange its own computation hides."""
+"""Measures how much of Muon's exchange its computation hides, on a rank of an emulated link."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LATENCY_S = 20e-6
 
 @dataclass(frozen=True)
 class HiddenExchange:
-    """Medians over steps on one link.
+    """Medians over the steps on one link.
 
-    `share` is the time that the exchange has the link, over that of a step without any delay;
-    `num_rounds` are those of a step, each of one all-to-all there and one back.
+    `share` is the time that the exchange uses the link, over a step's time without delay;
+    `num_rounds` counts a step's rounds, each with an all-to-all to owners and one back.
     """
 
     share: float
@@ -33,12 +33,12 @@ class HiddenExchange:
 
     @property
     def hidden(self) -> float:
-        """1 - waited / transferred."""
+        """The hidden share: 1 - waited / transferred."""
         return 1 - self.waited_s / self.transfer_s
 
 
 def measure_hidden(shares: list[float], rounds: int) -> list[HiddenExchange]:
-    """Steps on links on which the exchange lasts these shares of a step without delay."""
+    """Measures steps on links on which the exchange takes these shares of an undelayed step."""
     zerocore = import_zerocore()
     link = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     link.link = zerocore.emulation.link("inf", 0.0)

@@ -1,4 +1,4 @@
-"""On each rank: steps of Muon by different systems in turn, and losses of a GPT trained by it."""
+"""Measures, on each rank, steps of Muon by several systems in turn, and losses of a GPT."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class MuonRun:
-    """Of one rank: seconds of a step by system, one figure a round, and zerocore's own figures.
+    """Figures of one rank: seconds of a step by system and round, and zerocore's own figures.
 
     `errors` is the largest difference of a parameter from one process with torch.optim.Muon after
     the first step; `waited_s` the part of zerocore's step in which it waited for its exchange.
@@ -44,14 +44,14 @@ class MuonRun:
 
 
 class GatheredMuon(torch.optim.Optimizer):
-    """The usual code over DTensors: each rank gathers the update and computes all matrices."""
+    """Muon as usually written for DTensors: each rank gathers updates and computes all matrices."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {"lr": LR})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One update with the defaults of torch.optim.Muon."""
+        """Takes one step with the defaults of torch.optim.Muon."""
         for param in self.param_groups[0]["params"]:
             state = self.state[param]
             grad: Any = param.grad
@@ -60,7 +60,7 @@ class GatheredMuon(torch.optim.Optimizer):
             update = grad.lerp(buffer, 0.95).bfloat16().full_tensor()
             update = _muon._zeropower_via_newtonschulz(update, *_COEFFICIENTS)
             ratio = _muon._adjust_lr(1.0, None, param.shape)
-            # Shards of FSDP2 are rows.
+            # FSDP2 shards by rows.
             rows = update.chunk(dist.get_world_size())[dist.get_rank()]
             param.mul_(1 - LR * 0.1)
             param.to_local().add_(rows, alpha=-LR * ratio)
@@ -70,7 +70,7 @@ _COEFFICIENTS = ((_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C), 5, 1e-7)
 
 
 def measure_muon(rounds: int) -> MuonRun:
-    """Steps on the same gradients, in turn, from one barrier to the next."""
+    """Times steps on the same gradients, in turn, from one barrier to the next."""
     models: dict[str, Any] = {}
     steps: dict[str, Step] = {}
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def _seconds(step: Step) -> float:
 
 @dataclass(frozen=True)
 class OwnStep:
-    """A model with gradients, zerocore's step of it, and who owns what in it."""
+    """A model with gradients, zerocore's step of it, and its owners of matrices."""
 
     model: nn.Module
     step: Step
@@ -118,7 +118,7 @@ class OwnStep:
 
 
 def own_step(model: nn.Module) -> OwnStep:
-    """zerocore.matrices.Muon at stage 3."""
+    """Makes a step of zerocore.matrices.Muon at stage 3."""
     zerocore = import_zerocore()
     model = zerocore.shard(model, stage=3, units=[GPTBlock])
     for name, param in model.named_parameters():
@@ -135,7 +135,7 @@ def _make_own(model: nn.Module, lr: float) -> Any:
 
 
 def gradient(name: str, param: Tensor) -> Tensor:
-    """Of the full shape; the same on every rank."""
+    """Returns a gradient of the full shape, the same on every rank."""
     draw = torch.Generator().manual_seed(sum(map(ord, name)))
     return torch.randn(param.shape, generator=draw) * 0.01
 
@@ -188,7 +188,7 @@ def _one_process() -> dict[str, Tensor]:
 
 
 def train(optimizer: str, num_steps: int, global_batch: int, text: Tensor) -> list[float]:
-    """Losses of a GPT, in nats per byte, mean over the ranks, which divide one batch."""
+    """Returns the losses of a GPT in nats per byte, means over the ranks, which divide a batch."""
     zerocore = import_zerocore()
     torch.manual_seed(0)
     model = zerocore.shard(GPT(SIZE), stage=3, units=[GPTBlock])

@@ -1,4 +1,4 @@
-"""Bytes that a step of a language model gathers at stage 3, and bytes that embeddings spare."""
+"""Counts the bytes that a language model gathers at stage 3, and those that embeddings save."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ QUICK, WHOLE = "small", "29m"
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of a steady step: its collectives of units, and of which unit each gather is."""
+    """The bytes of a steady step's collectives, and each gather by its unit."""
 
     gathers: dict[str, list[int]]
     total_nbytes: int
-    exposed_nbytes: int  # of the first gather and the last reduction
+    exposed_nbytes: int  # bytes of the first gather and the last reduction
 
     def of_embeddings(self) -> list[list[int]]:
-        """Sizes of the gathers of each."""
+        """Returns the sizes of each embedding's gathers."""
         return [s for unit, s in self.gathers.items() if "tokens" in unit or "positions" in unit]
 
     def most_hidden(self, spared_nbytes: int = 0) -> float:
-        """Percent of the bytes that a schedule can hide, were those spared not spared."""
+        """Returns the percentage that can be hidden, of bytes with the spared gathers."""
         return 100 * (1 - self.exposed_nbytes / (self.total_nbytes + spared_nbytes))
 
 
 def sent_in_a_step(link: Link, tied: bool, size_name: str) -> Sent:
-    """By a GPT whose head may be its embedding, at stage 3."""
+    """Counts the bytes of a GPT at stage 3, whose head may be its embedding."""
     size = GPT_SIZES[size_name]
     model: nn.Module = GPT(size).to(link.device)
     if tied:
@@ -56,7 +56,7 @@ def sent_in_a_step(link: Link, tied: bool, size_name: str) -> Sent:
 
 
 def lookups(link: Link, quick: bool) -> Table:
-    """A row for each way of using the embedding: what is gathered, and what is not any more."""
+    """Makes a table of gathered and saved bytes, with a row for a tied head and its own."""
     name = QUICK if quick else WHOLE
     hidden = ["can be hidden %", "with these"]
     table = Table(
@@ -77,11 +77,11 @@ def lookups(link: Link, quick: bool) -> Table:
             f"{sent.most_hidden(spared):.1f}",
         )
     table.notes = [
-        "Not gathered: each embedding once, for a backward that reads no weight. Bytes of whole "
+        "Not gathered: each embedding once, as a lookup's backward reads no weight. Bytes of whole "
         "buckets, from the runtime's trace. A tied embedding is gathered for the lookup and for "
         "the head, whose backward comes next.",
-        "Can be hidden: the bound of the tables above, all but the first gather and the last "
-        "reduction, in bytes of this model. Without these gathers less is sent and as much is "
+        "Can be hidden: as in the tables above, all but the first gather and the last "
+        "reduction, in bytes of this model. Without these gathers less is sent but as much is "
         "exposed, so the share that can be hidden is lower.",
     ]
     return table

@@ -1,4 +1,4 @@
-"""Reports an overlap run: exposed and hidden communication, in tables and as a picture."""
+"""Reports the exposed and hidden communication of an overlap run, in tables and a picture."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ HIDDEN_GOAL = 95.0
 
 @dataclass(frozen=True)
 class Figures:
-    """One system on one link; milliseconds a step, medians over the rounds."""
+    """Figures of one system on one link, in milliseconds a step, medians over the rounds."""
 
-    free_ms: float  # on an infinitely fast link; on a real link: the plain model
+    free_ms: float  # on an infinitely fast link; with a real link, the plain model's
     step_ms: float
     communication_ms: float
     unavoidable_ms: float
     exposed_ms: float
-    wait_ms: float | None  # the same from the timeline
+    wait_ms: float | None  # exposed time from the timeline
 
     def hidden(self, exposed_ms: float | None) -> float | None:
-        """Percent of the communication that did not lengthen the step."""
+        """Returns the percentage of communication that did not lengthen the step."""
         if exposed_ms is None or self.communication_ms == 0:
             return None
         return 100 * (1 - exposed_ms / self.communication_ms)
 
     def hidden_of_possible(self, exposed_ms: float | None) -> float | None:
-        """The same of all but the first gather and the last reduction."""
+        """Returns the same, without the first gather and the last reduction."""
         possible = self.communication_ms - self.unavoidable_ms
         if exposed_ms is None or possible <= 0:
             return None
@@ -42,7 +42,7 @@ class Figures:
 
 
 def figures(run: OverlapRun, subject: Subject, ratio: float) -> Figures:
-    """Results of a system's rounds at a ratio of communication to compute."""
+    """Returns the figures of a system at a ratio of communication to compute."""
     if run.link.is_emulated:
         free = subject.rounds[0.0].step_ms
         rounds = subject.rounds[ratio]
@@ -63,7 +63,7 @@ def figures(run: OverlapRun, subject: Subject, ratio: float) -> Figures:
 
 
 def find(run: OverlapRun, label: str) -> Subject:
-    """The system of that name."""
+    """Returns the system with that label."""
     return next(subject for subject in run.subjects if subject.system.label == label)
 
 
@@ -72,7 +72,7 @@ def _percent(value: float | None) -> str:
 
 
 def comparison(run: OverlapRun, hybrid: bool = False) -> Table:
-    """The systems at the ratio of the goal: those that shard over all ranks, or the hybrid ones."""
+    """Compares the systems at the goal's ratio: those that shard over all ranks, or hybrid ones."""
     by_difference = ("exposed", "hidden %", "of possible %")
     by_timeline = ("waits", "hidden %", "of possible %")
     table = Table(
@@ -103,7 +103,7 @@ def comparison(run: OverlapRun, hybrid: bool = False) -> Table:
 
 
 def notes(run: OverlapRun) -> list[str]:
-    """Explains the columns of the comparison."""
+    """Returns notes that explain the comparison's columns."""
     work, compute = run.workload, run.compute
     lines = [
         f"Forward and backward of {work.num_blocks} GPT blocks, width {work.width}, "
@@ -112,8 +112,8 @@ def notes(run: OverlapRun) -> list[str]:
         "Hidden: communication that did not lengthen the step; possible: all but the first gather "
         "and the last reduction. Blocks read their weights in backward; what a model's embeddings "
         "move in this bound is in the last table. Waits: exposed time, independent of step times: "
-        "from the timeline of the runtime, for FSDP2 what it waited in the link's collectives "
-        "(CPU; DDP waits for futures, which do not tell); the columns after it follow from it.",
+        "from the timeline of the runtime, for FSDP2 its waits in the link's collectives "
+        "(CPU; DDP waits for futures, which record no times); the next columns follow from it.",
         "FSDP2, async: _set_unshard_async_op(True), prefetch lists one block ahead. On CPU it has "
         "no streams and waits for each reduction all the same. DDP: buckets of a block's size.",
     ]
@@ -123,8 +123,8 @@ def notes(run: OverlapRun) -> list[str]:
             0,
             f"EMULATED link: rank 0 of {EMULATED_WORLD_SIZE}, communication of stage 3 over "
             f"compute {forward:.2f} in forward, {backward:.2f} in backward. Free: on an "
-            "infinitely fast link. Exposed: step - free, in the same round; it may be less than "
-            "what cannot be hidden, as the free step waits for the first copy in memory. Comm: by "
+            "infinitely fast link. Exposed: step - free, in the same round; it may be below "
+            "the minimum, as the free step also waits for the first copy in memory. Comm: by "
             "the model.",
         )
     else:
@@ -138,7 +138,7 @@ def notes(run: OverlapRun) -> list[str]:
 
 
 def hybrid_notes() -> list[str]:
-    """The same of the comparison with hybrid sharding, where it differs."""
+    """Returns further notes for the comparison with hybrid sharding."""
     shards = EMULATED_WORLD_SIZE // EMULATED_REPLICAS
     return [
         f"EMULATED links: rank 0 of a mesh of {EMULATED_REPLICAS} replicas x {shards} shards, "
@@ -151,7 +151,7 @@ def hybrid_notes() -> list[str]:
 
 
 def _hidden_twice(found: Figures) -> tuple[str, str]:
-    """Percent hidden of what is possible, by step difference and by timeline."""
+    """Returns the percentage hidden of the possible, by step difference and by timeline."""
     return (
         _percent(found.hidden_of_possible(found.exposed_ms)),
         _percent(found.hidden_of_possible(found.wait_ms)),
@@ -159,13 +159,13 @@ def _hidden_twice(found: Figures) -> tuple[str, str]:
 
 
 def _of_link(peer: Figures) -> str:
-    """The second measurement of a peer, which has no timeline; see `OverlapRun._waited_ms`."""
+    """Returns a peer's second measurement; it has no timeline, see `OverlapRun._waited_ms`."""
     share = peer.hidden_of_possible(peer.wait_ms)
     return "-" if share is None else f"{share:.1f} (waits in the link)"
 
 
 def requirements(run: OverlapRun) -> Table:
-    """Whether what is required holds, with the figures, by both measurements."""
+    """Compares the figures with the requirements, by both measurements."""
     table = Table(
         f"{run.link.label}: required of stage 3",
         ["what", "step difference", "timeline", "required"],
@@ -201,7 +201,7 @@ def requirements(run: OverlapRun) -> Table:
 
 
 def sweep(run: OverlapRun) -> Table:
-    """Hidden percent of each stage-3 system at each ratio."""
+    """Shows the hidden percentage of each stage-3 system at each ratio."""
     ratios = run.workload.ratios
     table = Table(
         f"{run.link.label}: hidden % by communication / compute",
@@ -215,12 +215,12 @@ def sweep(run: OverlapRun) -> Table:
 
 
 def limit(ratio: float) -> float:
-    """The most that can be hidden, in percent, were there no first gather and last reduction."""
+    """Returns the highest percentage, if the first gather and last reduction could be hidden."""
     return 100 * min(1.0, 1.0 / ratio)
 
 
 def hidden_by_ratio(run: OverlapRun) -> dict[str, list[float]]:
-    """For each system of the sweep, hidden percent at each ratio."""
+    """Returns the hidden percentages of each system of the sweep, by ratio."""
     found = {}
     for subject in run.subjects:
         if subject.in_sweep() and subject.system != PLAIN:
@@ -230,7 +230,7 @@ def hidden_by_ratio(run: OverlapRun) -> dict[str, list[float]]:
 
 
 def draw_sweep(run: OverlapRun, path: Path) -> None:
-    """Hidden percent over the ratio, with the limit."""
+    """Draws the hidden percentage over the ratio, with the limit."""
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     grid = [0.25 + 0.01 * step for step in range(176)]
     axes.plot(grid, [limit(r) for r in grid], color="black", linestyle=":", label="limit")

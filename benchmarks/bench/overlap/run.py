@@ -38,14 +38,14 @@ HYBRID = (
     System("fsdp2", 3, "FSDP2, async, hybrid", overlap=True, hybrid=True),
     System("zerocore", 3, "zerocore stage 3, hybrid", hybrid=True),
 )
-# Ratios of communication to compute; that of the comparison is among them.
+# Ratios of communication to compute; the comparison's is among them.
 GOAL_RATIO = 0.8
 RATIOS = (0.25, 0.5, GOAL_RATIO, 1.0, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Blocks, elements and tokens of the model, and how long to measure."""
+    """The model's blocks, elements and tokens, and the length of the measurement."""
 
     num_blocks: int
     width: int
@@ -67,7 +67,7 @@ WORKLOADS = {
 
 @dataclass
 class Rounds:
-    """One system on one link: the fastest step of each round and its exposed waits, ms."""
+    """A system on a link: the fastest step of each round and its exposed waits, in ms."""
 
     step_ms: list[float] = field(default_factory=list)
     wait_ms: list[float] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Rounds:
 
 @dataclass
 class Subject:
-    """A system with its model; `rounds` by ratio, 0 for the infinitely fast (or real) link."""
+    """A system with its model; `rounds` by ratio, which is 0 for a free or a real link."""
 
     system: System
     model: nn.Module
@@ -99,7 +99,7 @@ class Compute:
 
 
 def traffic_of(system: System, num_blocks: int) -> Traffic:
-    """Bytes that a step of `system` sends: zerocore keeps the last block for the backward."""
+    """Returns the collectives of a step: zerocore keeps the last block for the backward."""
     if system.peer == "plain":
         return Traffic()
     if system.stage == 0:
@@ -112,7 +112,7 @@ def traffic_of(system: System, num_blocks: int) -> Traffic:
 
 
 def unavoidable_of(system: System) -> Traffic:
-    """Time that no schedule can hide: the first gather and the last reduction.
+    """Returns the collectives that no schedule can hide: the first gather and the last reduction.
 
     With hybrid sharding that reduction ends with the sum over the replicas, which needs the
     result of the reduce-scatter.
@@ -125,7 +125,7 @@ def unavoidable_of(system: System) -> Traffic:
 
 
 class OverlapRun:
-    """All systems on one link, measured in turn so that drift hits all alike."""
+    """The measurement of all systems on one link, in turns, so that drift affects all alike."""
 
     def __init__(self, link: Link, workload: Workload, systems: Sequence[System]) -> None:
         self.link = link
@@ -152,16 +152,16 @@ class OverlapRun:
         return sum(p.numel() * p.element_size() for p in block.parameters())
 
     def build(self, system: System) -> Subject:
-        """A system's model, wrapped, and its optimizer."""
+        """Wraps a model for a system and makes its optimizer."""
         stack = self._make_model()
-        # Default buckets would hold the whole of this small model, and nothing could overlap.
+        # A default bucket would hold the whole of this small model, and nothing could overlap.
         bucket_mb = self.block_nbytes / 2**20
         mesh = self.link.mesh if system.hybrid else None
         model = wrap_model(system, stack, stack.blocks, bucket_mb=bucket_mb, mesh=mesh)
         return Subject(system, model, torch.optim.SGD(model.parameters(), lr=1e-6))
 
     def step(self, subject: Subject) -> float:
-        """Milliseconds of forward and backward. The update, untimed, makes stages 1, 2 gather."""
+        """Returns the ms of forward and backward; the untimed update makes stages 1, 2 gather."""
         if not self.link.is_emulated:
             dist.barrier()
         synchronize(self.link.device)
@@ -189,16 +189,16 @@ class OverlapRun:
         return Compute(*(median(part) for part in zip(*times, strict=True)))
 
     def gather_ms(self, ratio: float) -> float:
-        """Duration of a gather such that stage 3 communicates `ratio` times as long as it computes.
+        """Returns a gather's ms for stage 3 to communicate `ratio` times as long as it computes.
 
-        A block is gathered as often in forward and twice as often in backward (with its
-        reduction), like its compute; so the ratio holds about in each direction.
+        A block communicates once in forward and twice in backward (a gather and a
+        reduction), like its compute, so the ratio holds approximately in both directions.
         """
         traffic = traffic_of(System("zerocore", 3, ""), self.workload.num_blocks)
         return ratio * self.compute.total_ms / (traffic.all_gather + traffic.reduce_scatter)
 
     def set_ratio(self, ratio: float) -> None:
-        """Sets the emulated link; a real one is what it is."""
+        """Sets the emulated link's speed; does nothing for a real one."""
         if isinstance(self.link, EmulatedLink):
             if ratio == 0:
                 self.link.free()
@@ -206,19 +206,19 @@ class OverlapRun:
                 self.link.slow_down(self.block_nbytes, self.gather_ms(ratio))
 
     def directions(self) -> tuple[float, float]:
-        """Communication over compute at the goal's ratio, in forward and in backward."""
+        """Returns communication / compute at the goal's ratio, in forward and in backward."""
         gather, blocks = self.gather_ms(GOAL_RATIO), self.workload.num_blocks
         backward = (2 * blocks - 1) * gather / self.compute.backward_ms
         return blocks * gather / self.compute.forward_ms, backward
 
     def ratios_of(self, subject: Subject) -> list[float]:
-        """The links that a system is measured on."""
+        """Returns the ratios at which a system is measured."""
         if not self.link.is_emulated:
             return [0.0]
         return [0.0, *(r for r in self.workload.ratios if subject.in_sweep() or r == GOAL_RATIO)]
 
     def measure_round(self, index: int) -> None:
-        """Every system on every link once; each round begins with another system."""
+        """Measures every system at each ratio once; each round begins with another system."""
         first = index * 3 % len(self.subjects)
         for subject in self.subjects[first:] + self.subjects[:first]:
             for ratio in self.ratios_of(subject):
@@ -232,9 +232,9 @@ class OverlapRun:
                     rounds.wait_ms.append(waited)
 
     def _waited_ms(self, subject: Subject) -> float | None:
-        """Exposed time of a step: by the runtime's timeline, of others by the emulated link.
+        """Returns a step's exposed time, from the runtime's timeline, or a peer's from the link.
 
-        None where neither tells: for FSDP2 on a GPU, and for DDP, which waits for futures.
+        None if neither has it: for FSDP2 on a GPU, and for DDP, which waits for futures.
         """
         if subject.system.peer == "zerocore":
             return sum(event.wait_ns for event in self.trace(subject)) / 1e6
@@ -248,13 +248,13 @@ class OverlapRun:
         return (link.emulation.waited_ns - before) / 1e6
 
     def trace(self, subject: Subject) -> list[Any]:
-        """Events of one step of a zerocore system on the link as it is."""
+        """Returns the events of one step of a zerocore system on the present link."""
         with import_zerocore().record_events(subject.model) as events:
             self.step(subject)
         return [event for event in events if event.op in COLLECTIVES]
 
     def raw(self) -> dict[str, Any]:
-        """Everything that was measured, for the result file."""
+        """Returns all measurements for the result file."""
         return {
             "link": self.link.label,
             "world_size": dist.get_world_size(),

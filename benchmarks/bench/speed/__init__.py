@@ -1,1 +1,1 @@
-"""Two builds of zerocore, timed in turn."""
+"""Parts of speed.py, which times two builds of zerocore in turns."""

@@ -1,4 +1,4 @@
-"""Commits of this repository and their builds, kept outside of the checkout."""
+"""Builds commits of this repository outside of the checkout, and keeps the builds."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ LAST_LINES = 12
 
 
 class SpeedError(Exception):
-    """The comparison cannot run; the text names the commit and the cause."""
+    """Raised if the comparison cannot run; the text names the commit and the cause."""
 
 
 def resolve(name: str) -> str:
-    """The full hash of a commit.
+    """Returns the full hash of a commit.
 
     Raises:
         SpeedError: the repository has no such commit.
@@ -41,7 +41,7 @@ def resolve(name: str) -> str:
 
 
 def head() -> str:
-    """The commit that is checked out."""
+    """Returns the commit that is checked out."""
     return resolve("HEAD")
 
 
@@ -52,15 +52,15 @@ def has_changes() -> bool:
 
 
 def described(commit: str) -> str:
-    """A commit's short hash, date and subject."""
+    """Returns a commit's short hash, date and subject."""
     return _git("log", "-1", "--format=%h, %cs: %s", commit).stdout.decode().strip()
 
 
 def build(commit: str) -> Path:
-    """The folder from which Python imports zerocore as of a commit; builds it the first time.
+    """Returns the folder from which Python imports a commit's zerocore; builds it the first time.
 
     Raises:
-        SpeedError: the commit does not build; the text has the end of what the compiler printed.
+        SpeedError: the commit does not build; the text has the compiler's last lines.
     """
     abi = sysconfig.get_config_var("SOABI")
     folder = CACHE / f"{commit[:12]}-{abi}-torch{torch.__version__}"
@@ -76,14 +76,14 @@ def build(commit: str) -> Path:
 
 
 def _built(commit: str, parent: Path) -> Path:
-    """A folder inside of `parent` that holds the package and its extension alone."""
+    """Builds a commit into a folder in `parent` with the package and its extension only."""
     tree, finished = parent / "tree", parent / "finished"
     archive = _git("archive", commit)
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(tree, filter="data")
     if not (tree / "setup.py").exists():
         raise SpeedError(f"{commit[:12]} does not build: it has no setup.py")
-    # The same folder's ninja, wherever this Python is called from.
+    # The ninja of this Python's folder, which may not be in PATH.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
@@ -101,7 +101,7 @@ def _built(commit: str, parent: Path) -> Path:
 
 
 def last_lines(text: str) -> str:
-    """The end of a program's output."""
+    """Returns the last lines of a program's output."""
     return "\n".join(line[:500] for line in text.strip().splitlines()[-LAST_LINES:])
 
 

@@ -1,4 +1,4 @@
-"""Runs of two builds: fresh processes of both, which take turns."""
+"""Runs two builds in new processes, which take turns."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from bench.speed.commits import SpeedError, last_lines
 BENCHMARKS = Path(__file__).resolve().parents[2]
 NUM_RANKS = 2
 ANSWER_LIMIT_S = 120.0
-# 0 is this build, 1 the other one: a machine that gets slower by and by does so for both.
+# 0 is this build, 1 the other one. In this order a steady drift affects both alike.
 TURNS = (0, 1, 1, 0, 1, 0, 0, 1)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A case of the worker, on a kind of group, with the number of steps in a turn.
+    """A row of the table: a case of the worker, its group, and the steps in a turn.
 
-    Rows of one `process` are timed one after the other by the same processes.
+    The same processes time all rows of one `process`, one after the other.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Row:
 
 @dataclass
 class Found:
-    """Figures of both builds (this one, the other one), one of each run."""
+    """Figures of both builds (this one, the other one), with one figure a run."""
 
     wall: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     cpu: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     peak: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
     def add(self, which: int, turns: Sequence[tuple[float, float]], peak: float) -> None:
-        """A run of one build: of each turn its wall and processor time."""
+        """Adds a run of one build: wall and processor time of each turn."""
         walls, cpus = zip(*turns, strict=True)
         self.wall[which].append(median(walls))
         self.cpu[which].append(median(cpus))
@@ -57,7 +57,7 @@ class Found:
 
 
 class Ranks:
-    """The ranks of one build, each a fresh process; `name` is how errors call the build."""
+    """The ranks of one build, each a new process; errors call the build `name`."""
 
     def __init__(self, root: Path, name: str, backend: str) -> None:
         self._root, self._name = root.resolve(), name
@@ -68,7 +68,7 @@ class Ranks:
     def _start(self, backend: str, rank: int, num_ranks: int) -> subprocess.Popen[str]:
         rendezvous = str(Path(self._folder.name) / "store")
         command = [sys.executable, "-m", "bench.speed.worker", backend, str(rank)]
-        # Processes find their build's package first, then the scripts of this checkout.
+        # Processes import their build's package, and the scripts of this checkout.
         path = f"{self._root}{os.pathsep}{BENCHMARKS}"
         with self._log(rank).open("wb") as log:
             return subprocess.Popen(
@@ -82,7 +82,7 @@ class Ranks:
             )
 
     def tell(self, command: str) -> None:
-        """Sends all ranks a line."""
+        """Sends a line to all ranks."""
         for process in self._processes:
             assert process.stdin is not None
             try:
@@ -91,7 +91,7 @@ class Ranks:
                 self._fail()
 
     def answers(self) -> list[Any]:
-        """The next line of each rank."""
+        """Returns the next line of each rank."""
         deadline = time.monotonic() + ANSWER_LIMIT_S
         lines = []
         for process in self._processes:
@@ -111,7 +111,7 @@ class Ranks:
                 raise SpeedError(f"{self._name} was not imported, but {answer['file']}")
 
     def turn(self, num_steps: int) -> tuple[float, float]:
-        """Microseconds of the fastest step: the mean over ranks, and processor time of all."""
+        """Returns the us of the fastest step: the mean over ranks, and all ranks' CPU time."""
         self.tell(f"turn {num_steps}")
         answers = self.answers()
         walls = zip(*(answer["wall"] for answer in answers), strict=True)
@@ -119,7 +119,7 @@ class Ranks:
         return min(map(fmean, walls)), min(map(sum, cpus))
 
     def stop(self) -> float:
-        """Drops the case; the peak of a rank in MiB above what was resident before it."""
+        """Drops the case; returns a rank's peak in MiB above its resident memory before."""
         self.tell("stop")
         return max(answer["peak"] for answer in self.answers())
 
@@ -127,7 +127,7 @@ class Ranks:
         return Path(self._folder.name) / f"log_{rank}"
 
     def _fail(self) -> None:
-        time.sleep(0.5)  # the first to fail writes its error before the others notice
+        time.sleep(0.5)  # lets the rank that failed first write its error
         logs = [last_lines(path.read_text(errors="replace")) for path in self._logs()]
         raise SpeedError(
             f"the benchmarks of this checkout do not run with {self._name}:\n" + "\n".join(logs)
@@ -142,13 +142,13 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
-            with suppress(BrokenPipeError):  # of a line that it has not read
+            with suppress(BrokenPipeError):  # the process may have left a line unread
                 process.__exit__(None, None, None)
         self._folder.cleanup()
 
 
 def run(rows: Sequence[Row], builds: dict[str, Path], found: dict[str, Found], first: int) -> None:
-    """One run of rows that share processes: adds a figure of each build to each row.
+    """Runs rows that share processes once; adds a figure of each build to each row.
 
     `builds` are this build and the other one by name, `first` says which begins.
     """
@@ -157,7 +157,7 @@ def run(rows: Sequence[Row], builds: dict[str, Path], found: dict[str, Found], f
             stack.enter_context(Ranks(root, name, rows[0].backend)) for name, root in builds.items()
         ]
         for row in rows:
-            for each in ranks:  # both warm up at once
+            for each in ranks:  # both builds warm up at the same time
                 each.tell(f"start {row.case}")
             for each in ranks:
                 each.confirm()
@@ -176,7 +176,7 @@ def measure(
     deadline: float,
     is_noisy: Callable[[Row, Found], bool],
 ) -> dict[str, Found]:
-    """`num_runs` runs of all rows, then more of the noisy ones while `deadline` is far enough.
+    """Makes `num_runs` runs of all rows, then more of noisy rows until `deadline`.
 
     `deadline` is a reading of the monotonic clock.
     """
@@ -196,5 +196,5 @@ def measure(
 
 
 def _memory_folder() -> str | None:
-    """A file system in memory, so that saves and loads do not measure the disk."""
+    """Returns a folder in memory, so that saves and loads do not measure the disk."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -1,4 +1,4 @@
-"""Ratios of two builds' figures: how sure they are, and a verdict."""
+"""Computes ratios of two builds' figures, their intervals and verdicts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from math import comb
 from statistics import median
 
-# A change of this size must be seen: a wider interval of the ratio is called noise.
+# A ratio's interval must be narrower than a change of this size; else it is called noise.
 HIDDEN = 0.02
-# A ratio closer to 1 than this is no change; a build beside itself stays below it.
+# A ratio closer to 1 than this is no change: a build compared with itself stays closer.
 SAME = 0.015
-# The interval leaves out the ratio's median in at most this share of cases.
+# The interval misses the ratio's true median in at most this share of cases.
 MISSED = 0.075
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median over runs of this build's figure by the other one's, and its interval."""
+    """The median over runs of this build's figure / the other one's, and its interval."""
 
     middle: float
     low: float
@@ -39,14 +39,14 @@ class Ratio:
 
 
 def ratio_of(figures: tuple[Sequence[float], Sequence[float]]) -> Ratio:
-    """Of figures of both builds, one of each run."""
+    """Returns the ratio of both builds' figures, one a run."""
     ratios = sorted(own / other for own, other in zip(*figures, strict=True))
     rank = _interval_rank(len(ratios))
     return Ratio(median(ratios), ratios[rank - 1], ratios[-rank])
 
 
 def _interval_rank(num_runs: int) -> int:
-    """The interval of the median goes from the figure of this rank to that from the end.
+    """Returns which figure, counted from each end, bounds the median's interval.
 
     The median is outside with the probability that fewer than `rank` of the runs lie on one side.
     """
@@ -57,7 +57,7 @@ def _interval_rank(num_runs: int) -> int:
 
 
 def verdict_of(wall: Ratio, cpu: Ratio) -> str:
-    """Judges by the clock; on a busy machine, where that is noise, by processor time too."""
+    """Returns the verdict by wall time; if that is noise, also by processor time."""
     if wall.verdict == "noise" and cpu.verdict != "noise":
         return f"noise; by CPU {cpu.verdict}"
     return wall.verdict

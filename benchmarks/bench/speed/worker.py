@@ -1,8 +1,8 @@
-"""One rank of one build of zerocore: times a case whenever it is told to.
+"""Runs one rank of one build of zerocore, which times a case on command.
 
 Usage: python -m bench.speed.worker fake|gloo RANK WORLD_SIZE RENDEZVOUS
 
-`turns.py` starts it. Each line of standard input gets one line of JSON:
+`turns.py` starts it. It answers each line of standard input with a line of JSON:
 `start CASE` warms a case up and says where zerocore was imported from, `turn STEPS` times it,
 `stop` drops it and says the peak of its memory.
 """
@@ -36,7 +36,7 @@ TIMEOUT = timedelta(seconds=60)
 
 @dataclass
 class Case:
-    """The call that is timed, and the one that comes before it each time."""
+    """The call that is timed, and the call before each one."""
 
     timed: Callable[[], object]
     before: Callable[[], object] = lambda: None
@@ -44,7 +44,7 @@ class Case:
 
 
 def step_case(size_name: str, stage: int) -> Case:
-    """A training step of a GPT."""
+    """Makes a training step of a GPT."""
     size = GPT_SIZES[size_name]
     step = build_step(System("zerocore", stage, ""), *_gpt(size_name), 3e-4, FP32)
     tokens = torch.randint(size.vocab_size, (size.batch, size.sequence + 1))
@@ -53,7 +53,7 @@ def step_case(size_name: str, stage: int) -> Case:
 
 
 def first_case() -> Case:
-    """The first step of a model, in which ranks compare calls and collectives."""
+    """Makes the first step of a model, in which ranks compare calls and collectives."""
     case = Case(lambda: None)
 
     def build() -> None:
@@ -64,7 +64,7 @@ def first_case() -> Case:
 
 
 def host_case(kind: str) -> Case:
-    """A block or an optimizer's step on collectives that return at once: the host's time alone."""
+    """Makes a block or a step with collectives that return at once, for the host's time alone."""
     zerocore = importlib.import_module("zerocore")
     torch.manual_seed(0)
     model = Chain(BLOCKS, PARAMS, WIDTH)
@@ -86,7 +86,7 @@ def host_case(kind: str) -> Case:
 
 
 def checkpoint_case(kind: str, folder: Path) -> Case:
-    """A save of weights and states, or a load into an optimizer that has no states yet."""
+    """Makes a save of weights and states, or a load into an optimizer without states."""
     zerocore: Any = importlib.import_module("zerocore")
     model, blocks = _gpt("10m")
     model = zerocore.shard(model, stage=3, units=[*blocks])
@@ -122,7 +122,7 @@ def _gpt(size_name: str) -> tuple[GPT, Any]:
 
 
 def make_case(name: str, rendezvous: Path) -> Case:
-    """Names: `29m/STAGE`, `small/STAGE`, `first`, `host/block`, `host/clip`, `disk/save`, ..."""
+    """Makes a case: `29m/STAGE`, `small/STAGE`, `first`, `host/block`, `disk/save`, ..."""
     group, _, which = name.partition("/")
     if group == "first":
         return first_case()
@@ -134,7 +134,7 @@ def make_case(name: str, rendezvous: Path) -> Case:
 
 
 class Worker:
-    """The case that is being timed, and what was resident before it."""
+    """The current case, and the resident memory before it."""
 
     def __init__(self, rendezvous: str) -> None:
         self._rendezvous = Path(rendezvous)
@@ -142,7 +142,7 @@ class Worker:
         self._resident = 0.0
 
     def start(self, name: str) -> dict[str, Any]:
-        """Builds a case and calls it until it is warm."""
+        """Builds a case and warms it up."""
         reset_peak()
         self._resident = resident_mib()
         self._case = make_case(name, self._rendezvous)
@@ -154,7 +154,7 @@ class Worker:
         return {"file": importlib.import_module("zerocore").__file__}
 
     def turn(self, num_steps: str) -> dict[str, Any]:
-        """Microseconds of each step: of the clock, and of all threads of this process."""
+        """Returns the microseconds of each step: wall time, and CPU time of all threads."""
         assert self._case is not None
         wall, cpu = [], []
         for _ in range(int(num_steps)):
@@ -185,12 +185,12 @@ def connect(backend: str, rank: int, world_size: int, rendezvous: str) -> None:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.set_flush_denormal(True)  # fake collectives leave memory as it is
+    torch.set_flush_denormal(True)  # fake collectives write nothing to memory
     dist.init_process_group("fake", rank=0, world_size=FAKE_WORLD_SIZE, store=FakeStore())
 
 
 def main() -> None:
-    """Answers on what was standard output; what else is printed goes to standard error."""
+    """Answers on standard output, and redirects all other output to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
@@ -200,7 +200,7 @@ def main() -> None:
     for line in sys.stdin:
         command, *words = line.split()
         print(json.dumps(getattr(worker, command)(*words)), file=answers, flush=True)
-    os._exit(0)  # an orderly exit may wait for a rank that has ended
+    os._exit(0)  # a normal exit may wait for a rank that has ended
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Resident memory of this process, as Linux counts it."""
+"""Reads this process's resident memory from Linux."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 
 def resident_mib() -> float:
-    """Memory that is resident now, in MiB."""
+    """Returns the memory that is resident now, in MiB."""
     return _status_mib("VmRSS")
 
 
 def peak_resident_mib() -> float:
-    """The most that was resident since `reset_peak`, in MiB."""
+    """Returns the peak of resident memory since `reset_peak`, in MiB."""
     return _status_mib("VmHWM")
 
 
 def reset_peak() -> None:
-    """Gives free heap back to the system and starts a new peak from what is resident now.
+    """Returns free heap to the system, and resets the peak to the memory that is resident now.
 
-    Without the first, a peak of the construction of a model would pass for one of its training.
+    If free heap stayed, the peak of a model's construction would count for its training.
     """
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

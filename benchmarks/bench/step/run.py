@@ -1,4 +1,4 @@
-"""One system trains one GPT for some steps on this rank and reports what that took."""
+"""Trains a GPT under one system for some steps on this rank, and reports time and memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class RunLength:
-    """How many steps come before the clock starts and how many are timed."""
+    """The number of warm-up steps and of timed steps."""
 
     num_warmup: int
     num_steps: int
 
     def with_accumulation(self, num_micro_batches: int) -> RunLength:
-        """Fewer, longer steps."""
+        """Returns fewer steps, as each is longer."""
         if num_micro_batches == 1:
             return self
         return RunLength(2, max(3, self.num_steps // num_micro_batches))
@@ -35,7 +35,7 @@ class RunLength:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's results: each timed step in ms, the last loss in nats, memory in MiB.
+    """A rank's results: each timed step in ms, the last loss in nats, memory in MiB.
 
     Memory is resident memory of the process on the CPU, allocated memory on a GPU.
     """
@@ -97,7 +97,7 @@ def _peak_mib(device: str) -> float:
 
 
 def _batches(size: GPTSize) -> list[MicroBatch]:
-    """A few random batches of (inputs, targets), to be learned by heart."""
+    """Makes a few random batches of (inputs, targets), which the model memorises."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (NUM_BATCHES, size.batch, size.sequence + 1)
     tokens = torch.randint(size.vocab_size, shape, generator=generator)
