@@ -149,8 +149,8 @@ class _Own:
 class _DeepSpeed:
     """DeepSpeed's own files of each rank, with an fsync that its writer lacks.
 
-    The first run compiles its collectives in shared memory, which takes minutes. One that is killed
-    meanwhile leaves a file `lock` in `~/.cache/torch_extensions`, for which all later ones wait.
+    Its first run compiles shared-memory collectives for minutes. If it is killed, it leaves a file
+    `lock` in `~/.cache/torch_extensions`, for which all later runs wait.
     """
 
     def __init__(self, num_blocks: int) -> None:

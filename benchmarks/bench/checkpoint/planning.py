@@ -38,7 +38,7 @@ def _units() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
 def plan_seconds(world_size: int) -> dict[str, float]:
     """Returns the seconds until a rank can write, and those of the metadata on the first rank.
 
-    Training waits for "wait": dividing all tensors over ranks, and planning one rank's writes.
+    Training waits for the former, "wait": dividing all tensors over ranks, and one rank's plan.
     """
     import_zerocore()
     from zerocore._C import Layout, ParamSpec

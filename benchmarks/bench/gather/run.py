@@ -18,9 +18,9 @@ MIB = 2**20
 
 
 class Unit(nn.Module):
-    """Holds parameters that are gathered for a forward that does not read them.
+    """A module with parameters that are gathered for its forward, which does not read them.
 
-    Eight matrices of equal size and a vector, float32, `nbytes` in total to within a row.
+    They are eight matrices of equal size and a vector, float32, about `nbytes` in all.
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -87,7 +87,7 @@ class EmulatedLink(Link):
     def slow_down(self, block_nbytes: int, gather_ms: float) -> None:
         """Slows a gather of `block_nbytes` down to `gather_ms`, over all ranks or a replica's.
 
-        So does a sum of a rank's shard of as many bytes over the replicas.
+        The sum of a rank's shard of a block over the replicas takes as long.
         """
         replicas, shards = self.mesh.get_all_groups()
         self.emulation.link = self._link("all_gather", block_nbytes, EMULATED_WORLD_SIZE, gather_ms)

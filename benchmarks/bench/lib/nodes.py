@@ -27,8 +27,8 @@ def run_on_nodes(
 ) -> Any:
     """Runs `python *arguments` as ranks of a gloo group; returns the JSON in rank 0's last line.
 
-    `nodes` are `tests.distributed.nodes.Nodes`, `port` is one of the first. Raises RuntimeError if
-    a rank fails and subprocess.TimeoutExpired after `timeout_s` seconds; no process is left.
+    `nodes`: a `tests.distributed.nodes.Nodes`; `port`: a free one of the first node. Raises
+    RuntimeError if a rank fails, subprocess.TimeoutExpired after `timeout_s` s; kills all ranks.
     """
     ranks = []
     count = len(nodes.names) * ranks_a_node

@@ -33,11 +33,11 @@ def run_on_ranks(
 ) -> list[Any]:
     """Calls `function(*args)` on `world_size` ranks and returns the results in rank order.
 
-    `backend` is gloo, nccl (ranks share GPUs where there are fewer) or emulated: one process that
-    plays rank 0. `function` has to be importable (spawned processes look it up by name) and its
+    `backend` is gloo, nccl (ranks share GPUs if there are too few) or emulated: one process that
+    plays rank 0. `function` must be importable (spawned processes look it up by name) and its
     result picklable. Output of ranks is dropped; an error has the last lines of it. Raises
     RuntimeError with the failed rank's traceback, TimeoutError after `timeout_s` seconds; either
-    way no process is left behind.
+    way it kills all processes.
     """
     num_processes = 1 if backend == EMULATED else world_size
     saved = {name: os.environ.get(name) for name in RANK_ENVIRONMENT}

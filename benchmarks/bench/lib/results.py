@@ -31,10 +31,10 @@ class Results:
 
     A script calls `write` after each row, so a killed run leaves its rows, with `complete: false`.
     The end of the `with` block prints the tables. An interrupt after the first row ends the process
-    there with status 130; pictures and the like are not drawn.
+    there with status 130, without pictures and other files.
 
-    `hardware` is a short name for the file; by default it is taken from the GPU, or the processor
-    where there is none. A rank that is not `is_main` writes and prints nothing.
+    `hardware` is a short name for the file; by default the GPU's, or the processor's without a GPU.
+    A rank that is not `is_main` writes and prints nothing.
     """
 
     def __init__(

@@ -19,13 +19,13 @@ from torch import nn
 class System:
     """A way to train: `peer` is the library, `stage` its ZeRO stage, if any.
 
-    `overlap` asks FSDP2 for explicit prefetching, see `prefetch_in_order`; `prefetch` is the number
-    of units that zerocore gathers ahead, `reductions` of those it reduces at a time. A `hybrid` one
-    shards within replicas, over a 2-D mesh. With `offload` states are on the host. With `near` all
-    gathers but the first one come from so many ranks that follow each other (hpZ). With
-    `registered` the group's backend allocates what collectives read and write. With `static_graph`
-    the ranks promise to do the same in each pass. One that `finds_units` is not told the blocks,
-    and joins small ones.
+    `overlap` turns on FSDP2's explicit prefetching, see `prefetch_in_order`; `prefetch` is the
+    number of units that zerocore gathers ahead, `reductions` the number that it reduces at a time.
+    A `hybrid` system shards within replicas, over a 2-D mesh. With `offload` states are on the
+    host. With `near` all gathers but the first come from that many consecutive ranks (hpZ). With
+    `registered` the group's backend allocates the memory of collectives. With `static_graph` ranks
+    promise the same calls in each pass. With `finds_units` zerocore chooses the units, and joins
+    small blocks.
     """
 
     peer: str
@@ -202,7 +202,7 @@ def apply_fsdp2(
     `engine` is FSDP2 itself or "zerocore.fsdp", which has its interface. With `reshard` the root
     keeps its default: it stays gathered after the forward, as the backward needs it at once. With
     `dtype` layers compute in it and gradients are reduced in fp32. With `offload` parameters,
-    gradients and states are in the host's memory, which is pinned where there is a GPU.
+    gradients and states are in host memory, which is pinned if there is a GPU.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 

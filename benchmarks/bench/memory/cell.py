@@ -64,7 +64,7 @@ class MemoryRun:
     """Results of one run, in bytes.
 
     `baseline` are the bytes in use, seen from outside, before the model; figures of phases
-    are above it. `planned` is the prediction for zerocore, `planned_activations` that of
+    are above it. `planned` is the prediction for zerocore, `planned_activations` the one of
     `zerocore.plan`.
     """
 

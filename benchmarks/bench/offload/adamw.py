@@ -38,8 +38,8 @@ class AdamWCell:
 def measure_in_fresh_process(cell: AdamWCell) -> dict[str, list[float]]:
     """Returns the seconds of a step, or of moving as many bytes, by name, one figure a round.
 
-    Needs a new process, as an OpenMP library reads its number of threads once and DeepSpeed has
-    another one than torch.
+    Needs a new process: OpenMP libraries read their number of threads once, and DeepSpeed's is not
+    torch's.
     """
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[: cell.threads])

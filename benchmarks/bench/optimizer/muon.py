@@ -31,8 +31,8 @@ Step = Callable[[], object]
 class MuonRun:
     """Figures of one rank: seconds of a step by system and round, and zerocore's own figures.
 
-    `errors` is the largest difference of a parameter from one process with torch.optim.Muon after
-    the first step; `waited_s` the part of zerocore's step in which it waited for its exchange.
+    `errors` has the largest difference of a parameter from torch.optim.Muon in one process after
+    the first step; `waited_s` is the time in which zerocore's step waited for its exchange.
     """
 
     seconds: dict[str, list[float]]

@@ -48,7 +48,7 @@ def ratio_of(figures: tuple[Sequence[float], Sequence[float]]) -> Ratio:
 def _interval_rank(num_runs: int) -> int:
     """Returns which figure, counted from each end, bounds the median's interval.
 
-    The median is outside with the probability that fewer than `rank` of the runs lie on one side.
+    The true median is outside if fewer than `rank` runs lie on one side of it.
     """
     rank = 1
     while 2 * sum(comb(num_runs, few) for few in range(rank + 1)) / 2**num_runs <= MISSED:

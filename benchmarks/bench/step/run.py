@@ -55,8 +55,8 @@ def run_on_this_rank(
 ) -> RankReport:
     """Trains from a fixed seed on batches that depend only on the rank.
 
-    So every system sees the same weights and batches, and their losses can be compared. The peak
-    is that of the timed steps.
+    So all systems have the same weights and batches, and their losses can be compared. The peak
+    memory is the one in the timed steps.
     """
     if system.peer == "deepspeed":
         importlib.import_module("deepspeed")
