@@ -1,8 +1,8 @@
-"""Trains on sequences that are cut over ranks (context parallelism), with a loss over all tokens.
+"""Trains on sequences that are split over ranks (context parallelism), with a loss over all tokens.
 
     torchrun --nproc-per-node 4 examples/context.py [--parts 2] [--steps 30]
 
-The ranks are a mesh of data parallelism (`dp`) by parts of a sequence (`cp`). The state is divided
+The ranks are a mesh of data parallelism (`dp`) by parts of a sequence (`cp`). The state is sharded
 over all of them: the mesh is flattened. Each rank's loss is the sum over its tokens divided by the
 number of tokens of all ranks, so gradients are summed, not averaged: `gradient_divide_factor=1`.
 """
@@ -26,7 +26,7 @@ WIDTH, LENGTH, HEADS = 64, 64, 4
 
 
 class GatherSequence(Function):
-    """All parts of a sequence, on each rank; the gradients of a part come from all ranks."""
+    """Gathers all parts of a sequence on each rank; sums a part's gradients from all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -43,7 +43,7 @@ class GatherSequence(Function):
 
 
 class Block(nn.Module):
-    """Causal attention of this rank's tokens to those of all ranks before them."""
+    """A block in which this rank's tokens attend to all earlier tokens, also other ranks'."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """``group``: the ranks that have the parts of a sequence; None for all of it."""
+    """A byte model; ``group``: the ranks with the parts of a sequence, None for whole ones."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Model(nn.Module):
 
 
 def loss_of(model: Model, batch: Tensor, part: int, num_parts: int, num_tokens: int) -> Tensor:
-    """The sum over the tokens of a part, by the number of all ranks' tokens."""
+    """Returns the sum of a part's token losses, divided by the number of all ranks' tokens."""
     places = torch.arange(LENGTH, device=batch.device).chunk(num_parts)[part]
     logits = model(batch[:, places], places)
     targets = batch[:, places + 1]
@@ -92,7 +92,7 @@ def loss_of(model: Model, batch: Tensor, part: int, num_parts: int, num_tokens: 
 
 
 def batch_of(text: Tensor, replica: int, step: int) -> Tensor:
-    """Sequences of one token more than the model takes, the same on all parts."""
+    """Draws sequences, one token longer than the model's, the same for all parts."""
     generator = torch.Generator().manual_seed(1000 * step + replica)
     starts = torch.randint(len(text) - LENGTH - 1, (4,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts])

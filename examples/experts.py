@@ -1,10 +1,10 @@
-"""Trains a byte model whose experts lie on different ranks, beside data parallelism of the rest.
+"""Trains a byte model with experts on different ranks, and data parallelism of other parameters.
 
     torchrun --nproc-per-node 4 examples/experts.py [--parts 2] [--steps 30]
 
 The ranks are a mesh of replicas of each expert (`edp`) by parts of the experts (`ep`). A token goes
-to the expert of its position (hash routing, Roller et al. 2021, arXiv:2106.04426), over an
-all-to-all of the ranks that have different experts.
+to the expert of its position (hash routing, Roller et al. 2021, arXiv:2106.04426), by an
+all-to-all of the ranks with different experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTH, NUM_EXPERTS, LENGTH = 64, 8, 64
 
 
 class AllToAll(Function):
-    """Part r of each rank's tensor goes to rank r, and its gradient comes back."""
+    """Sends part r of each rank's tensor to rank r, and returns its gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -41,7 +41,7 @@ class AllToAll(Function):
 
 
 class Experts(nn.Module):
-    """This rank's experts, each of two layers."""
+    """This rank's experts, which have two layers each."""
 
     def __init__(self, num_experts: int, part: int) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(down, generator=own) * WIDTH**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens``: (experts, tokens of each, width)."""
+        """Maps (experts, tokens of each, width) to the same shape."""
         return torch.bmm(torch.relu(torch.bmm(tokens, self.up)), self.down)
 
 
 class Block(nn.Module):
-    """Mixes each token with the ones before it, then sends it to its expert."""
+    """A block that mixes each token with those before it, then sends it to its expert."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

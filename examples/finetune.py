@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face model, all of it or LoRA adapters, in bfloat16 over several ranks.
 
-Run it as it is (two ranks on the CPU, or one per GPU), or under torchrun on the ranks that starts.
-The text comes with Python. --model takes a folder of save_pretrained, with or without a tokenizer;
+Run it directly (two ranks on the CPU, or one per GPU), or under torchrun.
+The text is Python's own. --model takes a folder of save_pretrained, with or without a tokenizer;
 without one, text is read and written as bytes.
 """
 
@@ -40,20 +40,20 @@ SMALL_QWEN3 = {
 }
 NUM_BYTE_VALUES = 256
 NUM_HELD_OUT_BATCHES = 8
-NUM_ENCODED_BYTES = 1 << 20  # of the text, where there is a tokenizer
+NUM_ENCODED_BYTES = 1 << 20  # of the text, if there is a tokenizer
 PROMPT = b"def "
 NUM_NEW_TOKENS = 100
 
 
 def build_model(options: argparse.Namespace, rank: Rank) -> Any:
-    """A sharded model whose optimizer will own float32 weights."""
+    """Makes a sharded model with float32 main weights."""
     torch.manual_seed(options.seed)
     if options.model:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     else:
         config = read_config(options.config)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if options.load and rank.is_first:  # the other ranks get what rank 0 has, in shard()
+    if options.load and rank.is_first:  # shard() broadcasts rank 0's values
         model.load_state_dict(torch.load(options.load))
     if options.lora:
         import peft
@@ -61,18 +61,18 @@ def build_model(options: argparse.Namespace, rank: Rank) -> Any:
         adapters = peft.LoraConfig(
             r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear"
         )
-        model = peft.get_peft_model(model, adapters)  # before shard(), as all that adds parameters
+        model = peft.get_peft_model(model, adapters)  # parameters are added before shard()
     mixed = None
     if options.dtype != "float32":
         mixed = zerocore.MixedPrecision(
-            param_dtype=getattr(torch, options.dtype),  # layers compute in it, gathers move it
-            reduce_dtype=torch.float32,  # gradients are summed over the ranks in it
+            param_dtype=getattr(torch, options.dtype),  # the dtype of layers and of gathers
+            reduce_dtype=torch.float32,  # the dtype of reductions
         )
     return zerocore.shard(model.to(rank.device), stage=options.stage, mixed_precision=mixed)
 
 
 def read_config(path: Path | None) -> PreTrainedConfig:
-    """The configuration of a model, from a file such as the `config.json` beside its weights."""
+    """Reads a model's configuration from a file such as `config.json`; None makes a small one."""
     values = dict(SMALL_QWEN3) if path is None else json.loads(path.read_text())
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     if config.vocab_size < NUM_BYTE_VALUES:
@@ -81,13 +81,13 @@ def read_config(path: Path | None) -> PreTrainedConfig:
 
 
 def read_tokenizer(folder: Path | None) -> Any:
-    """That of the model's folder, or None: tokens are bytes."""
+    """Reads the tokenizer of the model's folder; None if there is none: tokens are bytes."""
     has_one = folder is not None and any(folder.glob("tokenizer*"))
     return AutoTokenizer.from_pretrained(folder) if has_one else None
 
 
 def read_corpus(tokenizer: Any) -> Corpus:
-    """The text as tokens."""
+    """Reads the text as tokens."""
     corpus = load_corpus()
     if tokenizer is None:
         return corpus
@@ -100,7 +100,7 @@ def read_corpus(tokenizer: Any) -> Corpus:
 
 
 def cosine_with_warmup(step: int, num_warmup: int, num_steps: int) -> float:
-    """Factor of the learning rate: up in a line to 1, then down in half a cosine to 0.1."""
+    """Returns the learning rate's factor: a linear warm-up to 1, then half a cosine to 0.1."""
     if step < num_warmup:
         return (step + 1) / num_warmup
     done = (step - num_warmup) / max(1, num_steps - num_warmup)
@@ -108,7 +108,7 @@ def cosine_with_warmup(step: int, num_warmup: int, num_steps: int) -> float:
 
 
 def language_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Mean loss in nats per byte; Hugging Face shifts the labels itself."""
+    """Returns the mean loss in nats per byte; Hugging Face shifts the labels itself."""
     loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
 
@@ -116,12 +116,12 @@ def language_loss(model: Any, tokens: Tensor) -> Tensor:
 def train_step(
     model: Any, optimizer: torch.optim.Optimizer, batches: list[Tensor], max_norm: float
 ) -> tuple[float, float]:
-    """One update from several micro-batches; returns this rank's loss and the gradients' norm."""
+    """Takes a step of several micro-batches; returns this rank's loss and the gradients' norm."""
     total = 0.0
     for index, tokens in enumerate(batches):
         is_last = index == len(batches) - 1
-        # Stages 0 and 1 communicate once. Stages 2 and 3 reduce each time, so that no rank holds
-        # full gradients; with Communication(accumulate="full") they communicate once, too.
+        # Stages 0 and 1 reduce once. Stages 2 and 3 reduce each micro-batch, so that no rank holds
+        # full gradients; with Communication(accumulate="full") they reduce once, too.
         with nullcontext() if is_last else zerocore.no_sync(model):
             loss = language_loss(model, tokens) / len(batches)
             loss.backward()
@@ -134,7 +134,7 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(model: Any, text: Tensor, options: argparse.Namespace, rank: Rank) -> float:
-    """Mean loss on windows spread over `text`, each rank on its part; the same on all ranks."""
+    """Returns the mean loss on windows spread over `text`, of which each rank takes a part."""
     model.eval()
     batches = evenly_spaced_batches(
         text, NUM_HELD_OUT_BATCHES * rank.world_size, options.batch_size, options.context
@@ -149,13 +149,13 @@ def evaluate(model: Any, text: Tensor, options: argparse.Namespace, rank: Rank) 
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any, rank: Rank, seed: int) -> list[int]:
-    """Tokens of PROMPT and what the model adds; all ranks take part and draw alike."""
+    """Continues PROMPT; returns all tokens. All ranks take part and draw the same tokens."""
     model.eval()
     torch.manual_seed(seed)
     prompt = list(PROMPT) if tokenizer is None else tokenizer(PROMPT.decode()).input_ids
     tokens = torch.tensor([prompt], device=rank.device)
-    # Gathers all parameters once. A model too large for that generates without this line, too,
-    # and then gathers its layers for every token.
+    # Gathers all parameters once. A model that is too large works without this line, too,
+    # but gathers its layers for every token.
     with zerocore.unsharded(model):
         tokens = model.generate(
             input_ids=tokens,
@@ -169,14 +169,14 @@ def generate(model: Any, tokenizer: Any, rank: Rank, seed: int) -> list[int]:
 
 
 def as_text(tokens: list[int], tokenizer: Any) -> str:
-    """The text that tokens stand for."""
+    """Decodes tokens to text."""
     if tokenizer is not None:
         return str(tokenizer.decode(tokens))
     return bytes(token % NUM_BYTE_VALUES for token in tokens).decode(errors="replace")
 
 
 def save_pretrained(model: Any, tokenizer: Any, folder: Path, rank: Rank) -> None:
-    """Writes what from_pretrained reads: each rank its part of the weights."""
+    """Saves for from_pretrained; each rank writes its part of the weights."""
     zerocore.save_safetensors(model, folder)
     if rank.is_first:
         model.config.save_pretrained(folder)
@@ -187,7 +187,7 @@ def save_pretrained(model: Any, tokenizer: Any, folder: Path, rank: Rank) -> Non
 def make_optimizer(
     model: Any, options: argparse.Namespace
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW over this rank's shards of what is trained, made after shard(), and its schedule."""
+    """Makes AdamW over this rank's trainable shards, which shard() has made, and its schedule."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -204,24 +204,24 @@ def make_optimizer(
 
 
 class Progress:
-    """State that a resumed run needs beside the model, the optimizer and the schedule."""
+    """The state that a resumed run needs besides model, optimizer and schedule."""
 
     def __init__(self, seed: int) -> None:
         self.draw = torch.Generator().manual_seed(seed)
         self.figures: dict[str, list[float]] = {"held_out": [], "losses": [], "norms": []}
 
     def state_dict(self) -> dict[str, Any]:
-        """For `Checkpoints`, which saves it for each rank."""
+        """Returns the state, which `Checkpoints` saves for each rank."""
         return {"draw": self.draw.get_state(), "figures": self.figures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Continues from a saved state."""
         self.draw.set_state(state["draw"])
         self.figures = state["figures"]
 
 
 def fit(model: Any, corpus: Corpus, options: argparse.Namespace, rank: Rank) -> dict[str, Any]:
-    """Trains, and leaves the model with the weights that did best on held-out text."""
+    """Trains, then loads the weights with the lowest held-out loss; returns the figures."""
     optimizer, schedule = make_optimizer(model, options)
     progress = Progress((options.seed << 16) + rank.rank)
     checkpoints = None
@@ -249,11 +249,11 @@ def fit(model: Any, corpus: Corpus, options: argparse.Namespace, rank: Rank) -> 
                 best = zerocore.full_state_dict(model)
             say(rank, f"step {step}  loss {loss:.3f}  norm {norm:.2f}  held out {held_out[-1]:.3f}")
             if checkpoints is not None:
-                checkpoints.save(step)  # a thread writes it while the training goes on
+                checkpoints.save(step)  # a thread writes it while training continues
     seconds = time.perf_counter() - started
     if checkpoints is not None:
         checkpoints.wait()
-    zerocore.load_full_state_dict(model, best)  # rank 0's, to all ranks
+    zerocore.load_full_state_dict(model, best)  # rank 0's values, to all ranks
     if options.save and rank.is_first:
         torch.save(best, options.save)
     return {**progress.figures, "seconds": seconds}
@@ -266,7 +266,7 @@ def say(rank: Rank, line: str) -> None:
 
 
 def work(rank: Rank, options: argparse.Namespace) -> None:
-    """Trains on one of the ranks."""
+    """Trains on one rank."""
     model = build_model(options, rank)
     tokenizer = read_tokenizer(options.model)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
@@ -297,9 +297,9 @@ def main() -> None:
     add("--out", type=Path, help="folder that from_pretrained can read, with the best weights")
     add("--load", type=Path, help="full state dict to start from, without adapters")
     add("--save", type=Path, help="where the best full state dict goes")
-    add("--checkpoint", type=Path, help="folder of checkpoints, one at each look at held-out text")
-    add("--resume", action="store_true", help="go on from the newest checkpoint there")
-    add("--lora", type=int, default=0, metavar="R", help="train adapters of rank R instead of all")
+    add("--checkpoint", type=Path, help="folder of checkpoints, one for each evaluation")
+    add("--resume", action="store_true", help="continue from the newest checkpoint there")
+    add("--lora", type=int, default=0, metavar="R", help="train adapters of rank R only")
     add("--stage", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO stage")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="computed in")
     add("--steps", type=int, default=100, help="updates of the weights")
@@ -307,9 +307,9 @@ def main() -> None:
     add("--batch-size", type=int, default=8, help="sequences of a micro-batch on a rank")
     add("--context", type=int, default=128, help="bytes of a sequence")
     add("--lr", type=float, default=2e-3, help="highest learning rate")
-    add("--weight-decay", type=float, default=0.01, help="of matrices; biases and norms: none")
+    add("--weight-decay", type=float, default=0.01, help="for matrices; biases and norms have none")
     add("--clip", type=float, default=1.0, help="bound of the gradients' global norm")
-    add("--eval-every", type=int, default=25, help="steps between two looks at held-out text")
+    add("--eval-every", type=int, default=25, help="steps between evaluations on held-out text")
     add("--seed", type=int, default=0)
     add_rank_options(parser)
     add("--json", type=Path, help="write the figures to this file")
@@ -317,7 +317,7 @@ def main() -> None:
     if options.resume and not options.checkpoint:
         parser.error("--resume needs --checkpoint, the folder to resume from")
     if options.lora and options.out:
-        parser.error("--out saves whole models; --save what is trained with --lora")
+        parser.error("--out saves whole models; use --save with --lora")
     if options.lora and importlib.util.find_spec("peft") is None:
         parser.error("--lora needs PEFT: pip install peft, or train all parameters without --lora")
     run_parsed(work, options, parser)

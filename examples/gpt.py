@@ -33,7 +33,7 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and those before it."""
+    """Multi-head attention in which a position sees itself and earlier ones."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next token; its initial loss is close to that of a uniform guess."""
+    """Predicts the next token; the initial loss is close to a uniform guess's."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""TRL's GRPOTrainer over a sharded model, while another process generates.
+"""Trains a sharded model with TRL's GRPOTrainer, while another process generates.
 
     torchrun --nproc-per-node 2 examples/grpo.py [--steps 40]
 
-That process is no rank. It has a plain model of its own in shared memory, which rank 0 fills with
-the weights of each step, and answers prompts, as an inference engine would. A completion is
+That process is not a rank. It has a plain model in shared memory, which rank 0 fills with
+each step's weights, and answers prompts, as an inference engine does. A completion is
 rewarded for each token that counts on from its prompt.
 """
 
@@ -41,7 +41,7 @@ def build_model() -> Qwen3ForCausalLM:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a digit."""
+    """Makes a tokenizer with a token for each digit."""
     words = Tokenizer(WordLevel(VOCABULARY, "<pad>"))
     words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
@@ -49,7 +49,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 @torch.no_grad()
 def sample(model: Qwen3ForCausalLM, prompts: Ids) -> tuple[Ids, list[list[float]]]:
-    """Completions of prompts of one length, and the log-probability of each of their tokens."""
+    """Completes prompts of one length; also returns the log-probability of each token."""
     tokens = torch.tensor(prompts)
     chosen = []
     for _ in range(LENGTH):
@@ -61,7 +61,7 @@ def sample(model: Qwen3ForCausalLM, prompts: Ids) -> tuple[Ids, list[list[float]
 
 
 def serve(pipe: Connection) -> None:
-    """The process that generates: shares its weights, then answers prompts until told None."""
+    """Generates in a process: shares its weights, then answers prompts until it gets None."""
     torch.set_num_threads(1)
     model = build_model().eval()
     pipe.send(model.share_memory().state_dict())
@@ -70,7 +70,7 @@ def serve(pipe: Connection) -> None:
 
 
 class Rollout:
-    """``rollout_func`` of a trainer: the ranks' prompts go by rank 0 to the process."""
+    """A trainer's ``rollout_func``: rank 0 sends all ranks' prompts to the process."""
 
     def __init__(self) -> None:
         self.step = -1
@@ -109,7 +109,7 @@ class Rollout:
 
 
 def counts_on(prompts: list[str], completion_ids: Ids, **_: Any) -> list[float]:
-    """The share of a completion's tokens that count on from its prompt's last digit."""
+    """Returns the share of a completion's tokens that count on from its prompt's last digit."""
     found = []
     for prompt, tokens in zip(prompts, completion_ids, strict=True):
         first = int(prompt.split()[-1]) + 1
@@ -121,13 +121,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func may change, it says
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # silences a warning that rollout_func may change
     from trl import GRPOConfig, GRPOTrainer
 
     from zerocore.integrations.transformers import ShardedTrainerMixin
 
     class ShardedGRPOTrainer(ShardedTrainerMixin, GRPOTrainer):
-        """TRL's, over a sharded model."""
+        """TRL's trainer for a sharded model."""
 
     dist.init_process_group()
     rollout = Rollout()

@@ -1,7 +1,7 @@
-"""Train a Hugging Face model with their Trainer, sharded, on two ranks or one per GPU.
+"""Train a sharded Hugging Face model with their Trainer, on two ranks or one per GPU.
 
-The model is a small Qwen3 with random weights and reads bytes; the text is what comes with Python.
-Only the import of `Trainer` and `shard=` are zerocore's; the rest is as ever.
+The model is a small Qwen3 with random weights that reads bytes; the text is Python's own.
+Only the import of `Trainer` and `shard=` are zerocore's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NUM_HELD_OUT = 16
 
 
 def as_dataset(text: Tensor, count: int, context: int) -> list[dict[str, Tensor]]:
-    """`count` windows spread over `text`; Hugging Face shifts the labels itself."""
+    """Cuts `count` windows spread over `text`; Hugging Face shifts the labels itself."""
     ((windows, _),) = evenly_spaced_batches(text, 1, count, context)
     return [{"input_ids": window, "labels": window} for window in windows]
 
 
 def work(rank: Rank, options: argparse.Namespace) -> None:
-    """Trains on one of the ranks, or goes on from the newest checkpoint."""
+    """Trains on one rank, from the newest checkpoint with --resume."""
     corpus = load_corpus()
     num_windows = options.steps * options.batch_size * options.accumulate * rank.world_size
     args = TrainingArguments(
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--output", type=Path, default=Path("runs/hf_trainer"), help="folder of checkpoints")
-    add("--resume", action="store_true", help="go on from the newest checkpoint there")
+    add("--resume", action="store_true", help="continue from the newest checkpoint there")
     add("--stage", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO stage")
     add("--bf16", action="store_true", help="compute in bfloat16 over float32 weights")
     add("--steps", type=int, default=40, help="updates of the weights")

@@ -1,4 +1,4 @@
-"""Run one function on every rank: in processes started here, or in those torchrun started."""
+"""Run a function on every rank, in processes that are started here or by torchrun."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DEFAULT_NUM_CPU_RANKS = 2
 
 
 class LaunchError(ValueError):
-    """The ranks asked for cannot be had here."""
+    """The requested ranks cannot run here."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's place: `rank` of `world_size`, and the device it computes on."""
+    """This process's rank, the world size, and the device it computes on."""
 
     rank: int
     world_size: int
@@ -32,12 +32,12 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that prints and writes files."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `run_parsed` reads: which ranks, and on what."""
+    """Add the options that `run_parsed` reads: the ranks and their device."""
     parser.add_argument("--ranks", type=int, help="default: all GPUs, or 2")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
 
@@ -45,7 +45,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 def run_parsed(
     work: Callable[[Rank, Any], None], options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> None:
-    """`run_on_ranks` with options of `add_rank_options`; what cannot be had is a usage error."""
+    """Call `run_on_ranks` with options of `add_rank_options`; a LaunchError is a usage error."""
     try:
         run_on_ranks(work, options, num_ranks=options.ranks, device_type=options.device)
     except LaunchError as error:
@@ -59,9 +59,9 @@ def run_on_ranks(
 
     Under torchrun this process is one rank already. Otherwise `num_ranks` processes are started
     (default: one per GPU, or 2 on the CPU); `work` must be importable by name and `options`
-    picklable. `device_type` is "cpu", "cuda" (NCCL) or "auto". Raises LaunchError, and where a
+    picklable. `device_type` is "cpu", "cuda" (NCCL) or "auto". Raises LaunchError and, if a
     rank failed ProcessRaisedException (with its traceback) or ProcessExitedException (with its
-    signal), both of torch.multiprocessing, after all other ranks have been ended.
+    signal), both of torch.multiprocessing, after it has ended all other ranks.
     """
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +75,7 @@ def run_on_ranks(
             f"{num_ranks} ranks need as many GPUs, and {num_gpus} are visible; "
             "ask for fewer ranks or for the device cpu"
         )
-    if device_type == "cpu":  # read when a new process first loads OpenMP
+    if device_type == "cpu":  # OpenMP reads it when a new process loads it
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="zerocore-") as folder:
         store = str(Path(folder) / "rendezvous")
@@ -105,10 +105,10 @@ def _run_spawned(
     device_type: str,
     store: str,
 ) -> None:
-    # mp.spawn sends SIGINT when the parent is gone. Handled by Python, or ignored as in the jobs a
-    # shell starts in the background, it would not end a rank that waits inside a collective.
+    # mp.spawn sends SIGINT when the parent is gone. Handled by Python, or ignored as in jobs that a
+    # shell starts in the background, it does not end a rank that waits inside a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The variables of torchrun, for trainers of other libraries; the address is not used.
+    # torchrun's variables, which trainers of other libraries read; the address is not used.
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     os.environ.update({name: str(number) for name, number in ranks.items()})
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="0")

@@ -1,4 +1,4 @@
-"""A complete training loop, on one rank or many, on CPUs or GPUs; docs/training.md explains it."""
+"""Trains in a complete loop, on any number of CPUs or GPUs; docs/training.md explains it."""
 
 import os
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ EPOCHS, BATCH, MICRO_BATCHES, WIDTH, CLASSES = 3, 8, 2, 256, 4
 
 
 class Block(nn.Module):
-    """2 MiB of parameters, so each block is a unit: one is gathered while another one computes."""
+    """A block of 2 MiB, and so a unit: one is gathered while another one computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def make_data(num_samples: int, seed: int) -> TensorDataset:
-    """Noise, in which the number at the place of the sample's class is larger."""
+    """Makes noise in which the number at the index of the sample's class is larger."""
     draw = torch.Generator().manual_seed(seed)
     classes = torch.randint(CLASSES, (num_samples,), generator=draw)
     inputs = torch.randn(num_samples, WIDTH, generator=draw)
@@ -67,7 +67,7 @@ checkpoints = zerocore.Checkpoints("checkpoints", model, optimizer, stateful={"s
 
 @torch.no_grad()
 def evaluate() -> float:
-    """The mean loss over the held-out samples. Each rank calls the model equally often."""
+    """Returns the mean loss over held-out samples. Each rank calls the model equally often."""
     model.eval()
     total = torch.zeros(2, device=device)  # the sum of losses, the number of samples
     for first in range(0, len(held_out), num_ranks):

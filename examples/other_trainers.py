@@ -1,6 +1,6 @@
 """Train a small GPT, sharded, in Accelerate's loop, in Lightning's Trainer or in Fabric's loop.
 
-Runs on two ranks on the CPU, or one per GPU. The lines of zerocore are marked; the rest is as ever.
+Runs on two ranks on the CPU, or one per GPU. Comments mark the lines that zerocore needs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MAX_NORM = 1.0
 
 
 def batches(rank: Rank, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Random windows of bytes and the bytes that follow, others on each rank."""
+    """Draws random windows of bytes and the next bytes, different on each rank."""
     text = load_corpus().train
     draw = torch.Generator().manual_seed(rank.rank)
     return [random_batch(text, BATCH_SIZE, CONFIG.context, draw) for _ in range(count)]
 
 
 def with_accelerate(rank: Rank, options: argparse.Namespace) -> list[float]:
-    """Saves its state half way, and goes on from what it has loaded."""
-    from zerocore.integrations.accelerate import Accelerator  # instead of accelerate's
+    """Trains with Accelerate; saves half way, and continues from the loaded state."""
+    from zerocore.integrations.accelerate import Accelerator  # replaces accelerate's
 
     accelerator = Accelerator(cpu=rank.device.type == "cpu", gradient_accumulation_steps=ACCUMULATE)
     model = GPT(CONFIG).to(accelerator.device)
@@ -57,7 +57,7 @@ def with_accelerate(rank: Rank, options: argparse.Namespace) -> list[float]:
 
 
 def with_fabric(rank: Rank, options: argparse.Namespace) -> list[float]:
-    """Ends with one file that any number of ranks loads, at any stage."""
+    """Trains with Fabric, and saves one file that any number of ranks loads, at any stage."""
     import lightning
 
     from zerocore.integrations.lightning import ShardedFabricStrategy
@@ -86,7 +86,7 @@ def with_fabric(rank: Rank, options: argparse.Namespace) -> list[float]:
 
 
 def with_lightning(rank: Rank, options: argparse.Namespace) -> list[float]:
-    """A LightningModule as it is over DDP; only the strategy is another one."""
+    """Trains a LightningModule as with DDP, but with another strategy."""
     import lightning
 
     from zerocore.integrations.lightning import ShardedStrategy
@@ -113,13 +113,13 @@ def with_lightning(rank: Rank, options: argparse.Namespace) -> list[float]:
         accumulate_grad_batches=ACCUMULATE,
         gradient_clip_val=MAX_NORM,
         default_root_dir=options.output,
-        use_distributed_sampler=False,  # each rank has batches of its own
+        use_distributed_sampler=False,  # each rank has its own batches
         logger=False,
         enable_checkpointing=False,
     )
     module = Module()
     data: Any = batches(rank, options.steps * ACCUMULATE)
-    loader = torch.utils.data.DataLoader(data, batch_size=None)  # they are batches already
+    loader = torch.utils.data.DataLoader(data, batch_size=None)  # the data are batches already
     trainer.fit(module, loader)
     trainer.save_checkpoint(options.output / "last.ckpt")
     return module.losses
@@ -133,7 +133,7 @@ TRAINERS: dict[str, Callable[[Rank, argparse.Namespace], list[float]]] = {
 
 
 def work(rank: Rank, options: argparse.Namespace) -> None:
-    """Trains on one of the ranks."""
+    """Trains on one rank."""
     torch.manual_seed(0)
     losses = TRAINERS[options.trainer](rank, options)
     if rank.is_first:

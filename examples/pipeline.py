@@ -1,10 +1,10 @@
-"""Trains a byte model in stages of a pipeline, each sharded over data parallelism.
+"""Trains a byte model in pipeline stages, each sharded over its data-parallel ranks.
 
     torchrun --nproc-per-node 4 examples/pipeline.py [--stages 2] [--schedule 1F1B] [--steps 30]
 
 The ranks are a mesh of stages (`pp`) by data parallelism (`dp`). Each rank builds the stage that
-it computes, `zerocore.shard` shards it over the ranks that hold the same one, and a schedule of
-torch sends activations and gradients from stage to stage.
+it computes, `zerocore.shard` shards it over the ranks with the same stage, and a schedule of
+torch sends activations and gradients between stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 
 
 class Block(nn.Module):
-    """Mixes the last four places, then two matrices."""
+    """A block that mixes the last four positions, then applies two matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class Block(nn.Module):
 
 
 def build_stage(index: int, num_stages: int) -> nn.Sequential:
-    """The layers of one stage, named as in the whole model."""
-    torch.manual_seed(0)  # all stages are cut out of the same model
+    """Makes the layers of one stage, with their names in the whole model."""
+    torch.manual_seed(0)  # all stages are parts of the same model
     blocks = [Block() for _ in range(NUM_BLOCKS)]
     layers = [nn.Embedding(256, WIDTH), *blocks, nn.Linear(WIDTH, 256)]
     each = NUM_BLOCKS // num_stages
@@ -51,7 +51,7 @@ def build_stage(index: int, num_stages: int) -> nn.Sequential:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """In nats a byte."""
+    """Returns the loss in nats per byte."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -1,4 +1,4 @@
-"""Show how training goes: a progress bar on a terminal, a line now and then elsewhere."""
+"""Show the progress of training: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class TrainingProgress:
 
     @property
     def seconds(self) -> float:
-        """Time since the training began."""
+        """The time since training began."""
         return time.perf_counter() - self._started
 
     def advance(self, loss: float, num_steps: int) -> None:
-        """Count one more step of now `num_steps`, whose loss is `loss` nats per byte."""
+        """Count a step, now of `num_steps`, with a loss of `loss` nats per byte."""
         keep = SMOOTHING if self._num_done else 0.0
         self._loss = keep * self._loss + (1 - keep) * loss
         self._num_done += 1

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/quickstart.py [--model FOLDER_OR_NAME] [--out FOLDER]
 
-Without --model it makes a small one, with random weights, in OUT/base: no hub is needed.
+Without --model it makes a small one with random weights in OUT/base, without the hub.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALL = Qwen3Config(
 
 
 def make_small_model(folder: Path) -> Path:
-    """Saves a model of random weights, as anybody would have downloaded it."""
+    """Saves a model with random weights, like a downloaded one."""
     if dist.get_rank() == 0 and not folder.exists():
         AutoModelForCausalLM.from_config(SMALL).save_pretrained(folder)
     dist.barrier()
@@ -32,7 +32,7 @@ def make_small_model(folder: Path) -> Path:
 
 
 def sample(text: torch.Tensor, step: int) -> torch.Tensor:
-    """This rank's own batch of a step: 8 pieces of 64 tokens."""
+    """Draws this rank's batch of a step: 8 windows of 64 tokens."""
     torch.manual_seed(step * dist.get_world_size() + dist.get_rank())
     starts = torch.randint(len(text) - 64, (8,))
     return torch.stack([text[start : start + 64] for start in starts])
@@ -41,7 +41,7 @@ def sample(text: torch.Tensor, step: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a folder of save_pretrained, or a name on the hub")
-    parser.add_argument("--out", type=Path, default=Path("quickstart"), help="gets the result")
+    parser.add_argument("--out", type=Path, default=Path("quickstart"), help="folder of the result")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

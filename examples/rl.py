@@ -1,12 +1,12 @@
-"""Reinforcement learning with a sharded policy: GRPO on a task that a machine can check.
+"""Trains a sharded policy by reinforcement learning: GRPO on a task with a computed reward.
 
     torchrun --nproc-per-node 2 examples/rl.py [--iterations 100] [--out FOLDER]
 
 A prompt is a digit, and a completion is rewarded for each token that counts on from it. In each
 iteration the ranks export the policy's weights to a plain model that samples, while policy,
-optimizer and reference are parked. An inference engine in its place would take the same buckets.
+optimizer and reference are parked. An inference engine instead of it takes the same buckets.
 The reference scores the completions while the policy is parked, and the policy takes two steps.
-FOLDER gets `rl.png`, the reward by iteration.
+It draws `rl.png` in FOLDER, the reward by iteration.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG = Qwen3Config(
 
 
 def take_weights(policy: Qwen3ForCausalLM, engine: Qwen3ForCausalLM) -> None:
-    """Gives the engine the policy's weights, a bucket at a time."""
+    """Copies the policy's weights to the engine, a bucket at a time."""
     target = engine.state_dict()
     for bucket in zerocore.export(policy, max_bytes="64MiB"):
         for name, tensor in bucket.items():
@@ -41,7 +41,7 @@ def take_weights(policy: Qwen3ForCausalLM, engine: Qwen3ForCausalLM) -> None:
 
 @torch.no_grad()
 def sample(engine: Qwen3ForCausalLM, prompts: Tensor) -> Tensor:
-    """Completions of the prompts, (prompts, 1 + LENGTH), the prompt's digit first."""
+    """Completes the prompts; returns (prompts, 1 + LENGTH) with the prompt's digit first."""
     tokens = prompts[:, None]
     for _ in range(LENGTH):
         logits = engine(input_ids=tokens).logits[:, -1]
@@ -50,19 +50,19 @@ def sample(engine: Qwen3ForCausalLM, prompts: Tensor) -> Tensor:
 
 
 def rewards_of(tokens: Tensor) -> Tensor:
-    """The share of a completion's tokens that count on from its prompt."""
+    """Returns the share of a completion's tokens that count on from its prompt."""
     steps = torch.arange(1, LENGTH + 1, device=tokens.device)
     return ((tokens[:, :1] + steps) % NUM_DIGITS == tokens[:, 1:]).float().mean(1)
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
-    """Of each token of the completions, (completions, LENGTH)."""
+    """Returns the log-probability of each completion's tokens, (completions, LENGTH)."""
     logits = model(input_ids=tokens).logits[:, :-1].float()
     return logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
 
 
 def loss_of(new: Tensor, old: Tensor, reference: Tensor, advantages: Tensor) -> Tensor:
-    """GRPO's: the clipped ratio, and an estimate of the divergence from the reference."""
+    """Returns GRPO's loss: the clipped ratio, and an estimate of the KL from the reference."""
     ratio = (new - old).exp()
     gain = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     away = reference - new
@@ -70,7 +70,7 @@ def loss_of(new: Tensor, old: Tensor, reference: Tensor, advantages: Tensor) -> 
 
 
 class Trainer:
-    """Policy, reference and engine of one rank."""
+    """The policy, reference and engine of one rank."""
 
     def __init__(self, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ class Trainer:
         torch.manual_seed(1 + dist.get_rank())
 
     def step(self) -> float:
-        """One iteration; returns the mean reward of this rank's completions."""
+        """Takes one iteration; returns the mean reward of this rank's completions."""
         with zerocore.parked(self.reference):
             begin = time.perf_counter()
             take_weights(self.policy, self.engine)
@@ -110,7 +110,7 @@ class Trainer:
 
 
 def draw(rewards: list[float], path: Path) -> None:
-    """The reward by iteration."""
+    """Draws the reward by iteration."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3), layout="constrained")
@@ -125,7 +125,7 @@ def draw(rewards: list[float], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--out", type=Path, help="gets rl.png")
+    parser.add_argument("--out", type=Path, help="folder of rl.png")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":

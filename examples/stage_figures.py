@@ -1,4 +1,4 @@
-"""Prints what one stage costs on this rank: memory and collectives, measured and predicted."""
+"""Collects memory and collectives of one stage on this rank, measured and predicted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class CollectiveFigures:
-    """One kind of collective, per training step: how often, how much, how long.
+    """The number, bytes and times of one kind of collective in a training step.
 
     `nbytes` are those of the full buckets. `in_flight_ms` is the time during which any of them was
     in flight, `exposed_ms` the time for which this rank stood waiting.
@@ -39,7 +39,7 @@ class CollectiveFigures:
 
 @dataclass(frozen=True)
 class StageFigures:
-    """Bytes on this rank by kind, and the collectives of a step by name, for one stage."""
+    """A stage's bytes on this rank by kind, and its collectives of a step by name."""
 
     stage: int
     num_recorded_steps: int
@@ -56,7 +56,7 @@ def collect_figures(
     stage: int,
     num_steps: int,
 ) -> StageFigures:
-    """Take the figures of a sharded `model` whose last `num_steps` steps left `events`.
+    """Collect the figures of a sharded `model` whose last `num_steps` steps recorded `events`.
 
     Call it after a step and before `zero_grad`, while there are gradients to count.
     """
@@ -72,14 +72,14 @@ def collect_figures(
 
 
 def _in_flight_ns(events: list[zerocore.reporting.Event]) -> int:
-    """Time during which at least one of `events` was in flight.
+    """Return the time during which at least one of `events` was in flight.
 
     A sum over the events would count waiting in one another's queue again for each of them, and
     flatter the share that is hidden.
     """
     covered, end = 0, 0
     for issued, done in sorted((event.issued_ns, event.done_ns) for event in events):
-        covered += max(0, done - max(issued, end))  # done is -1 where it is not known
+        covered += max(0, done - max(issued, end))  # done is -1 if unknown
         end = max(end, done)
     return covered
 

@@ -1,4 +1,4 @@
-"""Present what a training run measured: tables for the terminal, one dict for JSON."""
+"""Present the results of a training run: tables for the terminal, a dict for JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunSummary:
     figures: list[StageFigures]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain lists, dicts, strings and numbers."""
+        """Return all results as plain lists, dicts, strings and numbers."""
         return {
             "settings": self.settings,
             "losses": self.losses,
@@ -40,7 +40,7 @@ class RunSummary:
         }
 
     def print(self, console: Console) -> None:
-        """Print sample, losses and both tables."""
+        """Print the sample, the losses and both tables."""
         sample = Text(printable(self.prompt), "bold") + Text(printable(self.sample))
         console.print(Panel(sample, title="generated text"))
         console.print(
@@ -49,7 +49,7 @@ class RunSummary:
             f"{self.tokens_per_second:,.0f} tokens/s"
         )
         console.print(self._memory_table())
-        if any(entry.collectives for entry in self.figures):  # a world of one has none
+        if any(entry.collectives for entry in self.figures):  # a single rank has none
             console.print(self._collectives_table())
 
     def _is_trained(self, entry: StageFigures) -> bool:
@@ -91,7 +91,7 @@ class RunSummary:
 
 
 def _table(title: str, *labels: str) -> Table:
-    """An empty table that leaves room for figures in 80 columns."""
+    """Make an empty table that leaves room for figures in 80 columns."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for label in labels:
         table.add_column(label, no_wrap=True)
@@ -99,7 +99,7 @@ def _table(title: str, *labels: str) -> Table:
 
 
 def printable(text: bytes) -> str:
-    """Decode, with a replacement character for what is not text (also terminal controls)."""
+    """Decode text; replace other bytes, and terminal controls, by a replacement character."""
     decoded = text.decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoded)
 
@@ -109,7 +109,7 @@ def _nbytes_cells(nbytes: dict[str, int]) -> list[str]:
 
 
 def _beside(measured: float, predicted: int) -> str:
-    """One figure where both agree, else both."""
+    """Return one figure if both agree, else both."""
     if measured == predicted:
         return f"{predicted:,}"
     return f"[red]{measured:,.1f} != {predicted:,}[/]"

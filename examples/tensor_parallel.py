@@ -1,4 +1,4 @@
-"""Trains a byte model whose matrices are cut over ranks, beside data parallelism.
+"""Trains a byte model with tensor parallelism and sharded data parallelism.
 
     torchrun --nproc-per-node 4 examples/tensor_parallel.py [--parts 2] [--steps 30]
 
@@ -32,7 +32,7 @@ WIDTH, LENGTH, NUM_BLOCKS = 64, 64, 2
 
 
 class Block(nn.Module):
-    """Two matrices behind a norm."""
+    """A block of a norm and two matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embeds the last four bytes, then blocks."""
+    """A model that embeds the last four bytes, then applies blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Real text as bytes: the source and text files that come with the running Python."""
+"""Load real text as bytes: the source and text files of the running Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 SUFFIXES = (".py", ".rst", ".txt")
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-HELD_OUT_ONE_IN = 20  # files
+HELD_OUT_ONE_IN = 20  # one file in 20 is held out
 MIN_NBYTES = 1 << 20
 
 
@@ -30,7 +30,7 @@ class Corpus:
 def load_corpus(folder: str | os.PathLike[str] | None = None) -> Corpus:
     """Read every text file below `folder` (default: the standard library of the running Python).
 
-    A file is held out by a hash of its relative path, so that every run and every rank splits
+    A hash of its relative path decides whether a file is held out, so every run and rank splits
     alike. Raises ValueError if there is less than a MiB of text.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
@@ -49,7 +49,7 @@ def load_corpus(folder: str | os.PathLike[str] | None = None) -> Corpus:
 
 
 def _text_files(root: Path) -> list[str]:
-    """Relative POSIX paths of the text files below `root`, sorted."""
+    """Return the sorted relative POSIX paths of the text files below `root`."""
     names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]

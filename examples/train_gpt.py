@@ -1,6 +1,6 @@
-"""Train a byte-level GPT on the text that comes with Python, and show what each stage costs.
+"""Train a byte-level GPT on Python's own text, and show the memory and collectives of each stage.
 
-Run it as it is (two ranks on the CPU, or one per GPU), or under torchrun on the ranks that starts.
+Run it directly (two ranks on the CPU, or one per GPU), or under torchrun.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def work(rank: Rank, job: Job) -> None:
 
 
 def _checkpoints(trainer: Trainer, job: Job, console: Console) -> zerocore.Checkpoints | None:
-    """Where checkpoints go; with --resume the newest one is loaded, on any number of ranks."""
+    """Make the checkpoints; with --resume load the newest one, of any number of ranks."""
     if job.checkpoint is None:
         return None
     checkpoints = zerocore.Checkpoints(
@@ -105,7 +105,7 @@ def _train(
         bar.advance(trainer.losses[-1], trainer.num_steps)
         step = len(trainer.losses)
         if checkpoints is not None and step % job.save_every == 0:
-            checkpoints.save(step)  # a thread writes it while the training goes on
+            checkpoints.save(step)  # a thread writes it while training continues
 
     with bar:
         trainer.run_within(job.max_seconds, num_recorded, advance)
@@ -118,7 +118,7 @@ def _train(
 
 
 def _probe(stage: int, job: Job, rank: Rank, corpus: Corpus) -> StageFigures:
-    """Take two steps of the same model at another stage; the second, steady one is recorded."""
+    """Take two steps of the same model at another stage; record the second, steady one."""
     trainer = Trainer(replace(job.training, stage=stage), job.gpt, rank, corpus.train)
     trainer.run(1)
     with zerocore.reporting.record_events(trainer.model) as events:
@@ -170,9 +170,9 @@ def main(
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 150,
     minutes: Annotated[
-        float, typer.Option(min=0.1, help="Take fewer steps where training would last longer.")
+        float, typer.Option(min=0.1, help="Take fewer steps if training would last longer.")
     ] = 2.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, batches and sample.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write all figures to this file.")
@@ -181,7 +181,7 @@ def main(
         Path | None, typer.Option(help="Folder that checkpoints are written to.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint there.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint there.")
     ] = False,
     save_every: Annotated[int, typer.Option(min=1, help="Steps from save to save.")] = 100,
 ) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 import zerocore
 
 NUM_WARMUP_STEPS = 20
-NUM_STEPS_PER_CHECK = 20  # how often the pace is looked at
+NUM_STEPS_PER_CHECK = 20  # between checks of the pace
 NUM_HELD_OUT_WINDOWS = 256
 
 
@@ -57,22 +57,22 @@ class Trainer:
         self.num_resumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank that `Checkpoints` saves beside the model and the optimizer."""
+        """Return this rank's state that `Checkpoints` saves besides model and optimizer."""
         return {"losses": list(self.losses), "draw": self._draw.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another trainer was."""
+        """Continue from a saved state."""
         self.losses = list(state["losses"])
         self.num_resumed = len(self.losses)
         self._draw.set_state(state["draw"])
 
     @property
     def num_tokens_per_step(self) -> int:
-        """Tokens that all ranks together see in a step."""
+        """The number of tokens of all ranks in a step."""
         return self.config.batch_size * self.model.config.context * self.rank.world_size
 
     def step(self) -> None:
-        """One training step; its gradients stay until the next one."""
+        """Take one training step; its gradients stay until the next one."""
         self.optimizer.zero_grad()
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * self._rate_factor(len(self.losses))
@@ -94,9 +94,9 @@ class Trainer:
     def run_within(
         self, seconds: float, num_left: int, on_step: Callable[[], None] = lambda: None
     ) -> None:
-        """Train until `num_left` steps are left, of as many as fit into `seconds` at this pace.
+        """Train until `num_left` steps are left of those that fit into `seconds` at this pace.
 
-        Where not all of the configured steps fit, `num_steps` is lowered, alike on all ranks.
+        If not all of the configured steps fit, it lowers `num_steps`, alike on all ranks.
         """
         started = time.perf_counter()
         while len(self.losses) < self.num_steps - num_left:
@@ -113,14 +113,14 @@ class Trainer:
         self.num_steps = min(self.config.num_steps, max(affordable, num_done + num_left))
 
     def mean_losses(self) -> list[float]:
-        """Loss of every step so far, averaged over the ranks; to be called on all of them."""
+        """Return the loss of every step so far, averaged over the ranks; all ranks must call."""
         losses = torch.tensor(self.losses, device=self.rank.device)
         dist.all_reduce(losses)
         return (losses / self.rank.world_size).tolist()
 
     @torch.no_grad()
     def evaluate(self, text: Tensor) -> float:
-        """Mean loss, in nats per byte, on windows spread evenly over `text`; on all ranks."""
+        """Return the mean loss in nats per byte on windows of `text`; all ranks must call."""
         size, batch_size = self.rank.world_size, 16
         num_batches = math.ceil(NUM_HELD_OUT_WINDOWS / batch_size / size)  # per rank, all alike
         batches = evenly_spaced_batches(
@@ -133,7 +133,7 @@ class Trainer:
         return total.item() / (num_batches * size)
 
     def _rate_factor(self, step: int) -> float:
-        """Linear warm-up, then a cosine from 1 to 0.05."""
+        """Return the learning rate's factor: a linear warm-up, then a cosine from 1 to 0.05."""
         warm = min(1.0, (step + 1) / NUM_WARMUP_STEPS)
         done = min(1.0, step / self.num_steps)
         return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))

@@ -1,8 +1,8 @@
-"""Ray Train starts the ranks, and starts them again after a failure, from the newest checkpoint.
+"""Trains with Ray Train, which restarts the ranks after a failure, from the newest checkpoint.
 
     python examples/cluster/ray_train.py [--workers 2] [--gpus] [--out FOLDER] [--steps 100]
 
-The folder must be one that all nodes see.
+All nodes must see the folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zerocore
 
 
 def train(options: dict[str, Any]) -> None:
-    """Runs on every rank; Ray has made the process group."""
+    """Trains on every rank; Ray has made the process group."""
     import ray.train
     from ray.train.torch import get_device
 
