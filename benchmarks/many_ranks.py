@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/many_ranks.py
 
-The model is tiny, so a step's time is that of messages: collectives, whose cost hardly changes, and
+The model is tiny, so messages take all the time: collectives, whose cost hardly changes, and
 control messages, whose number grows with the number of ranks.
 """
 

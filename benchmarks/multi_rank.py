@@ -2,7 +2,7 @@
 
 torchrun --local-addr 127.0.0.1 --nproc-per-node 2 benchmarks/multi_rank.py
 
-Without --local-addr torchrun resolves the host's name, which fails where there is no network.
+Without --local-addr torchrun resolves the host's name, which fails without a network.
 
 Ranks may share one GPU. Every stage trains on the ranks' batches, one process on all of them; the
 losses must agree. Then torch.profiler records steps of each system; its timeline of kernels has

@@ -30,7 +30,7 @@ NOTES = (
     "Compute: a plain model's forward and backward at the same time on all ranks, and the system's "
     "own update. Hidden by length: 1 - (step - compute) / wire. Hidden by timeline: 1 - the "
     "runtime's exposed waits / wire. The processor's work for sockets counts as exposed in both.",
-    "Floor: a plain model's forward and backward while as many bytes are sent beside, those of "
+    "Floor: a plain model's forward and backward while as many bytes are sent, those of "
     "gradients from the backward on, with no other order; and the system's own update.",
 )
 app = typer.Typer(add_completion=False, help=__doc__)

@@ -1,4 +1,4 @@
-"""Compares the speed of this checkout's build with that of another commit.
+"""Compares the speed of this checkout's build with another commit's.
 
 Usage: python benchmarks/speed.py [BASE] [--quick] [--save]
        make speed BASE=1a2b3c4d

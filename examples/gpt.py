@@ -129,7 +129,7 @@ class GPT(nn.Module):
 def generate(
     model: GPT, prompt: bytes, num_tokens: int, *, temperature: float = 0.8, seed: int = 0
 ) -> bytes:
-    """Continue `prompt` by `num_tokens` bytes drawn from `model`; returns only what was added.
+    """Continue `prompt` by `num_tokens` bytes drawn from `model`; returns only these.
 
     The model must hold full parameters on this rank. `temperature` divides the logits and must be
     positive.

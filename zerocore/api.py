@@ -62,7 +62,7 @@ def shard(
             :class:`Communication`.
         mixed_precision: narrow dtypes for layers, over wide main weights; see
             :class:`MixedPrecision`.
-        offload: parts of the state that leave the device for the host; see :class:`Offload`.
+        offload: parts of the state that are offloaded to the host or a disk; see :class:`Offload`.
         memory_budget: bytes, or text such as ``"70GiB"``: raise at once if parameters, gradients,
             Adam's states and the bucket pool would take more. Activations do not count.
         device: the device for parameters on the meta device.

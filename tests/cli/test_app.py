@@ -195,7 +195,7 @@ def test_bench_runs_a_script_and_hands_on_arguments_and_exit_code(
     assert "['--ranks', '2']" in capfd.readouterr().out
     result = run("bench", "memory")
     assert result.exit_code == 2
-    assert "there is no benchmark 'memory' here; there are step" in result.stderr
+    assert "there is no benchmark 'memory'; choose one of step" in result.stderr
     monkeypatch.setattr(cli, "BENCHMARKS", tmp_path / "none")
     assert "run this from a checkout" in run("bench", "step").stderr
 

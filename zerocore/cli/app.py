@@ -260,7 +260,7 @@ def bench(
                 "in the installed package; run this from a checkout"
             )
         if name not in scripts:
-            raise ValueError(f"there is no benchmark '{name}' here; there are {', '.join(scripts)}")
+            raise ValueError(f"there is no benchmark '{name}'; choose one of {', '.join(scripts)}")
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *context.args]
     before = _results()
     done = subprocess.run(command, check=False, stdout=STDERR if as_json else None)

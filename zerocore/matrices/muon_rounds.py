@@ -82,8 +82,8 @@ class MuonRounds:
         self.rounds, self._pairs = rounds, pairs
         self._updates: dict[int, Tensor] = {}  # of parameters with matrices still to send
 
-    def run(self, states: States, factors: Factors | None, meanwhile: Callable[[], None]) -> None:
-        """Runs one step; calls ``meanwhile`` while the first exchange is in flight.
+    def run(self, states: States, factors: Factors | None, overlapped: Callable[[], None]) -> None:
+        """Runs one step; calls ``overlapped`` while the first exchange is in flight.
 
         The host does not wait to know whether the step is skipped. A skipped step exchanges
         updates like any other, but keeps momenta and weights.
@@ -92,7 +92,7 @@ class MuonRounds:
         locals_ = {index: self._pairs[index][0].elements() for index in sorted(used)}
         returning: Callable[[], None] | None = None
         arriving = self._send(0, states, factors)
-        meanwhile()
+        overlapped()
         for number, each in enumerate(self.rounds):
             following = self._send(number + 1, states, factors)
             back = each.to_shards(self._orthogonalised(each.step, arriving()))

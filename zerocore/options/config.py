@@ -148,7 +148,7 @@ class ShardConfig:
         return placements_of(self.stage)
 
     def leaves(self, part: str) -> bool:
-        """Whether a part of the state, named as in :class:`Offload`, leaves the device."""
+        """Whether a part of the state, named as in :class:`Offload`, is offloaded."""
         return self.place_of(part) != "device"
 
     def place_of(self, part: str) -> str:

@@ -14,7 +14,7 @@ FIRST_STAGE = {
     "gradients": next(stage for stage in STAGES if placements_of(stage).gradients),
     "parameters": next(stage for stage in STAGES if placements_of(stage).parameters),
 }
-"""The lowest stage at which each part can leave the device."""
+"""The lowest stage at which each part can be offloaded."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Offload:
             during the next forward, other element-wise optimizers in their step. With ``"disk"``,
             they are the mapped memory of a file, and only ``zerocore.optim.AdamW`` can update them.
         gradients: the gradients between steps, at stages 2 and 3; not on ``"disk"``.
-        parameters: the weights that layers compute with, at stage 3 and if ``states`` leave the
+        parameters: the weights that layers compute with, at stage 3 if ``states`` are not on the
             device: each gather copies this rank's part from the host, or reads it from the disk.
         path: folder for the parts on ``"disk"``: an unnamed file per rank, which disappears with
             the process.
@@ -63,7 +63,7 @@ class Offload:
                 "the optimizer updates them there; got states='device'"
             )
         if self.places == {"device"}:
-            raise ValueError("offload: nothing leaves the device; leave offload= out instead")
+            raise ValueError("offload: all parts are on the device; leave offload= out instead")
 
     @property
     def places(self) -> set[str]:
@@ -75,7 +75,7 @@ class Offload:
         return "disk" in self.places
 
     def check_stage(self, stage: int) -> None:
-        """Rejects a part that cannot leave the device at that stage (ValueError)."""
+        """Rejects a part that cannot be offloaded at that stage (ValueError)."""
         for name, first in FIRST_STAGE.items():
             place = getattr(self, name)
             if place != "device" and stage < first:

@@ -75,7 +75,7 @@ def predict_timing(
     calls = mirrored(order)
     by_moment: dict[int, list[PlannedEvent]] = {}
     for event in events:
-        if event.op in COLLECTIVES:  # one behind the step before is there at the first moment
+        if event.op in COLLECTIVES:  # one after the previous step's end is at moment 0
             by_moment.setdefault(event.moment % (len(calls) + 1), []).append(event)
     now = reduced = 0.0
     free, busy = dict.fromkeys(links.values(), 0.0), dict.fromkeys(links.values(), 0.0)

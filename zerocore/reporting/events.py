@@ -80,14 +80,14 @@ def transfers(events: Iterable[Event], queues: Queues) -> Iterator[tuple[Event, 
     shard has come from the host.
     """
     free_ns: dict[str, int] = {}
-    there_ns: dict[str, int] = {}  # when a unit's shard has come from the host
+    arrived_ns: dict[str, int] = {}  # when a unit's shard has come from the host
     for event in events:
         if event.op == "to_device":
-            there_ns[event.unit] = event.done_ns
+            arrived_ns[event.unit] = event.done_ns
         if event.op not in (*COLLECTIVES, EXCHANGE) or event.done_ns < 0:
             continue
         queue = queues.get(event.op, "")
-        ready_ns = there_ns.get(event.unit, 0) if event.op in GATHERS else 0
+        ready_ns = arrived_ns.get(event.unit, 0) if event.op in GATHERS else 0
         begin_ns = max(event.issued_ns, free_ns.get(queue, 0), ready_ns)
         yield event, min(begin_ns, event.done_ns)
         free_ns[queue] = event.done_ns

@@ -94,7 +94,7 @@ def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
 def explain_forward(
     error: BaseException, state: ShardState, units: tuple[int, ...]
 ) -> Exception | None:
-    """Returns an explanation of an error in the forward of ``units``; None if there is none."""
+    """Returns an explanation of an error in the forward of ``units``; None for unknown errors."""
     if (explained := explain_types(error, [state.units[unit] for unit in units])) is not None:
         return explained
     recomputed = torch._C._current_graph_task_id() != -1
@@ -103,7 +103,7 @@ def explain_forward(
 
 
 def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | None:
-    """Returns an explanation of an error in an optimizer's step; None if there is none."""
+    """Returns an explanation of an error in an optimizer's step; None for unknown errors."""
     shards = (shard_of(param) for param in params)
     state = next((shard.state_ref() for shard in shards if shard is not None), None)
     return None if state is None else _explain(error, state, "optimizer step", [])
