@@ -220,7 +220,7 @@ class _Recorder:
             for node in computed or nodes:
                 if node not in self.exits:
                     node.register_prehook(partial(self._backward, node))
-                # As in the runtime, the outer unit comes first if it returns an inner's output.
+                # As in the runtime, the last of several units that return one tensor comes first.
                 self.exits.setdefault(node, []).insert(0, index)
 
     def _backward(self, node: torch.autograd.graph.Node, _grads: Any) -> None:

@@ -172,8 +172,8 @@ def make_planner(
         dtype: floating-point dtype of the model; None for its parameters' own.
         mixed: the dtypes of compute, gathers and reductions, where they differ.
         num_states: the optimizer's state tensors of a parameter's size.
-        num_parts: by mesh, into how many parts ``shard`` would cut parameters along dimension 0;
-            empty if they are cut already, or in one part.
+        num_parts: by mesh, into how many parts training cuts parameters along dimension 0; empty if
+            the model's are as in training.
 
     Raises:
         NotImplementedError: a parameter gathers itself, so its bytes are known only in ``shard``.
