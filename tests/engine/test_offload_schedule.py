@@ -325,6 +325,6 @@ def test_refusals_are_named_on_every_rank() -> None:
     parts += ["'disk' needs path=", "'device' or 'cpu', got 'disk'"]
     parts += ["'device', 'cpu' or 'disk', got 'host'", "got 1", "path= needs a part"]
     parts += ["threads must be at least 1, got 0", "threads must be an int, got 1.0"]
-    parts += ["needs states='cpu'", "nothing leaves", "Muon moves whole matrices"]
+    parts += ["needs states='cpu'", "all parts are on the device", "Muon moves whole matrices"]
     for error, part in zip(errors, parts, strict=True):
         assert part in error
