@@ -108,6 +108,21 @@ def plain_resumes(make: Make) -> bool | str:
     return all(torch.equal(own, other) for own, other in values)
 
 
+def plain_resumes_with(make: Make, way: str) -> bool:
+    """Whether plain torch resumes so; its functions take neither deques nor global states."""
+    try:
+        models = [build(), build()]
+        optimizers = [make(model.parameters()) for model in models]
+        train(models[0], optimizers[0], 0, 3)
+        models[1].load_state_dict(copy.deepcopy(models[0].state_dict()))
+        WAYS[way](models[0], optimizers[0], optimizers[1], models[1])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, 3, 3)
+    except Exception:
+        return False
+    return all(map(torch.equal, *(model.parameters() for model in models)))
+
+
 def resume(make: Make, stage: int, way: str, to_stage: int | None = None) -> str:
     """``resumes``, ``refused: ...`` where the optimizer trains no shards, else what went wrong."""
     model = zerocore.shard(build(), stage=stage)
