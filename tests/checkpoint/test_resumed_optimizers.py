@@ -6,10 +6,14 @@ import copy
 import warnings
 from collections import OrderedDict, deque
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -251,7 +255,7 @@ def damped(params: Any) -> Any:
 
 def read_before_a_step(stage: int) -> None:
     """A state dict before the first step changes nothing, and begins a run as no state does."""
-    for make in (damped, FromWeights, Bound, torch.optim.AdamW):
+    for make in (damped, FromWeights, Bound, torch.optim.AdamW, torch.optim.NAdam):
         models = [zerocore.shard(build(), stage=stage) for _ in range(3)]
         optimizers: Any = [make(model.parameters()) for model in models]
         get_optimizer_state_dict(models[1], optimizers[1])
@@ -286,15 +290,99 @@ def read_after_a_step(stage: int) -> None:
             torch.testing.assert_close(ends[1][key], value, rtol=1e-5, atol=1e-6)
 
 
-def probe_with_gradients() -> None:
-    model = zerocore.shard(build(), stage=3)
-    optimizer: Any = Cached(model.parameters())
-    before = zerocore.full_state_dict(model, rank0_only=False)
-    model(torch.randn(5, 4)).sum().backward()
-    with pytest.raises(TypeError, match="Cached keeps parameters in its attribute 'all'"):
+class Rules(FromWeights):
+    """Holds its functions and parameters in containers and objects."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.numbers = {p: n for n, p in enumerate(self.param_groups[0]["params"])}
+        self.rules = {"all": partial(self.step_all), "counts": {"steps": 0}}
+        self.inner = [torch.optim.SGD([*self.numbers], 0.1)]
+
+    def step_all(self) -> None:
+        super().step()
+        for param in self.numbers:
+            if param.grad is not None:
+                param.data.sub_(param.grad, alpha=0.1)
+        self.inner[0].step()
+
+    def step(self, closure: Any = None) -> None:
+        self.rules["all"]()
+        self.rules["counts"]["steps"] += 1
+
+
+def probe_with_gradients(stage: int) -> None:
+    for make in (Cached, Rules):
+        model = zerocore.shard(build(), stage=stage)
+        optimizer: Any = make(model.parameters())
+        model(torch.randn(5, 4)).sum().backward()
+        before = [zerocore.full_state_dict(model, rank0_only=False)]
+        grads = [p.grad.full_tensor() for p in model.parameters()]
         get_optimizer_state_dict(model, optimizer)
-    after = zerocore.full_state_dict(model, rank0_only=False)
-    assert all(torch.equal(value, after[key]) for key, value in before.items())
+        after = zerocore.full_state_dict(model, rank0_only=False)
+        assert all(torch.equal(value, after[key]) for key, value in before[0].items())
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            assert torch.equal(param.grad.full_tensor(), grad)
+        assert len(optimizer.state) in (0, len(grads))
+        assert make is Cached or optimizer.rules["counts"]["steps"] == 0
+
+
+def change_made_states(stage: int) -> None:
+    """States that somebody puts into an optimizer before its first step are its states."""
+    model = zerocore.shard(build(), stage=stage)
+    for make in (damped, torch.optim.AdamW):
+        optimizer: Any = make(model.parameters())
+        get_optimizer_state_dict(model, optimizer)
+        param = next(iter(model.parameters()))
+        key = "momentum_buffer" if make is damped else "step"
+        optimizer.state[param][key] = optimizer.state[param][key] + 100.0
+        train(model, optimizer, 0, 1)
+        assert optimizer.state[param][key].max().item() > 80
+        optimizer = make(model.parameters())
+        get_optimizer_state_dict(model, optimizer)
+        if dist.get_rank() == 0:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.local().fill_(7) if hasattr(value, "local") else value.fill_(7)
+        for state in optimizer.state.values():
+            for value in state.values():
+                dist.broadcast(value, 0)
+        train(model, optimizer, 0, 1)
+        state = zerocore.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
+        assert make is damped or state[0]["step"] == 8
+        assert len(state) == 7
+
+
+def load_in_place(folder: str) -> None:
+    """dcp.load fills states without a set; all ranks keep these, also of empty parts."""
+    torch.manual_seed(0)
+    make = partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5)
+    model = zerocore.shard(build(), stage=3)
+    optimizer = make(model.parameters())
+    train(model, optimizer, 0, 2)
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    again = zerocore.shard(build(), stage=3)
+    zerocore.load_full_state_dict(again, zerocore.full_state_dict(model))
+    fresh = make(again.parameters())
+    state = {"optim": get_optimizer_state_dict(again, fresh)}
+    dcp.load(state, checkpoint_id=folder)
+    again.scale.requires_grad_(False)  # makes no state in the next step
+    assert len(fresh.state) == 7
+    train(again, fresh, 2, 1)
+    assert len(fresh.state) == 7
+    model.scale.requires_grad_(False)
+    train(model, optimizer, 2, 1)
+    full = [zerocore.full_state_dict(each, rank0_only=False) for each in (model, again)]
+    assert all(torch.equal(value, full[1][key]) for key, value in full[0].items())
+
+
+def test_states_loaded_in_place(tmp_path: Path) -> None:
+    run_ranks(load_in_place, 4, str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_made_states_that_change_stay(stage: int) -> None:
+    run_ranks(change_made_states, 2, stage)
 
 
 @pytest.mark.parametrize("check", [read_before_a_step, read_after_a_step])
@@ -303,8 +391,9 @@ def test_states_read_before_a_first_step(check: Any, stage: int) -> None:
     run_ranks(check, 2, stage)
 
 
-def test_a_probe_steps_no_parameter() -> None:
-    run_ranks(probe_with_gradients, 2)
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_probe_steps_no_parameter(stage: int) -> None:
+    run_ranks(probe_with_gradients, 2, stage)
 
 
 # With states in containers, of one element, in full, of no parameter, late, and options they add.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zerocore
 from tests.distributed.harness import run_ranks
 
+BF16 = torch.bfloat16
 Write = Callable[[Tensor], Any]
 WORLD_SIZES = [2, 3, pytest.param(4, marks=pytest.mark.nightly)]
 
@@ -24,6 +25,7 @@ WRITES: dict[str, Write] = {
     "later": lambda p: dist.all_reduce(p, dist.ReduceOp.MAX, async_op=True).wait(),
     "by name": lambda p: dist.all_reduce(tensor=p, op=dist.ReduceOp.SUM),
     "broadcast": lambda p: dist.broadcast(p, src=1),
+    "coalesced": lambda p: dist.all_reduce_coalesced([p]),
 }
 REFUSED: dict[str, Write] = {
     "reduce": lambda p: dist.reduce(p, 0),
@@ -81,6 +83,47 @@ def test_collectives_that_give_all_ranks_the_same(world_size: int, stage: int) -
 @pytest.mark.parametrize("stage", (1, 3))
 def test_with_main_weights(stage: int) -> None:
     run_ranks(same_as_plain, 2, stage, False)
+
+
+def exact_by_collectives(stage: int) -> None:
+    """Main weights keep every bit, forwards see the values, and copies are read as they are."""
+    model = zerocore.shard(build(), stage=stage, mixed_precision=zerocore.MixedPrecision(BF16))
+    before = zerocore.full_state_dict(model, rank0_only=False)
+    write(model, lambda p: dist.broadcast(p, src=0), lambda p: p)
+    for key, value in zerocore.full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, before[key])
+    x, plain = torch.ones(3, 4), build().bfloat16()
+    write(model, lambda p: dist.all_reduce(p), lambda p: p.data)
+    write(plain, lambda p: dist.all_reduce(p), lambda p: p.data)
+    assert torch.allclose(model(x).float(), plain(x.bfloat16()).float(), rtol=0.05, atol=0.05)
+    copied = model[0].weight.detach().clone()
+    total = copied.sum()
+    dist.all_reduce(copied)
+    assert torch.allclose(copied.sum(), dist.get_world_size() * total)
+    if stage == 0:
+        assert torch.equal(copied.t(), copied.full_tensor().t())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_main_weights_keep_their_bits(stage: int) -> None:
+    run_ranks(exact_by_collectives, 2, stage)
+
+
+def refuse_views_and_groups() -> None:
+    model = zerocore.shard(build(), stage=3)
+    pair = dist.new_group([0, 1])
+    with torch.no_grad():
+        for view in (model[0].weight.view(-1), model[0].weight[0], model[0].weight.unsqueeze(0)):
+            with pytest.raises(TypeError, match=r"all_reduce.* would change a copy"):
+                dist.all_reduce(view)
+        if dist.get_rank() < 2:  # the members alone call it
+            with pytest.raises(TypeError, match=r"ranks \[0, 1\] alone"):
+                dist.all_reduce(model[0].weight, group=pair)
+        dist.all_reduce(model[0].weight, group=dist.group.WORLD)
+
+
+def test_views_and_groups_of_some_ranks_are_refused() -> None:
+    run_ranks(refuse_views_and_groups, 3)
 
 
 def refuse(stage: int) -> None:

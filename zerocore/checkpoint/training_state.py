@@ -88,8 +88,10 @@ def check_parts(model: nn.Module, objects: Mapping[str, Any], saved_on: int, ran
     (ValueError)."""
     places: Any = {p.place.fqn: p.place for p in model.parameters() if isinstance(p, Placed)}
     for name, value in objects.items():
-        for part in (each for each in leaves(value) if isinstance(each, Placed)):
+        for part in (v for v in leaves(value) if isinstance(v, Placed) and not v.place.is_whole):
             own = places.get(part.place.fqn)
+            if own is not None and own.global_shape != part.place.global_shape:
+                own = None  # of another model
             if saved_on != ranks or (own is not None and own.elements != part.place.elements):
                 now = "" if own is None else f", and this rank's are now {own.text}"
                 raise ValueError(

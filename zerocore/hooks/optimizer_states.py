@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from zerocore._C import show_grad
 from zerocore.layout.place import Place
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.placed import Placed, leaves, local_of, shard_in
@@ -46,6 +47,7 @@ def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 AVERAGE = "weights_average"  # the state of an EMA, beside those of an optimizer
 
+_BEFORE = {"step": 0, "mu_product": 1}  # before a first step, which a probe has taken
 _ADDED = "_zerocore_added_options"
 _MADE = "_zerocore_made_states"
 _P = TypeVar("_P", bound=Tensor)
@@ -296,10 +298,10 @@ def _missing(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any], dict[s
 
 
 def make_until_step(optimizer: Optimizer) -> None:
-    """Makes the missing states for a state dict. The next step drops those that nobody has loaded:
-    first states may depend on the values of parameters or of a first gradient.
+    """Makes the missing states for a state dict.
 
-    If the optimizer has stepped already, only states that change nothing are made.
+    First states may depend on the values of parameters or of a first gradient. Such ones are not
+    made behind a step, and the first step drops them, unless somebody has loaded something.
     """
     if makes_all(optimizer):
         make_states(optimizer)
@@ -317,19 +319,32 @@ def make_until_step(optimizer: Optimizer) -> None:
             made[param].update(tried(_own_states, optimizer, group, param, probed) or {})
     made = {param: state for param, state in made.items() if state}
     optimizer.state.update(made)
-    kept = vars(optimizer).setdefault(_MADE, {})
-    kept.update({param: (state, _versions(state)) for param, state in made.items()})
+    if not all(neutral.values()) and not begun:
+        setattr(optimizer, _MADE, _noted(made))
 
 
 def drop_unloaded(optimizer: Optimizer) -> None:
-    """Drops the states of :func:`make_until_step` that nobody has written to; before a step."""
-    for param, (state, versions) in vars(optimizer).pop(_MADE, {}).items():
-        if optimizer.state.get(param) is state and _versions(state) == versions:
-            del optimizer.state[param]
+    """Drops the states of :func:`make_until_step` if none has changed; before a step."""
+    made = vars(optimizer).pop(_MADE, None)
+    if made is None or len(made) != len(_noted(optimizer.state)):
+        return
+    for (key, value, version, old), now in zip(made, _noted(optimizer.state), strict=True):
+        if (key, value is now[1], version) != (now[0], True, now[2]) or not _is_same(old, now[3]):
+            return
+    optimizer.state.clear()
 
 
-def _versions(state: Any) -> list[int]:
-    return [v._version for v in leaves(state) if isinstance(v, Tensor) and not v.is_inference()]
+def _noted(states: Mapping[Any, Any]) -> list[tuple[Any, ...]]:
+    """Returns key, object, version and a copy of each value."""
+    noted = []
+    for param, state in states.items():
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            for leaf in leaves(value):
+                is_tensor = isinstance(leaf, Tensor)
+                version = 0 if not is_tensor or leaf.is_inference() else leaf._version
+                copied = own_elements(leaf).clone() if is_tensor else deepcopy(leaf)
+                noted.append(((id(param), key), leaf, version, copied))
+    return noted
 
 
 def _changes_nothing(
@@ -339,7 +354,7 @@ def _changes_nothing(
     ends = []
     for state in ({}, probed):
         probe = _probe(own_elements(param))
-        probe.data += torch.tensor([1.5, -2.0])
+        probe.data += probe.new_tensor([1.5, -2.0])
         probe.grad = torch.full_like(probe, 0.5)
         twin = stepped(optimizer, group, probe, dict(_first_states(probe, state)))
         ends.append([probe, *leaves(twin.state[probe])])
@@ -431,9 +446,9 @@ def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any
     local = own_elements(param)
     for key, value in probed.items():
         if not isinstance(value, Tensor):
-            yield key, 0 if key == "step" else deepcopy(value)
+            yield key, _BEFORE.get(key, deepcopy(value))
         elif value.shape != (2,):
-            yield key, torch.zeros_like(value) if key == "step" else value.clone()
+            yield key, torch.full_like(value, _BEFORE[key]) if key in _BEFORE else value.clone()
         elif isinstance(param, Placed) and not value.any():
             zeros = state_memory(local.numel(), value.dtype, local.device)
             yield key, as_shard(zeros, param.place)
@@ -449,37 +464,59 @@ def stepped(
     state: dict[str, Any] | None = None,
 ) -> Any:
     """Returns a twin after a step of ``probe`` with its ``grad``, from ``state``; leaves the
-    optimizer and torch's random streams as they are. Raises TypeError if the groups are those of
-    another object, or if an attribute holds parameters, which the step would update."""
+    optimizer, its parameters and torch's random streams as they are. Raises TypeError if its
+    groups are those of another object."""
     kind = type(optimizer)
     if any(hasattr(getattr(kind, name, None), "__set__") for name in ("param_groups", "state")):
         raise TypeError(f"{kind.__name__} shows the groups of another optimizer: pass that one")
     twin: Any = object.__new__(kind)
-    containers = (dict, list, deque, OrderedDict)
-    own = {k: copy(v) if type(v) in containers else v for k, v in vars(optimizer).items()}
-    _refuse_cached(optimizer, own)
-    for name, value in own.items():
-        if isinstance(value, MethodType) and value.__self__ is optimizer:
-            own[name] = MethodType(value.__func__, twin)
-    twin.__dict__.update(own)
-    twin.__dict__.pop(_MADE, None)
-    twin.__dict__.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps
+    twin.__dict__.update(_attributes_for(twin, optimizer))
     twin.param_groups = [{**deepcopy(options_of(group)), "params": [probe]}]
     twin.state = defaultdict(dict, {probe: state} if state else {})
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
-    with torch.random.fork_rng([probe.device] if probe.is_cuda else []):
-        twin.step()
+    try:
+        with _without_gradients(optimizer), torch.random.fork_rng(_devices_of(probe)):
+            twin.step()
+    finally:
+        optimizer.state.pop(probe, None)  # of a function that knows only the optimizer
     return twin
 
 
-def _refuse_cached(optimizer: Optimizer, attributes: dict[str, Any]) -> None:
-    params = {id(param) for param in params_of(optimizer)}
-    for name, value in attributes.items():
-        if name in ("param_groups", "state"):
+def _devices_of(probe: Tensor) -> list[torch.device]:
+    return [probe.device] if probe.is_cuda else []
+
+
+def _attributes_for(twin: Any, optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the optimizer's attributes, whose containers and methods are the twin's own."""
+    own = {**vars(optimizer)}
+    own.pop(_MADE, None)
+    own.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps
+    for name, value in own.items():
+        if name.startswith("_optimizer_") or name in ("state", "param_groups"):
             continue
-        if any(id(each) in params for each in leaves(value)):
-            raise TypeError(
-                f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}, so a step "
-                "that finds out its states would update them. Take a step of the model first"
-            )
+        if isinstance(value, dict | list | deque | MethodType | partial):
+            kept = [leaf for leaf in leaves(value) if isinstance(leaf, nn.Module | Optimizer)]
+            memo: dict[int, Any] = {id(each): each for each in [*kept, *params_of(optimizer)]}
+            try:
+                own[name] = deepcopy(value, {**memo, id(optimizer): twin})
+            except Exception:  # it holds a thing that cannot be copied
+                own[name] = copy(value)
+    return own
+
+
+@contextmanager
+def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Hides the gradients of the optimizer's parameters, which the program may hold elsewhere."""
+    raw: Any = torch._C.TensorBase.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        grads = [(p, grad) for p in params_of(optimizer) if (grad := raw.__get__(p)) is not None]
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, _ in grads:
+                raw.__set__(param, None)
+        yield
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, grad in grads:
+                show_grad(param, grad)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from inspect import signature
 from types import FunctionType
 from typing import Any
 
@@ -208,24 +207,6 @@ def changed_by(func: Function, args: Args, kwargs: Kwargs) -> list[Any]:
         elif name in kwargs:
             changed.append(kwargs[name])
     return changed
-
-
-_SENDING = _names("send isend")  # these collectives write to no tensor
-# After these, the same values are on all ranks.
-GIVING_ALL = _names("all_reduce all_reduce_coalesced broadcast")
-
-
-def received_by(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Returns what a collective of ``torch.distributed`` writes to; no schema tells it."""
-    if getattr(func, "__module__", "") != "torch.distributed.distributed_c10d":
-        return None
-    name = name_of(func)
-    if name in _SENDING:
-        return None
-    position = int(name == "gather")  # its first argument is what it sends
-    if position < len(args):
-        return args[position]
-    return kwargs.get(list(signature(func).parameters)[position])
 
 
 @cache

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zerocore.tensor.functions import (
-    GIVING_ALL,
-    Args,
-    Function,
-    Kwargs,
-    is_in_place,
-    name_of,
-    received_by,
-)
+from zerocore.tensor.functions import Args, Function, Kwargs, is_in_place, name_of
 from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
+from zerocore.tensor.received import received_by
 
 
 class FullCopy(Tensor):
@@ -33,7 +25,8 @@ class FullCopy(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             name = name_of(func)
-            changed = leaves(args[:1]) if is_in_place(name) else ()
+            changed = args[:1] if is_in_place(name) else received_by(func, args, kwargs or {})
+            changed = leaves(changed)
             if of := next((t.fqn for t in changed if isinstance(t, FullCopy)), None):
                 raise TypeError(
                     f"{name}() would change a copy of the sharded parameter '{of}', not the "
@@ -82,11 +75,6 @@ def call_with_full(
 
     All ranks must call it. Within a forward, the running module's call adopts the units.
     """
-    is_written = any(map(_is_copied, leaves(received_by(func, args, kwargs))))
-    return (_receive if is_written else _call)(func, args, kwargs, params)
-
-
-def _call(func: Function, args: Args, kwargs: Kwargs, params: Sequence[PlacedParameter]) -> Any:
     units = {(id(param.state_ref()), param.unit): param for param in params}
     entered: list[tuple[Any, int]] = []
     is_inside = any(in_call(param) for param in params)
@@ -115,36 +103,6 @@ def _call(func: Function, args: Args, kwargs: Kwargs, params: Sequence[PlacedPar
         raise
     for engine, unit in reversed(entered):
         engine.exit(unit, output, keep=True)  # parameters of one unit are often read in a row
-    return output
-
-
-def _receive(func: Function, args: Args, kwargs: Kwargs, params: Sequence[PlacedParameter]) -> Any:
-    """Calls a collective that writes to full values, and copies these to their shards. Raises
-    TypeError if each rank would receive other values."""
-    written = [*leaves(received_by(func, args, kwargs))]
-    shards = [value if _is_copied(value) else None for value in written]
-    for shard in shards:
-        if shard is not None and shard.place.groups and name_of(func) not in GIVING_ALL:
-            raise TypeError(
-                f"{name_of(func)}() would write to {shard.what} '{shard.fqn}' other values on each "
-                "rank, and each rank keeps a part of it. Receive into a plain tensor, give all "
-                "ranks the same values (dist.broadcast), and copy these: parameter.copy_(value)"
-            )
-    values: list[Tensor] = []
-
-    @wraps(func)
-    def run(*full: Any, **options: Any) -> Any:
-        output = func(*full, **options)
-        if hasattr(output, "wait"):  # async_op=True
-            output.wait()
-        values.extend(value.detach().clone() for value in leaves(received_by(func, full, options)))
-        return output
-
-    output = _call(run, args, kwargs, params)
-    with torch.no_grad(), torch._C._EnableTorchFunction():
-        for shard, value in zip(shards, values, strict=True):
-            if shard is not None:
-                shard.copy_(value)
     return output
 
 

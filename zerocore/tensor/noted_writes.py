@@ -63,7 +63,7 @@ def _told(value: Any, place: Place) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, Placed):
         return value if isinstance(value, int | float | complex) else None
     if value.shape == place.global_shape and not _may_be_local(place):
-        return _sum_of(value)
+        return _sum_of(value.wait() if hasattr(value, "wait") else value)  # a collective's
     return value.item() if value.dim() == 0 and value.is_cpu else None
 
 

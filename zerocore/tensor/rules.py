@@ -30,6 +30,7 @@ from zerocore.tensor.placed import (
     outline_of,
     refuse,
 )
+from zerocore.tensor.received import receive, receives
 from zerocore.tensor.reductions import foreach_norm, norm, reduce, unscale
 
 _TEMPLATES = ("view_as", "reshape_as", "expand_as")
@@ -64,8 +65,8 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         writes = any(isinstance(value, Placed) for value in changed)
         if params and any(in_call(param) for param in params):
             return call_with_full(func, args, kwargs, params)
-        if _receives(func, args, kwargs):
-            return call_with_full(func, args, kwargs, params)
+        if receives(func, args, kwargs):
+            return receive(func, args, kwargs)
         if name in functions.FACTORIES and not _reads_shard(args, kwargs):
             return func(*args, **kwargs)
         if name in functions.MEMORY:
@@ -79,12 +80,6 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         forget_owners(changed)
         note_writes(name, changed if writes else (), [*args[1:], *kwargs.values()])
         return keep_owner(result, shards[0]) if name in functions.CLONES else result
-
-
-def _receives(func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a collective writes to shards that are no gradients, which are averaged already."""
-    received = leaves(functions.received_by(func, args, kwargs))
-    return any(isinstance(t, Placed) and t.what != "the gradient of" for t in received)
 
 
 def _reads_shard(args: Args, kwargs: Kwargs) -> bool:

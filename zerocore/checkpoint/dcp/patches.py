@@ -117,6 +117,8 @@ class _Part:
 
 @around
 def _plans(original: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    read: list[Any] = [value for value in state_dict.values() if isinstance(value, Placed)]
+    torch.autograd.graph.increment_version(read)  # also of a rank whose part is empty
     shown = {
         key: _Part(value) if isinstance(value, Placed) and value.place.part else value
         for key, value in state_dict.items()
