@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pkgutil import resolve_name
 from types import ModuleType
@@ -35,9 +35,9 @@ class Patch(NamedTuple):
     """An attribute of torch to replace."""
 
     owner: str  # dotted path of its module or class
-    name: str  # the attribute; skipped if this torch lacks it
+    name: str  # the attribute
     wrap: Callable[[Any], Any]  # makes the new value from the old one
-    before: str | None = None  # the first release of torch that does not need the patch
+    before: str | None = None  # the first release of torch that lacks the name, or needs no patch
 
 
 _INITIALISERS = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
@@ -96,19 +96,33 @@ PATCHES = (
 )
 
 
+def find_targets(patches: Sequence[Patch]) -> list[tuple[Patch, Any, Any]]:
+    """Returns the patches that this torch needs, each with the owner and the attribute to replace.
+    Raises RuntimeError if torch lacks one: without the patch, a shard would get wrong values."""
+    targets = []
+    for patch in patches:
+        if patch.before is not None and torch.__version__ >= patch.before:
+            continue
+        try:
+            owner = resolve_name(patch.owner)
+            targets.append((patch, owner, getattr(owner, patch.name)))
+        except (AttributeError, ImportError) as error:
+            raise RuntimeError(
+                f"torch {torch.__version__} lacks {patch.owner}.{patch.name}, which zerocore "
+                "replaces. Use torch 2.11 to 2.15, or a zerocore that knows this release"
+            ) from error
+    return targets
+
+
 @cache
 def install(more: tuple[Patch, ...]) -> None:
     """Applies the patches and ``more`` of higher packages, and registers hooks with torch, once per
-    process."""
+    process. Raises RuntimeError, and changes nothing, if torch lacks an attribute to replace."""
     # Torch caches the functions that `with torch.device(...)` and the default device apply to.
     # Fill the cache with the original functions, because the replacements call these.
     _device_constructors()
     functions: list[tuple[Any, Any]] = []  # old and new
-    for patch in (*PATCHES, *more):
-        owner = resolve_name(patch.owner)
-        old = getattr(owner, patch.name, None)
-        if old is None or (patch.before is not None and torch.__version__ >= patch.before):
-            continue
+    for patch, owner, old in find_targets((*PATCHES, *more)):
         new = patch.wrap(old)
         setattr(owner, patch.name, new)
         if isinstance(owner, ModuleType):
