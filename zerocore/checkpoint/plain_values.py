@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocore.checkpoint.safe_pickles import load_plain
 from zerocore.tensor.placed import Placed
 
 _CONTAINER, _VALUE = "zerocore.container", "zerocore.value"  # first item of a tuple in a file
@@ -48,6 +47,8 @@ def readable(value: Any, where: str) -> Any:
 
 
 def _tried(value: Any, where: str) -> Any:
+    from zerocore.checkpoint.safe_pickles import load_plain  # late: most saves read nothing
+
     try:
         data = saved_bytes(value)
         load_plain(io.BytesIO(data), len(data))
