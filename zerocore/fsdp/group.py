@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 from zerocore._C import Engine
 from zerocore.fsdp.mesh import DataMesh, device_of
 from zerocore.fsdp.rows import LOCAL_TYPE, RowPlacement, shard_rows
-from zerocore.model.extensions import Extension
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState, drop_state
 from zerocore.model.unit_call import UnitCall, note_unit_call
@@ -29,6 +28,9 @@ from zerocore.tensor.placed import IS_ROWS, as_view
 from zerocore.tensor.rows import forget_rows, local_part
 from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import PRE, gathers_itself
+
+if TYPE_CHECKING:
+    from zerocore.sharding.extensions import Extension
 
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
 _GROUP = "_zerocore_fsdp_group"
@@ -369,6 +371,8 @@ def note_extensions(group: Group) -> None:
                 raise NotImplementedError(
                     f"parameter '{param.fqn}' has {PRE} and {where}; shard it by rows on the device"
                 )
+            from zerocore.sharding.extensions import Extension  # late: most models have none
+
             mesh, module = _shard_mesh(group.mesh), param.owners[0][0]
             param.extension = Extension(
                 param.name, shard._local_tensor, module, mesh, group.policy, param.rows.shape

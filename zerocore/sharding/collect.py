@@ -48,7 +48,6 @@ from zerocore.model.state import ShardState, find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
 from zerocore.options.config import ShardConfig
 from zerocore.sharding.builder import Sharding, agreed, build, named
-from zerocore.sharding.extensions import check_options, split_several
 from zerocore.sharding.flat import Flat, types_of
 
 
@@ -113,7 +112,7 @@ def _collected(
     known = replace(config.communication, regather=ranks.num_near)  # a group cannot be compared
     config = replace(config, communication=known)
     check_kinds(model, ranks.world_size)
-    chosen = split_several(choose_units(model, units), config)
+    chosen = _split_several(choose_units(model, units), config)
     return Sharding(
         model=model,
         called=[model],
@@ -125,6 +124,19 @@ def _collected(
         device=_find_device(chosen, device),
         stall_seconds=stall_seconds(),
     )
+
+
+def _split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[UnitPlanned]:
+    """Separates each unit's parameters of several tensors from its others. If the stage does not
+    shard parameters, they belong to no unit and are left alone."""
+    units = []
+    for unit in planned:
+        several = [choice for choice in unit.params if choice.consists_of_several]
+        params = [choice for choice in unit.params if not choice.consists_of_several]
+        several = several if config.placements.parameters else []
+        if params or several:
+            units.append(replace(unit, params=params, several=several))
+    return units
 
 
 def _on_meshes(sharding: Sharding, groups: Any) -> Sharding:
@@ -148,7 +160,7 @@ def _checked(sharding: Sharding) -> Sharding:
     if config.communication.replicas_share is not None:
         _check_shared(sharding)
     _check_types(sharding.units, config)
-    check_options(sharding.units, config)
+    _check_extensions(sharding.units, config)
     if config.offload is not None:
         config.offload.check_path()
     return sharding
@@ -232,6 +244,28 @@ def _check_types(units: Sequence[UnitPlanned], config: ShardConfig) -> None:
         config.mixed_precision.check_names([choice.fqns[0] for choice in choices])
     for choice in choices:
         types_of(choice, config)
+
+
+def _check_extensions(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
+    """Rejects an option that parameters which gather themselves do not support."""
+    if not config.placements.parameters:
+        return
+    for choice in (choice for unit in planned for choice in (*unit.params, *unit.several)):
+        if not choice.gathers_itself:
+            continue
+        communication = config.communication
+        for option, is_set in (
+            ("offload=", config.offload is not None),
+            ("replicas_share", communication.replicas_share is not None),
+            ("tensor parallelism", choice.spec is not None),
+            ("memory that is not contiguous", not choice.tensor.is_contiguous()),
+            ("the meta device", choice.consists_of_several and choice.tensor.is_meta),
+        ):
+            if is_set:
+                raise NotImplementedError(
+                    f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which "
+                    f"does not support {option}; use another option or stage"
+                )
 
 
 _log = logging.getLogger("zerocore")

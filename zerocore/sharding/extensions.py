@@ -1,16 +1,19 @@
-"""Finds and binds parameters that gather themselves, in a model of ``shard``.
+"""Parameters that gather themselves, by ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-At stage 3 their unit is laid out by rows, and the engine gathers the tensors that they return.
-Between steps, a trained one is a plain main weight, and one of several tensors is this rank's rows,
-in its class. At other stages the engine gathers the plain parameter, and modules see its class
-around it.
+The engine gathers the tensors that the first function returns, as rows of bytes: frozen parameters
+of the unit. The second function makes the full parameter from them.
+
+In a model of ``shard`` at stage 3, their unit is laid out by rows. Between steps, a trained one is
+a plain main weight, and one of several tensors is this rank's rows, in its class. At other stages
+the engine gathers the plain parameter, and modules see its class around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
+from inspect import signature
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -18,92 +21,167 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from zerocore._C import Engine
-from zerocore.common.agreement import together
+from zerocore._C import Engine, UnitParam, move_window, window_on
 from zerocore.model.buffers import broadcast
-from zerocore.model.extensions import Extension
+from zerocore.model.casting import as_bytes
 from zerocore.model.ranks import Ranks
 from zerocore.model.state import Encoded, ShardState, Unit
-from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.model.units import ParamChoice
 from zerocore.options.config import ShardConfig
-from zerocore.options.precision import MixedPrecision, param_types
-from zerocore.sharding.builder import Sharding
+from zerocore.options.precision import BYTES, MixedPrecision, ParamTypes, param_types, unit_param
+from zerocore.tensor.rows import at_origin
 from zerocore.tensor.shown import ShownView
-from zerocore.tensor.wrapped import own_chunk, wrapper_of
+from zerocore.tensor.wrapped import PRE, own_chunk, show_made, wrapper_of
+
+
+@dataclass(eq=False)
+class Extension:
+    """One parameter that gathers itself."""
+
+    fqn: str  # its name in errors
+    rows: Any  # this rank's rows of the parameter
+    module: nn.Module  # the module that has it
+    mesh: DeviceMesh  # 1-D: the ranks that share its rows
+    policy: MixedPrecisionPolicy  # of the module
+    shape: torch.Size  # of the full parameter
+    owners: Sequence[tuple[nn.Module, str]] = ()  # modules that have it, and its name in each
+    is_param: bool = True  # the unit has it; if not, the unit has an ungathered full parameter
+    version: Callable[[], int] | None = None  # of its values; None if they never change
+    encoded_version: int = -1
+    inputs: tuple[Tensor, ...] = ()  # this rank's tensors for the next gather
+    metadata: Any = None  # fsdp_pre_all_gather's, for fsdp_post_all_gather
+    own: tuple[Tensor, ...] = ()  # the engine's memory of this rank's rows of each, as bytes
+    full: tuple[Tensor, ...] = ()  # the engine's memory of the gathered rows
+    # Tensors on ``full`` with storages of their own: tensors saved for a backward read there.
+    windows: tuple[Tensor, ...] = field(default=(), repr=False)
+
+    def ask(self) -> None:
+        """Asks the parameter for the tensors to gather; raises AssertionError if the function's
+        signature is not FSDP2's."""
+        pre = self.rows.fsdp_pre_all_gather
+        count = len(signature(pre).parameters)
+        arguments: tuple[Any, ...] = (self.mesh,)
+        if count == 5:
+            arguments += (*self._outer(), self.module, self.policy)
+        elif count != 1:
+            raise AssertionError(
+                f"parameter '{self.fqn}': {PRE} takes {count} arguments; expected mesh, or "
+                "mesh, outer_size, outer_stride, module and mp_policy"
+            )
+        with torch.no_grad():
+            inputs, self.metadata = pre(*arguments)
+        self.inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+
+    def _outer(self) -> tuple[torch.Size, tuple[int, ...]]:
+        like = torch.empty(self.shape, device="meta")
+        return like.shape, like.stride()
+
+    @property
+    def kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the inputs, the same on all ranks."""
+        return [(tensor.shape, tensor.dtype) for tensor in self.inputs]
+
+    def unit_params(self) -> list[UnitParam]:
+        """Describes the inputs of all ranks to the engine, as parameters; and the full parameter,
+        if the unit does not have it."""
+        params = []
+        for index, tensor in enumerate(self.inputs):
+            rows, nbytes = _bytes(tensor).shape
+            like = torch.empty(self.mesh.size() * rows, nbytes, dtype=torch.uint8, device="meta")
+            params.append(unit_param(f"{self.fqn}.{index}", like, BYTES))
+        if not self.is_param:
+            dtype = self.rows.dtype
+            like = torch.empty(self.shape, dtype=dtype, device="meta")
+            types = ParamTypes(dtype, dtype, dtype, dtype)
+            params.append(unit_param(self.fqn, like, types, is_gathered=False, is_kept=False))
+        return params
+
+    def bind(self, engine: Engine, unit: Unit) -> None:
+        """Takes the engine's memory for the inputs, after the unit's parameters so far."""
+        own, full = [], []
+        for _, dtype in self.kinds:
+            position = len(unit.params) + len(unit.encoded)
+            gathered = nn.Parameter(engine.make_full(unit.index, position), requires_grad=False)
+            part = at_origin(engine.make_shard(unit.index, position))
+            engine.bind(unit.index, position, gathered, part, None, part, is_seen=False)
+            own.append(part)
+            full.append(gathered)
+            unit.encoded.append(Encoded(engine.spec(unit.index, position), dtype))
+        self.own, self.full = tuple(own), tuple(full)
+
+    def is_stale(self) -> bool:
+        """Whether its values have changed since the last :meth:`encode`."""
+        return self.version is not None and self.encoded_version != self.version()
+
+    @torch.no_grad()
+    def encode(self) -> None:
+        """Asks the parameter, and copies its tensors to the engine; raises RuntimeError if their
+        shapes or dtypes have changed."""
+        before = self.kinds
+        self.ask()
+        if self.kinds != before:
+            after, self.inputs = self.kinds, _outlines(before)
+            raise RuntimeError(
+                f"parameter '{self.fqn}': {PRE} returned {after}, in the forward before {before}; "
+                "the engine gathers the same shapes in every step"
+            )
+        for own, tensor in zip(self.own, self.inputs, strict=True):
+            own.copy_(_bytes(tensor).view(own.shape))
+        self.inputs = _outlines(before)
+        self.encoded_version = 0 if self.version is None else self.version()
+
+    def show(self, leaf: Tensor) -> Tensor:
+        """Returns the full parameter made from the gathered rows; its gradient goes to ``leaf``."""
+        return show_made(leaf, self._make)
+
+    def _make(self, leaf: Tensor) -> Tensor:
+        if not self.windows:
+            self.windows = tuple(window_on(full) for full in self.full)
+        for window, full in zip(self.windows, self.full, strict=True):
+            move_window(window, full)
+        return self.make(self.windows, leaf.dtype)
+
+    def make(self, gathered: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Makes the full parameter from the gathered bytes of all ranks."""
+        outputs = tuple(
+            tensor.view(-1).view(input_dtype).view(-1, *shape[1:])
+            for tensor, (shape, input_dtype) in zip(gathered, self.kinds, strict=True)
+        )
+        full, _ = self.rows.fsdp_post_all_gather(outputs, self.metadata, dtype)
+        result: Tensor = torch.as_strided(full, *self._outer(), storage_offset=0)
+        return result
+
+
+def _outlines(kinds: list[tuple[torch.Size, torch.dtype]]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Returns a tensor's rows as bytes, 2-D."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    flat = as_bytes(tensor)
+    return flat.view(rows, flat.numel() // rows if rows else 1)
+
+
+# -- in a model of ``shard`` --------------------------------------------------------------------
 
 
 @cache
 def _fsdp_state() -> SimpleNamespace:
     """Returns a stand-in for the FSDP state that TransformerEngine's tensors read. It says that
     they are encoded once, for forward and backward."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # takes a second
-
     group = SimpleNamespace(_reshard_after_forward=False, _training_state=TrainingState.FORWARD)
     return SimpleNamespace(_fsdp_param_group=group)
 
 
-def split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[UnitPlanned]:
-    """Separates each unit's parameters of several tensors from its others. If the stage does not
-    shard parameters, they belong to no unit and are left alone."""
-    units = []
-    for unit in planned:
-        several = [choice for choice in unit.params if choice.consists_of_several]
-        params = [choice for choice in unit.params if not choice.consists_of_several]
-        several = several if config.placements.parameters else []
-        if params or several:
-            units.append(replace(unit, params=params, several=several))
-    return units
-
-
-def check_options(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
-    """Rejects an option that parameters which gather themselves do not support."""
-    if not config.placements.parameters:
-        return
-    for choice in (choice for unit in planned for choice in (*unit.params, *unit.several)):
-        if not choice.gathers_itself:
-            continue
-        communication = config.communication
-        for option, is_set in (
-            ("offload=", config.offload is not None),
-            ("replicas_share", communication.replicas_share is not None),
-            ("tensor parallelism", choice.spec is not None),
-            ("memory that is not contiguous", not choice.tensor.is_contiguous()),
-            ("the meta device", choice.consists_of_several and choice.tensor.is_meta),
-        ):
-            if is_set:
-                raise NotImplementedError(
-                    f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which "
-                    f"does not support {option}; use another option or stage"
-                )
-
-
-def with_extensions(sharding: Sharding) -> Sharding:
-    """Adds the extensions of parameters that gather themselves, and asks for their tensors;
-    collective. Raises AssertionError if a function's signature is not FSDP2's, ValueError if the
-    tensors differ between ranks."""
-    units = []
-    with together(sharding.meshes[0].groups, sharding.device) as facts:
-        for unit in sharding.units:
-            added = _of_unit(unit, sharding.meshes[unit.mesh], sharding.config, sharding.device)
-            for extension in added:
-                extension.ask()
-                facts.append(f"parameter '{extension.fqn}', gathered as {extension.kinds}")
-            units.append(replace(unit, extensions=added))
-    return replace(sharding, units=units)
-
-
-def _of_unit(
-    unit: UnitPlanned,
-    ranks: Ranks,
-    config: ShardConfig,
-    device: torch.device,
+def make_extensions(
+    choices: Sequence[ParamChoice], ranks: Ranks, config: ShardConfig, device: torch.device
 ) -> list[Extension]:
-    choices = [choice for choice in unit.params if choice.gathers_itself] + unit.several
-    if ranks.shard is None or not config.placements.parameters or not choices:
-        return []
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
+    """Makes the extensions of parameters, and asks for their tensors; collective. Raises
+    AssertionError if a function's signature is not FSDP2's."""
     mesh = DeviceMesh.from_group(ranks.shard, device.type)
     mixed = config.mixed_precision or MixedPrecision()
     reduce, cast = mixed.wire_dtype or mixed.reduce_dtype, mixed.cast_inputs
@@ -112,7 +190,7 @@ def _of_unit(
     )
     for owner in (owner for choice in choices for owner, _ in choice.owners):
         owner._get_fsdp_state = _fsdp_state  # on the object, not its class
-    return [
+    extensions = [
         Extension(
             choice.fqns[0],
             _first_rows(choice, ranks, config, device),
@@ -125,6 +203,9 @@ def _of_unit(
         )
         for choice in choices
     ]
+    for extension in extensions:
+        extension.ask()
+    return extensions
 
 
 def _first_rows(
@@ -143,9 +224,9 @@ def _first_rows(
     return wrapper.around(torch.zeros(rows, dtype=types.main, device=device))
 
 
-def bind_extensions(state: ShardState, unit: Unit, planned: UnitPlanned) -> None:
+def bind_extensions(state: ShardState, unit: Unit, extensions: Sequence[Extension]) -> None:
     """Takes the engine's memory, and replaces parameters of several tensors by this rank's rows."""
-    engine, unit.extensions = state.engine, list(planned.extensions)
+    engine, unit.extensions = state.engine, list(extensions)
     known = {param.fqn: position for position, param in enumerate(unit.params)}
     for extension in unit.extensions:
         extension.bind(engine, unit)
