@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocore.layout.save_ownership import Cut
+from zerocore.layout.cuts import Cut
 from zerocore.matrices.ownership import (
     Grid,
     Matrix,

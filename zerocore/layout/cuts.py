@@ -2,50 +2,89 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerocore._C import Layout
 from zerocore.common.alarm import waiting
 
 _Range = tuple[int, int]
 
 
-class Cut(NamedTuple):
-    """The cut of a parameter by the shards of its region: every rank knows all ranges."""
+@dataclass(frozen=True)
+class Cut:
+    """The cut of a parameter's elements over shards: every rank knows all ranges.
 
-    offset: int  # of the parameter's first element in the region
-    shard_numel: int  # of the region
-    num_across: int = 1  # consecutive shards that belong to different replicas
-    # Slices taken one of the other: the length of the sliced vector, start, stop and step.
-    slices: tuple[tuple[int, int, int, int], ...] = ()
+    The cost of one shard's range does not depend on the number of shards.
+    """
+
+    numel: int
+    slot_numel: int  # elements of a slot; shards are slots in another order
+    offset: int = 0  # of the parameter in the first slot
+    num_shards: int = 1
+    num_across: int = 1  # distance in slots between consecutive shards of one replica
+    slices: tuple[range, ...] = ()  # taken of the parameter, a vector, one of the other
+
+    @staticmethod
+    def whole(numel: int) -> Cut:
+        """Returns the cut of a parameter that is not sharded."""
+        return Cut(numel, max(numel, 1))
+
+    @staticmethod
+    def of(layout: Layout, position: int) -> Cut:
+        """Returns the cut of a unit's parameter."""
+        place = layout.places[position]
+        if layout.by_rows:  # the first shard has the most rows
+            rows = max(layout.owned(position, 0).end, 1)
+            return Cut(place.numel, rows, num_shards=layout.num_shards)
+        region = layout.regions[place.region]
+        slot = region.shard_numel
+        return Cut(place.numel, slot, place.offset, layout.num_shards, region.num_across)
+
+    def owned(self, shard: int) -> tuple[int, int]:
+        """Returns ``(begin, end)`` of a shard's elements; equal numbers if it has none."""
+        column, row = divmod(shard, self.num_shards // self.num_across)
+        begin = (row * self.num_across + column) * self.slot_numel - self.offset
+        end = min(max(begin + self.slot_numel, 0), self.numel)
+        return min(max(begin, 0), end), end
+
+    def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """Yields ``(shard, begin, end)`` of the shards that own elements in a range, in order."""
+        end = self.numel if end is None else end
+        if begin >= end:
+            return
+        size, offset = self.slot_numel, self.offset
+        for slot in range((offset + begin) // size, (offset + end - 1) // size + 1):
+            row, column = divmod(slot, self.num_across)
+            shard = column * (self.num_shards // self.num_across) + row
+            yield shard, max(slot * size - offset, begin), min((slot + 1) * size - offset, end)
+
+    @cached_property
+    def spans(self) -> tuple[_Range, ...]:
+        """Each shard's range of the last slice, (0, 0) if it has none."""
+        spans = tuple(_or_none(*self.owned(shard)) for shard in range(self.num_shards))
+        for items in self.slices:
+            spans = tuple(_or_none(*taken(items, span)) for span in spans)
+        return spans
 
 
-@lru_cache(maxsize=4096)
-def ranges_of(cut: Cut, numel: int, num_shards: int) -> tuple[_Range, ...]:
-    """Returns each rank's range of a parameter of ``numel`` elements, (0, 0) if it has none."""
-    if cut.slices:
-        (before, start, stop, step), inner = cut.slices[-1], cut._replace(slices=cut.slices[:-1])
-        counts = [
-            tuple(len(range(start, min(stop, bound), step)) for bound in elements)
-            for elements in ranges_of(inner, before, num_shards)
-        ]
-        return tuple((begin, end) if begin < end else (0, 0) for begin, end in counts)
-    num_within = num_shards // cut.num_across
-    ranges = []
-    for shard in range(num_shards):
-        place = shard % num_within * cut.num_across + shard // num_within
-        begin = place * cut.shard_numel - cut.offset
-        ranges.append(_overlap((0, numel), (begin, begin + cut.shard_numel)))
-    return tuple(ranges)
+def taken(items: range, span: _Range) -> _Range:
+    """Returns which items of a slice are in a range of the sliced vector."""
+    begin, end = (len(range(items.start, min(items.stop, at), items.step)) for at in span)
+    return begin, end
+
+
+def _or_none(begin: int, end: int) -> _Range:
+    return (begin, end) if begin < end else (0, 0)
 
 
 def _overlap(one: _Range, other: _Range) -> _Range:
-    begin, end = max(one[0], other[0]), min(one[1], other[1])
-    return (begin, end) if begin < end else (0, 0)
+    return _or_none(max(one[0], other[0]), min(one[1], other[1]))
 
 
 def move(

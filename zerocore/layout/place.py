@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.common.alarm import waiting
-from zerocore.layout.cuts import Cut, move, ranges_of
+from zerocore.layout.cuts import Cut, move
 
 
 def spread(
@@ -63,8 +63,7 @@ class Place:
             shard that was loaded from a file.
         strides: of the full parameter; None if it is C-contiguous.
         part: the larger tensor that the parameter is a part of; None without one.
-        cut: the elements of the other ranks; None in a shard that was loaded from a file, and in
-            one by rows.
+        cut: the elements of the other ranks; None in a shard that was loaded from a file.
         is_own: the shard is a copy for files or other processes, and has only this rank's part.
     """
 
@@ -103,7 +102,7 @@ class Place:
             return len({self.group, other.group} - {None}) < 2 and self.elements == other.elements
         is_alike = (self.global_shape, self.strides) == (other.global_shape, other.strides)
         is_alike = is_alike and self.group is other.group
-        return is_alike and (self.cut == other.cut or self.ranges == other.ranges)
+        return is_alike and (self.cut == other.cut or self.cut.spans == other.cut.spans)
 
     def can_take(self, other: Place) -> bool:
         """Whether :meth:`take` accepts a shard at the ``other`` place; the same on all ranks if
@@ -121,14 +120,8 @@ class Place:
         if self.group is None or self.group is not other.group or self.strides != other.strides:
             return self.part_of(other.gather(local))
         what = f"a move of '{other.fqn}' to the elements of '{self.fqn}'"
-        return move(local, other.ranges, self.ranges, self.group, what)
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of all ranks; the cut must be known."""
-        assert self.cut is not None
-        count = 1 if self.group is None else self.group.size()
-        return ranges_of(self.cut, self.global_shape.numel(), count)
+        assert self.cut is not None and other.cut is not None
+        return move(local, other.cut.spans, self.cut.spans, self.group, what)
 
     @property
     def elements(self) -> tuple[torch.Size, tuple[int, int], tuple[int, ...] | None]:

@@ -1,4 +1,4 @@
-"""Computes which ranks own and save which elements of a parameter, from integers only.
+"""Computes which ranks save which elements of a parameter, from integers only.
 
 The cost of one rank's elements does not depend on the number of ranks.
 """
@@ -9,54 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from zerocore._C import Layout
+from zerocore.layout.cuts import Cut
+from zerocore.layout.place import Place
 
 _MIN_SHARE_NUMEL = 1 << 14  # the least that one of several ranks with equal elements saves
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The cut of a parameter's elements over shards."""
-
-    numel: int
-    slot_numel: int  # elements of a slot; shards are slots in another order
-    offset: int = 0  # of the parameter in the first slot
-    num_shards: int = 1
-    num_across: int = 1  # distance in slots between consecutive shards of one replica
-
-    @staticmethod
-    def whole(numel: int) -> Cut:
-        """Returns the cut of a parameter that is not sharded."""
-        return Cut(numel, max(numel, 1))
-
-    @staticmethod
-    def of(layout: Layout, position: int) -> Cut:
-        """Returns the cut of a unit's parameter."""
-        place = layout.places[position]
-        if layout.by_rows:  # the first shard has the most rows
-            rows = max(layout.owned(position, 0).end, 1)
-            return Cut(place.numel, rows, num_shards=layout.num_shards)
-        region = layout.regions[place.region]
-        slot = region.shard_numel
-        return Cut(place.numel, slot, place.offset, layout.num_shards, region.num_across)
-
-    def owned(self, shard: int) -> tuple[int, int]:
-        """Returns ``(begin, end)`` of a shard's elements; equal numbers if it has none."""
-        column, row = divmod(shard, self.num_shards // self.num_across)
-        begin = (row * self.num_across + column) * self.slot_numel - self.offset
-        end = min(max(begin + self.slot_numel, 0), self.numel)
-        return min(max(begin, 0), end), end
-
-    def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """Yields ``(shard, begin, end)`` of the shards that own elements in a range, in order."""
-        end = self.numel if end is None else end
-        if begin >= end:
-            return
-        size, offset = self.slot_numel, self.offset
-        for slot in range((offset + begin) // size, (offset + end - 1) // size + 1):
-            row, column = divmod(slot, self.num_across)
-            shard = column * (self.num_shards // self.num_across) + row
-            yield shard, max(slot * size - offset, begin), min((slot + 1) * size - offset, end)
 
 
 @dataclass(frozen=True)
@@ -68,12 +24,12 @@ class SavedRanges:
     members: tuple[int, ...] = ()  # the ranks' numbers in the model, if they differ
 
     @staticmethod
-    def on(ranks: Any, numel: int, place: tuple[Layout, int] | None) -> SavedRanges:
-        """Returns the ranges of a parameter of ``ranks``, a :class:`zerocore.model.ranks.Ranks`.
-        ``place``: its layout and position, or None if every rank has all of it."""
-        if place is None:
-            return SavedRanges(Cut.whole(numel), ranks.world_size)
-        return SavedRanges(Cut.of(*place), ranks.num_replicas)
+    def on(ranks: Any, place: Place) -> SavedRanges:
+        """Returns the ranges of a parameter of ``ranks``, a :class:`zerocore.model.ranks.Ranks`."""
+        if place.group is None:
+            return SavedRanges(Cut.whole(place.global_shape.numel()), ranks.world_size)
+        assert place.cut is not None
+        return SavedRanges(place.cut, ranks.num_replicas)
 
     def all(self) -> Iterator[tuple[int, int, int]]:
         """Yields ``(rank, begin, end)`` of all ranks that save elements, in their order."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from zerocore._C import Exchange
 from zerocore.common.quantities import format_nbytes
 from zerocore.common.tables import render_table
-from zerocore.layout.save_ownership import Cut
+from zerocore.layout.cuts import Cut
 from zerocore.matrices.ownership import Grid, Round
 from zerocore.model.ranks import Ranks
 from zerocore.model.state import ShardState

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from zerocore.layout.save_ownership import Cut
+from zerocore.layout.cuts import Cut
 
 # Bytes for each rank: enough to hide latency, and few enough for a small staging memory.
 _MIN_ROUND_NBYTES, _MAX_ROUND_NBYTES = 1 << 20, 64 << 20

@@ -26,14 +26,14 @@ from zerocore.options.parameter_mesh import ParameterMesh
 from zerocore.tensor.rows import cuts_of
 
 
-class Cut(NamedTuple):
+class TensorCut(NamedTuple):
     """How a parameter is spread over the ranks of a mesh."""
 
     group: dist.ProcessGroup  # the ranks
     dim: int | None  # each rank has a part along it; None if each has all of it
 
 
-def cut_of(choice: ParamChoice) -> Cut | None:
+def cut_of(choice: ParamChoice) -> TensorCut | None:
     """Returns how a DTensor is spread; None for a plain parameter or one rank. Raises ValueError
     for a mesh of several dimensions, or a placement other than Shard and Replicate."""
     spec = choice.spec
@@ -53,7 +53,7 @@ def cut_of(choice: ParamChoice) -> Cut | None:
             "Replicate(). Call zerocore.shard after parallelize_module, before anything else that "
             "shards"
         )
-    return Cut(spec.mesh.get_group(), None if placement.is_replicate() else placement.dim)
+    return TensorCut(spec.mesh.get_group(), None if placement.is_replicate() else placement.dim)
 
 
 def find_tensor_ranks(
@@ -266,10 +266,9 @@ def find_ranges(state: Any) -> dict[str, list[PartRanges]]:
 def _own_ranges(state: Any, unit: int, position: int) -> PartRanges:
     ranks = state.ranks_of(unit)
     place: Place = state.units[unit].params[position].shard.place
-    layout = None if place.group is None else (state.engine.layout(unit), position)
     members = tuple(state.ranks.members.index(member) for member in ranks.members) or (0,)
     assert place.part is not None
-    saved = SavedRanges.on(ranks, place.global_shape.numel(), layout)
+    saved = SavedRanges.on(ranks, place)
     return PartRanges(place.part.origin, tuple(place.global_shape), replace(saved, members=members))
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from zerocore._C import FileWriter, ParamSpec
 from zerocore.checkpoint.checkpoints import MEMORY_BUDGET
-from zerocore.layout.save_ownership import Cut, SavedRanges
+from zerocore.layout.cuts import Cut
+from zerocore.layout.save_ownership import SavedRanges
 from zerocore.matrices.ownership import Grid, Matrix, newton_schulz_cost, plan_rounds
 from zerocore.planning.division import Division
 from zerocore.planning.planner import Planner

@@ -182,6 +182,7 @@ def make_extensions(
 ) -> list[Extension]:
     """Makes the extensions of parameters, and asks for their tensors; collective. Raises
     AssertionError if a function's signature is not FSDP2's."""
+    assert ranks.shard is not None
     mesh = DeviceMesh.from_group(ranks.shard, device.type)
     mixed = config.mixed_precision or MixedPrecision()
     reduce, cast = mixed.wire_dtype or mixed.reduce_dtype, mixed.cast_inputs
@@ -189,7 +190,7 @@ def make_extensions(
         mixed.param_dtype, reduce, mixed.output_dtype, cast_forward_inputs=cast
     )
     for owner in (owner for choice in choices for owner, _ in choice.owners):
-        owner._get_fsdp_state = _fsdp_state  # on the object, not its class
+        vars(owner)["_get_fsdp_state"] = _fsdp_state  # on the object, not its class
     extensions = [
         Extension(
             choice.fqns[0],

@@ -113,13 +113,12 @@ def _place_of(
     state: ShardState, unit: Unit, position: int, choice: ParamChoice, full: nn.Parameter
 ) -> Place:
     layout = state.engine.layout(unit.index)
-    placed, ranks = layout.places[position], state.meshes[unit.mesh]
-    region = layout.regions[placed.region]
+    ranks, region = state.meshes[unit.mesh], layout.regions[layout.places[position].region]
     shared = layout.num_shards > 1
     owned = layout.owned(position, ranks.shard_rank if shared else 0)
     group = ranks.shard if shared else None
     strides = None if full.is_contiguous() or not region.is_gathered else full.stride()
-    cut = Cut(placed.offset, region.shard_numel, region.num_across)
+    cut = Cut.of(layout, position)
     shape, elements = choice.tensor.shape, (owned.begin, owned.end)
     return Place(choice.fqns[0], shape, elements, group, strides, choice.part, cut)
 

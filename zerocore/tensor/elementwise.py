@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.common.alarm import waiting
+from zerocore.layout.cuts import taken
 from zerocore.layout.place import Place
 from zerocore.tensor import functions
 from zerocore.tensor.functions import Args, Function, Kwargs, is_foreach, is_in_place, name_of
@@ -200,21 +201,18 @@ def get_items(shard: Any, index: Any) -> Any:
     if not isinstance(index, slice) or len(shape) != 1 or (index.step or 1) < 1:
         raise NotLocal("")
     whole = range(shape[0])[index]
-    # This rank has the slice's elements from `first` to `last`.
-    first, last = (
-        len(range(whole.start, min(whole.stop, bound), whole.step)) for bound in shard.shard_range
-    )
+    first, last = taken(whole, shard.shard_range)  # the slice's items that this rank has
     begin = whole[first] - shard.shard_range[0] if first < last else 0
     part = local_of(shard)[begin :: whole.step][: last - first]
     kind: Any = type(shard)
     result = part.as_subclass(kind.result_type)
-    cut, items = shard.place.cut, (shape[0], whole.start, whole.stop, whole.step)
+    cut = shard.place.cut
     result.place = replace(
         shard.place,
         global_shape=torch.Size([len(whole)]),
         shard_range=(first, last),
         strides=None,
-        cut=None if cut is None else cut._replace(slices=(*cut.slices, items)),
+        cut=None if cut is None else replace(cut, slices=(*cut.slices, whole)),
     )
     return result
 

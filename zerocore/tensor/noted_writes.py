@@ -72,11 +72,9 @@ def _may_be_local(place: Place) -> bool:
     answer is the same on all ranks."""
     if len(place.global_shape) != 1 or place.group is None:
         return False
-    return place.cut is None or place.global_shape.numel() in map(_length, place.ranges)
-
-
-def _length(elements: tuple[int, int]) -> int:
-    return elements[1] - elements[0]
+    if place.cut is None:
+        return True
+    return any(end - begin == place.global_shape.numel() for begin, end in place.cut.spans)
 
 
 def _sum_of(value: Tensor) -> int:

@@ -15,6 +15,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from zerocore._C import exchange_impls, take_node_hooks
+from zerocore.layout.cuts import Cut
 from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates, rules
 from zerocore.tensor.functions import Args, Function, Kwargs
@@ -338,9 +339,9 @@ class UnreducedGrad(ShardedGrad):
     def of(cls, param: ShardedParameter, values: Tensor) -> UnreducedGrad:
         """Wraps ``values`` (1-D) without copying."""
         grad = torch.Tensor._make_subclass(cls, values, False)
-        whole = (0, param.global_shape.numel())
-        is_whole = values.numel() == whole[1]
-        place = replace(param.place, shard_range=whole, group=None) if is_whole else param.place
+        place, numel = param.place, param.global_shape.numel()
+        if values.numel() == numel:
+            place = replace(place, shard_range=(0, numel), group=None, cut=Cut.whole(numel))
         grad.place, grad.state_ref, grad.param = place, param.state_ref, ref(param)
         return grad
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocore._C import count_as_data, count_view_as_data
+from zerocore.layout.cuts import Cut
 from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.earlier import current
@@ -229,9 +230,10 @@ def own_place_of(param: Any, shard: RowShard) -> Place:
     rows = state.engine.spec(shard.unit, shard.position).shape
     full = torch.empty(rows, device="meta").movedim(0, dim)
     ranks = state.ranks_of(shard.unit)
-    owned = state.engine.layout(shard.unit).owned(shard.position, ranks.shard_rank)
+    cut = Cut.of(state.engine.layout(shard.unit), shard.position)
     strides = full.stride() if dim > 0 else None
-    return Place(shard.fqn, full.shape, (owned.begin, owned.end), ranks.shard, strides)
+    elements = cut.owned(ranks.shard_rank)
+    return Place(shard.fqn, full.shape, elements, ranks.shard, strides, cut=cut)
 
 
 def cuts_of(param: Any) -> list[int]:

@@ -43,7 +43,8 @@ def plan_seconds(world_size: int) -> dict[str, float]:
     import_zerocore()
     from zerocore._C import Layout, ParamSpec
     from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
-    from zerocore.layout.save_ownership import Cut, SavedRanges
+    from zerocore.layout.cuts import Cut
+    from zerocore.layout.save_ownership import SavedRanges
 
     layouts = [
         (unit, Layout.build([ParamSpec(n, list(s), 6, 4) for n, s in unit], world_size))

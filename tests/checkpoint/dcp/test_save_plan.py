@@ -19,7 +19,8 @@ from zerocore.checkpoint.dcp import save_plan
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import SavePlan, Spread
 from zerocore.checkpoint.dcp.torch_chunks import chunk_nbytes
-from zerocore.layout.save_ownership import Cut, SavedRanges
+from zerocore.layout.cuts import Cut
+from zerocore.layout.save_ownership import SavedRanges
 
 
 def ranges_of(layout: Layout, position: int, copies: int) -> SavedRanges:

@@ -26,8 +26,9 @@ from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.dcp.save_plan import Piece, SavePlan, Spread
 from zerocore.checkpoint.dcp.torch_chunks import HEAD_NBYTES, frame
 from zerocore.checkpoint.plain_values import saved_bytes
+from zerocore.layout.cuts import Cut
 from zerocore.layout.place import Place
-from zerocore.layout.save_ownership import Cut, SavedRanges
+from zerocore.layout.save_ownership import SavedRanges
 from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import ShardState
 from zerocore.tensor.placed import Placed, local_of
@@ -42,11 +43,6 @@ class KeptPlan:
     """The plan of a model's last save, and its pickled metadata."""
 
     def __init__(self, state: ShardState) -> None:
-        self._places = {
-            param.fqn: (layout, position)
-            for unit, layout in [(unit, state.engine.layout(unit.index)) for unit in state.units]
-            for position, param in enumerate(unit.params)
-        }
         self.ranks = state.ranks
         self._parts = state.part_ranges
         check_has_places(state)
@@ -94,9 +90,7 @@ class KeptPlan:
                 for part in self._parts[of.fqn]
             )
             return Spread(tuple(of.whole_shape), strides=of.strides, parts=parts)
-        layout = None if of.group is None else self._places[of.fqn]
-        ranges = SavedRanges.on(self.ranks, of.global_shape.numel(), layout)
-        return Spread(tuple(of.global_shape), ranges, of.strides)
+        return Spread(tuple(of.global_shape), SavedRanges.on(self.ranks, of), of.strides)
 
 
 @dataclass(frozen=True)
