@@ -27,69 +27,6 @@ from zerocore.tensor.wrapped import own_chunk
 LOCAL_TYPE = "_local_type"  # set by spmd_types.assert_type
 
 
-def _annotation_of(
-    param: nn.Parameter, name: str, data: DataMesh
-) -> tuple[DTensorSpec | None, tuple[dist.ProcessGroup, ...]] | None:
-    """Returns the annotation of spmd_types; None for a parameter without one. It has the spec as a
-    DTensor on the dimensions other than data parallelism's, or None, and the groups of these. The
-    ranks of each group hold the same values, and parts of the gradient.
-
-    Raises:
-        ValueError: a mesh without dp_mesh_dims, a dimension of the mesh without a type, a
-            data-parallel dimension whose type is not R, or a dimension that the mesh lacks.
-    """
-    if isinstance(param, DTensor) or not getattr(param, LOCAL_TYPE, None):
-        return None
-    import spmd_types as spmd
-
-    types = dict(spmd.get_local_type(param))
-    if data.spmd is None:
-        raise ValueError(
-            f"parameter '{name}' has a type of spmd_types on {tuple(types)}: pass the mesh of all "
-            "parallelisms and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
-        )
-    others = data.others
-    axes = [] if others is None else [spmd.MeshAxis.of(group) for group in others.get_all_groups()]
-    _check_axes(types, axes, name, data)
-    for dim, entry in enumerate(spmd.get_partition_spec(param) or ()):
-        for axis in entry if isinstance(entry, tuple) else (entry,):
-            if axis is not None:
-                types[axis] = spmd.S(dim)
-    if others is None:
-        return None, ()
-    placements = [spmd.spmd_type_to_dtensor_placement(types[axis]) for axis in axes]
-    whole: Any = DTensor.from_local(param.detach(), others, placements, run_check=False)
-    groups = zip(axes, others.get_all_groups(), strict=True)
-    sums = tuple(group for axis, group in groups if types[axis] is spmd.R and group.size() > 1)
-    return whole._spec, sums
-
-
-def _check_axes(types: dict[Any, Any], axes: list[Any], name: str, data: DataMesh) -> None:
-    import spmd_types as spmd
-
-    ranks = data.mesh.mesh.flatten().tolist()
-    from_zero = {rank - min(ranks) for rank in ranks}
-    for axis, kind in types.items():
-        if axis in axes:
-            continue
-        if not set(axis.layout.all_ranks_from_zero()) <= from_zero:
-            raise ValueError(
-                f"parameter '{name}' has a type of spmd_types on {axis}, which is neither a "
-                f"dimension of {data.spmd} nor within {data.mesh}"
-            )
-        if kind is not spmd.R:
-            raise ValueError(
-                f"parameter '{name}' has the type {kind} on {axis}, a data-parallel dimension; "
-                "expected spmd.R, because fully_shard reduces its gradient there"
-            )
-    missing = [axis for axis in axes if axis not in types]
-    if missing:
-        raise ValueError(
-            f"parameter '{name}' has types of spmd_types on {tuple(types)}; {tuple(missing)} of "
-            f"{data.spmd} are missing"
-        )
-
-
 @dataclass(frozen=True)
 class RowPlacement:
     """How one parameter is cut over the ranks."""
@@ -197,14 +134,17 @@ def _rows(param: nn.Parameter, name: str, data: DataMesh, dim: int) -> RowPlacem
         reduced = _check_whole(whole, name, data)
         inner = whole if data.spmd is None else _inner(whole, data, reduced)
         return RowPlacement(dim, whole, shape, _spec(meta, data, inner, dim), reduced)
-    annotation = _annotation_of(param, name, data)
-    if annotation is None and data.spmd is not None:
+    if getattr(param, LOCAL_TYPE, None):
+        from zerocore.fsdp.annotations import annotation_of  # late: few programs have spmd_types
+
+        inner, sums = annotation_of(param, name, data)
+        return RowPlacement(dim, None, shape, _spec(meta, data, inner, dim), sums=sums)
+    if data.spmd is not None:
         raise ValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
             f"mesh (e.g. via distribute_module). Got plain tensor for parameter '{name}'."
         )
-    inner, sums = annotation or (None, ())
-    return RowPlacement(dim, None, shape, _spec(meta, data, inner, dim), sums=sums)
+    return RowPlacement(dim, None, shape, _spec(meta, data, None, dim))
 
 
 def _local(param: Tensor) -> Tensor:
