@@ -5,11 +5,12 @@ Also predicts the order of their calls, before the first forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.module import _has_any_global_hook
 
 from zerocore._C import CallEvent
@@ -36,7 +37,10 @@ class ParamChoice:
     param: nn.Parameter
     fqns: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    part: PartOf | None = None  # its range in a larger tensor, set by `find_sizes`
+    # Of a part of a larger tensor: the ranks that hold all parts, the dimension along which these
+    # are concatenated, and the range of this part, once known.
+    larger: tuple[ProcessGroup, int] | None = None
+    part: PartOf | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -139,25 +143,6 @@ def collect_params(model: nn.Module) -> list[ParamChoice]:
             if all(owner is not module or key != name for owner, key in choice.owners):
                 choice.owners.append((module, name))
     return list(dict.fromkeys(by_id.values()))
-
-
-def split_units(
-    planned: Sequence[UnitPlanned],
-    mesh_of: Callable[[ParamChoice, int], int],
-    name_of: Callable[[int], str],
-) -> list[UnitPlanned]:
-    """Splits units with parameters on several meshes, at the same calls. ``mesh_of`` returns a
-    parameter's mesh, given its unit's mesh so far; ``name_of`` names a mesh in split units."""
-    units = []
-    for unit in planned:
-        by_mesh: dict[int, list[ParamChoice]] = {}
-        for choice in unit.params:
-            by_mesh.setdefault(mesh_of(choice, unit.mesh), []).append(choice)
-        for mesh, params in sorted(by_mesh.items()):
-            is_split = len(by_mesh) > 1 and mesh != unit.mesh
-            name = f"{unit.name} ({name_of(mesh)})" if is_split else unit.name
-            units.append(replace(unit, name=name, params=params, mesh=mesh))
-    return units
 
 
 def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -18,7 +18,6 @@ from zerocore.common.checks import check_int
 from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import traffic_nbytes
 from zerocore.common.parsing import parse_nbytes
-from zerocore.model.parameter_meshes import assign_parts
 from zerocore.model.state import is_sharded
 from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
 from zerocore.options.config import Communication
@@ -34,6 +33,7 @@ from zerocore.planning.planner import Planner, make_planner, optimizer_states
 from zerocore.planning.result import OffloadPlan, Peak, Plan, StagePlan, moment_name
 from zerocore.planning.setting import Machine, Setting, Workload, checked_groups
 from zerocore.planning.step_time import predict_timing
+from zerocore.sharding.meshes import assign_parts
 from zerocore.weights.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes
 
 # Fake tensors raise these for operators whose results depend on values.

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from zerocore.common import late
 from zerocore.common.agreement import (
@@ -32,16 +31,7 @@ from zerocore.hooks.registration import watch_registrations, watch_state_dicts
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.materialize import InitFn, materialize_buffers
 from zerocore.model.memory import check_apart
-from zerocore.model.parameter_meshes import (
-    assign_parts,
-    choices_on,
-    find_parts,
-    find_ranges,
-    find_sizes,
-    find_tensor_ranks,
-    split_replicated,
-    with_tensor_ranks,
-)
+from zerocore.model.parameter_meshes import choices_on, find_ranges
 from zerocore.model.ranks import Ranks, check_levels, local_gpu, with_near
 from zerocore.model.refusals import check_kinds
 from zerocore.model.state import ShardState, find_state
@@ -71,13 +61,12 @@ def shard_model(
         return plan if plan.tensor_ranks is not None else _within(plan, memory_budget)
 
     sharding = agreed(ranks, collect)
-    if sharding.tensor_ranks is not None:
-        sharding = _over_all(sharding, sharding.tensor_ranks, memory_budget)
+    if sharding.parts or sharding.tensor_ranks is not None:
+        sharding = _over_all(sharding, memory_budget)
     params = [choice.param for unit in sharding.units for choice in unit.params]
     earlier = earlier_optimizers(params)
     if sharding.config.sync_params:
         check_same_values(sharding)
-    find_sizes(sharding.units, sharding.parts, sharding.device)
     if (mixed := sharding.config.mixed_precision) is not None:
         cast_around_kept(model, mixed)  # now: it reads the parameters' original dtypes
     state = build(sharding)
@@ -141,17 +130,13 @@ def _split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[
 
 def _on_meshes(sharding: Sharding, groups: Any) -> Sharding:
     """Adds the meshes of parameters that not all ranks share, and puts each unit on one mesh."""
-    ranks, units = sharding.ranks, sharding.units
-    parts = find_parts(groups, ranks)
-    check_apart(
-        [(param.fqns[0], param.extent) for unit in units for param in unit.params], [sharding.model]
-    )
-    units = assign_parts(units, [part.pattern for part in parts])
-    tensor_ranks = find_tensor_ranks(units, ranks, bool(parts))
-    if tensor_ranks is not None:
-        units = split_replicated(units, len(parts) + 1)
-    meshes = (ranks, *(part.ranks for part in parts))
-    return replace(sharding, units=units, meshes=meshes, parts=parts, tensor_ranks=tensor_ranks)
+    choices = [choice for unit in sharding.units for choice in unit.params]
+    check_apart([(choice.fqns[0], choice.extent) for choice in choices], [sharding.model])
+    if groups is None and all(choice.spec is None for choice in choices):
+        return sharding
+    from zerocore.sharding.meshes import on_meshes  # late: most models have one mesh
+
+    return on_meshes(sharding, groups)
 
 
 def _checked(sharding: Sharding) -> Sharding:
@@ -166,12 +151,18 @@ def _checked(sharding: Sharding) -> Sharding:
     return sharding
 
 
-def _over_all(sharding: Sharding, group: ProcessGroup, memory_budget: str | int | None) -> Sharding:
-    """Adds a mesh with the tensor-parallel ranks, which must agree, too; collective."""
-    ranks = with_tensor_ranks(sharding.ranks, group, sharding.device)
-    widened = replace(sharding, ranks=ranks, meshes=(*sharding.meshes, ranks))
-    facts = [widened.config, *(unit.name for unit in widened.units)]
-    return named(ranks, lambda: _within(widened, memory_budget), lambda _: facts)
+def _over_all(sharding: Sharding, memory_budget: str | int | None) -> Sharding:
+    """Adds a mesh with the tensor-parallel ranks, which must agree, too, and finds the sizes of
+    larger tensors; collective."""
+    from zerocore.sharding.meshes import find_sizes, with_tensor_ranks
+
+    if (group := sharding.tensor_ranks) is not None:
+        ranks = with_tensor_ranks(sharding.ranks, group, sharding.device)
+        widened = replace(sharding, ranks=ranks, meshes=(*sharding.meshes, ranks))
+        facts = [widened.config, *(unit.name for unit in widened.units)]
+        sharding = named(ranks, lambda: _within(widened, memory_budget), lambda _: facts)
+    find_sizes(sharding.units, sharding.device)
+    return sharding
 
 
 def _within(sharding: Sharding, memory_budget: str | int | None) -> Sharding:

@@ -17,7 +17,7 @@ from zerocore.layout.cuts import Cut
 from zerocore.layout.place import Place, spread
 from zerocore.model.as_ddp import behave_as_ddp
 from zerocore.model.materialize import full_values
-from zerocore.model.parameter_meshes import choices_on, larger_tensor
+from zerocore.model.parameter_meshes import choices_on
 from zerocore.model.state import Param, ShardState, Unit
 from zerocore.model.unit_call import looked_at_by, set_unit_call, wrap_method
 from zerocore.model.units import ParamChoice, UnitPlanned, UnitsOf
@@ -215,8 +215,8 @@ class Flat(Kind):
         for unit in sharding.units:
             facts.append(f"unit '{unit.name}'")
             for choice in (*unit.params, *unit.several):
-                larger = larger_tensor(choice, unit.mesh, sharding.parts)
-                facts.append(_fact(choice, larger[1] if larger and unit.mesh > 0 else None))
+                uneven = choice.larger[1] if choice.larger and unit.mesh > 0 else None
+                facts.append(_fact(choice, uneven))
         return facts
 
     def with_extensions(self, sharding: Sharding) -> Sharding:
