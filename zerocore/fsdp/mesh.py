@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class DataMesh:
     def num_before(self) -> int:
         """The number of other dimensions before the first data-parallel one."""
         return next((i for i, name in enumerate(self.spmd_names) if name in self.names), 0)
+
+    def spec(self, meta: TensorMeta, dim: int) -> DTensorSpec:
+        """Returns the spec of a tensor that only data parallelism cuts, along ``dim``."""
+        replicas = [Replicate()] * (self.mesh.ndim - 1)
+        return DTensorSpec(self.mesh, (*replicas, Shard(dim)), tensor_meta=meta)
 
     @property
     def is_in_order(self) -> bool:

@@ -13,15 +13,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from zerocore._C import counted_view
 from zerocore.fsdp.mesh import DataMesh
-from zerocore.tensor.dtensors import show_dtensor, waited
 from zerocore.tensor.wrapped import own_chunk
 
 LOCAL_TYPE = "_local_type"  # set by spmd_types.assert_type
@@ -54,10 +50,12 @@ class RowPlacement:
     def show(self, full: Tensor) -> Tensor:
         """Returns the tensor that modules see in a call: a new view of the engine's leaf."""
         local = self.outward(full)
-        if self.sums:
-            return cast(Tensor, _Summed.apply(local, self.sums))
-        if self.whole is None:
+        if self.whole is None and not self.sums:
             return cast(Tensor, _Counted.apply(local, full))
+        from zerocore.tensor.dtensors import show_dtensor, show_summed  # late: tensor parallelism
+
+        if self.whole is None:
+            return show_summed(local, self.sums)
         return show_dtensor(local, self.whole, self.reduced)
 
 
@@ -70,21 +68,6 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return grad, None
-
-
-class _Summed(torch.autograd.Function):
-    """A view of a local tensor; its gradient is summed over groups of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
-        ctx.groups = groups
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        for group in ctx.groups:
-            grad = waited(functional.all_reduce(grad, "sum", group))
         return grad, None
 
 
@@ -128,23 +111,25 @@ def shard_rows(
 
 def _rows(param: nn.Parameter, name: str, data: DataMesh, dim: int) -> RowPlacement:
     shape = _local(param).shape
-    meta = TensorMeta(param.shape, param.stride(), param.dtype)
     if isinstance(param, DTensor):
-        whole = param._spec
-        reduced = _check_whole(whole, name, data)
-        inner = whole if data.spmd is None else _inner(whole, data, reduced)
-        return RowPlacement(dim, whole, shape, _spec(meta, data, inner, dim), reduced)
+        from zerocore.fsdp.tensor_parallel import check_whole, spec_beside  # late: most are plain
+
+        reduced = check_whole(param._spec, name, data)
+        return RowPlacement(dim, param._spec, shape, spec_beside(param._spec, data, dim), reduced)
+    spec = data.spec(TensorMeta(param.shape, param.stride(), param.dtype), dim)
+    sums: tuple[dist.ProcessGroup, ...] = ()
     if getattr(param, LOCAL_TYPE, None):
         from zerocore.fsdp.annotations import annotation_of  # late: few programs have spmd_types
+        from zerocore.fsdp.tensor_parallel import spec_with
 
         inner, sums = annotation_of(param, name, data)
-        return RowPlacement(dim, None, shape, _spec(meta, data, inner, dim), sums=sums)
-    if data.spmd is not None:
+        spec = spec if inner is None else spec_with(inner, data, dim)
+    elif data.spmd is not None:
         raise ValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
             f"mesh (e.g. via distribute_module). Got plain tensor for parameter '{name}'."
         )
-    return RowPlacement(dim, None, shape, _spec(meta, data, None, dim))
+    return RowPlacement(dim, None, shape, spec, sums=sums)
 
 
 def _local(param: Tensor) -> Tensor:
@@ -159,76 +144,3 @@ def _dim_of(param: nn.Parameter, placement: Shard | None) -> int:
             f"Shard dim {dim} is invalid for {param.dim()}D tensor: {list(param.shape)}"
         )
     return dim
-
-
-def _check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ...]:
-    """Checks a DTensor's mesh; returns its data-parallel dimensions."""
-    device_type = whole.mesh.device_type
-    if device_type != data.mesh.device_type:
-        raise ValueError(
-            "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
-            f"{device_type} for DTensor and {data.mesh.device_type} for FSDP"
-        )
-    if data.spmd is None:
-        return ()
-    if whole.mesh != data.spmd:
-        raise ValueError(
-            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
-            f"{whole.mesh} for '{name}' and {data.spmd}"
-        )
-    reduced = tuple(index for index, dim in enumerate(data.spmd_names) if dim in data.names)
-    for index in reduced:
-        if not whole.placements[index].is_replicate():
-            raise ValueError(
-                f"Expected Replicate() on DP dim '{data.spmd_names[index]}' (index {index}) of "
-                f"parameter '{name}' but got {whole.placements[index]}"
-            )
-    return reduced
-
-
-def _inner(whole: DTensorSpec, data: DataMesh, reduced: tuple[int, ...]) -> DTensorSpec | None:
-    """Returns ``whole`` on the dimensions other than data parallelism's."""
-    others = data.others
-    if others is None:
-        return None
-    kept = tuple(entry for dim, entry in enumerate(whole.placements) if dim not in reduced)
-    return DTensorSpec(others, kept, tensor_meta=whole.tensor_meta)
-
-
-def _spec(meta: TensorMeta, data: DataMesh, inner: DTensorSpec | None, dim: int) -> DTensorSpec:
-    """Returns a shard's spec: data parallelism's dimensions, and those that had cut it before."""
-    placements: list[Placement] = [Replicate()] * (data.mesh.ndim - 1)
-    if inner is None:
-        return DTensorSpec(data.mesh, (*placements, Shard(dim)), tensor_meta=meta)
-    meta = cast(TensorMeta, inner.tensor_meta)
-    before = data.num_before
-    # Shards along ``dim`` by the dimensions after data parallelism's; Shard covers those before.
-    factor = inner.num_shards_map[dim]
-    for index in range(before):
-        if inner.placements[index].is_shard(dim):
-            factor //= inner.mesh.size(index)
-    data_shard = _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
-    placed = (*inner.placements[:before], *placements, data_shard, *inner.placements[before:])
-    return DTensorSpec(_whole_mesh(data, inner.mesh), placed, tensor_meta=meta)
-
-
-def _whole_mesh(data: DataMesh, others: DeviceMesh) -> DeviceMesh:
-    if data.spmd is None:
-        return _joined([data.mesh, others])
-    if len(data.names) == data.mesh.ndim and data.is_in_order:
-        return data.spmd
-    names = cast("tuple[str, ...]", others.mesh_dim_names)
-    meshes = [others[name] for name in names]
-    return _joined([*meshes[: data.num_before], data.mesh, *meshes[data.num_before :]])
-
-
-def _joined(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Joins dimensions of one mesh into one again."""
-    join: Any = getattr(DeviceMesh, "_concatenate", None)
-    if join is not None:
-        return cast(DeviceMesh, join(meshes))
-    from torch.distributed.device_mesh import _mesh_resources  # before torch 2.12
-
-    resources: Any = _mesh_resources
-    names = tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())
-    return cast(DeviceMesh, resources.get_root_mesh(meshes[0])[names])
