@@ -33,9 +33,9 @@ from tests.engine.offloading import (
 )
 from zerocore import Offload, memory_usage
 from zerocore._C import HostMemory
-from zerocore.common.host import obtainable_nbytes
 from zerocore.model.state import state_of
 from zerocore.planning import predict_memory
+from zerocore.sharding.host_memory import obtainable_nbytes
 
 
 def memory_of(model: nn.Module) -> HostMemory:

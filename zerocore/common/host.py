@@ -1,11 +1,10 @@
-"""The cores and the memory of the host that one rank can have."""
+"""The cores of the host that one rank can have."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -69,52 +68,3 @@ def update_threads(device: torch.device) -> int:
     if device.type == "cpu":
         return min(cores, torch.get_num_threads())
     return max(1, cores - 1)
-
-
-_SYSTEM = Path("/")
-_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def obtainable_nbytes(local_ranks: int, system: Path = _SYSTEM) -> int | None:
-    """Returns the most bytes that each of so many ranks can have here; None if unknown.
-
-    Counts the memory of this process, because shards will replace a model's parameters. Counts a
-    container's limit in full.
-    """
-    try:
-        lines = (system / "proc/meminfo").read_text().splitlines()
-        figures = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
-        free = (figures["MemAvailable"] + figures["SwapFree"]) * 1024
-        pages = int((system / "proc/self/statm").read_text().split()[1])
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    resident = pages * os.sysconf("SC_PAGESIZE")
-    limits = [limit // local_ranks for limit in _container_limits(system)]
-    return min([free // local_ranks + resident, *limits])
-
-
-def _container_limits(system: Path) -> list[int]:
-    limits = []
-    for name in _LIMITS:
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            limits.append(int((system / name).read_text()))
-    return limits
-
-
-def check_obtainable(nbytes: int, local_ranks: int) -> None:
-    """Raises MemoryError if a rank can never have so many bytes on this machine."""
-    most = obtainable_nbytes(local_ranks)
-    if most is not None and nbytes > most:
-        raise MemoryError(shortage(nbytes, local_ranks))
-
-
-def shortage(nbytes: int, local_ranks: int) -> str:
-    """Returns the message of an error about memory that the host does not have."""
-    most = obtainable_nbytes(local_ranks)
-    available = "unknown" if most is None else f"{most:,} bytes"
-    shared = "" if local_ranks == 1 else f", shared by {local_ranks} ranks"
-    return (
-        f"offload=: this rank wants {nbytes:,} bytes of the host's memory; available: {available} "
-        f"on this machine{shared}. Offload less, offload to a disk (states='disk', path=), or use "
-        "more ranks or machines"
-    )

@@ -202,7 +202,6 @@ def _root_above(module: nn.Module) -> Root:
 class Rows(Kind):
     """The kind of model whose shards are rows of each parameter, as DTensors."""
 
-    face: ClassVar[str] = "zerocore.fsdp"
     by_rows: ClassVar[bool] = True
     has_all: ClassVar[bool] = False  # a program may ignore parameters
     sets_values: ClassVar[bool] = False

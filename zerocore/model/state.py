@@ -103,7 +103,6 @@ class Unit:
 class ShardKind(ABC):
     """The functions that differ between models of ``shard`` and ``fully_shard``."""
 
-    face: ClassVar[str]  # the module whose function has sharded the model
     by_rows: ClassVar[bool]  # a shard is some rows of each parameter, a DTensor
     has_all: ClassVar[bool]  # it must have all parameters: others are a mistake of the program
 

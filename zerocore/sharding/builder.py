@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zerocore._C import CallEvent, Engine, EngineOptions, GroupNames, UnitParam, UnitSpec
-from zerocore.common.agreement import agree, together
+from zerocore.common.agreement import agree
 from zerocore.common.alarm import watch
-from zerocore.common.host import check_obtainable, local_ranks, shortage, update_threads
+from zerocore.common.host import update_threads
 from zerocore.model.materialize import InitFn
 from zerocore.model.parameter_meshes import ModelPart
 from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
@@ -128,7 +128,10 @@ def build(sharding: Sharding) -> ShardState:
     if (factor := config.communication.gradient_divide_factor) is not None:
         for index in range(len(sharding.units)):
             engine.settings(index).gradient_scale = 1.0 / factor
-    _take_host_memory(engine, config, sharding.meshes[0], device)
+    if config.offload is not None:
+        from zerocore.sharding.host_memory import take_host_memory  # late: most models offload none
+
+        take_host_memory(engine, config, sharding.meshes[0], device)
     state = ShardState(
         engine, kind, config, sharding.ranks, sharding.meshes, device, sharding.tensor_ranks
     )
@@ -234,27 +237,6 @@ def _unit_spec(sharding: Sharding, unit: UnitPlanned) -> UnitSpec:
     for extension in unit.extensions:
         params += extension.unit_params()
     return UnitSpec(unit.name, params, unit.stays, unit.near, unit.mesh)
-
-
-def _take_host_memory(
-    engine: Engine, config: ShardConfig, ranks: Ranks, device: torch.device
-) -> None:
-    if config.offload is not None and config.offload.path is not None:
-        with together(ranks.groups, device):  # reserves the disk space of this rank's file
-            engine.open_disk(config.offload.path, f"states-of-rank-{ranks.rank}")
-    if config.leaves("states") or config.leaves("gradients"):
-        _map_host_memory(engine, ranks, device)
-
-
-def _map_host_memory(engine: Engine, ranks: Ranks, device: torch.device) -> None:
-    """Takes this rank's memory on the host; raises MemoryError if a rank cannot have its own."""
-    with together(ranks.groups, device):
-        check_obtainable(engine.host_memory_nbytes, local_ranks())
-        try:
-            engine.map_host_memory()
-        except RuntimeError as error:
-            lack = shortage(engine.host_memory_nbytes, local_ranks())
-            raise MemoryError(f"{lack}. {error}") from error
 
 
 def _name_of(group: ProcessGroup | None) -> str | None:

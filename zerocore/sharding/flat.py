@@ -196,7 +196,6 @@ def _extensions_of(sharding: Sharding, unit: UnitPlanned) -> list[Extension]:
 class Flat(Kind):
     """The kind of model whose shards are ranges of each parameter's elements."""
 
-    face: ClassVar[str] = "zerocore.shard"
     by_rows: ClassVar[bool] = False
     has_all: ClassVar[bool] = True
     sets_values: ClassVar[bool] = True
