@@ -28,6 +28,11 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) in ("fake", "emulated")
 
 
+def real_groups(groups: Groups) -> list[dist.ProcessGroup]:
+    """Returns the groups whose other ranks are real."""
+    return [group for group in groups if not is_simulated(group)]
+
+
 def agree(
     groups: Groups, error: Exception | None, facts: list[Any], device: torch.device | None = None
 ) -> str:
@@ -66,14 +71,13 @@ def agree(
 def highest(groups: Groups, numbers: list[int], device: torch.device | None) -> list[int]:
     """Returns the maximum of each number over the ranks; arguments as :func:`agree`. Collective."""
     with _on(device):
-        for group in groups:
-            if not is_simulated(group):
-                kinds = group._device_types
-                here = next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
-                values = torch.tensor(numbers, dtype=torch.int64, device=here)
-                with waiting(group, _COMPARISON):
-                    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-                numbers = values.tolist()
+        for group in real_groups(groups):
+            kinds = group._device_types
+            here = next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
+            values = torch.tensor(numbers, dtype=torch.int64, device=here)
+            with waiting(group, _COMPARISON):
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+            numbers = values.tolist()
     return numbers
 
 
@@ -138,12 +142,11 @@ def together(groups: Groups, device: torch.device | None = None) -> Iterator[lis
 def gather_objects(groups: Groups, objects: list[Any], device: torch.device | None) -> list[Any]:
     """Returns the picklable objects of all ranks, in order; arguments as :func:`agree`."""
     with _on(device):
-        for group in groups:
-            if not is_simulated(group):
-                gathered: list[Any] = [None] * group.size()
-                with waiting(group, _COMPARISON):
-                    dist.all_gather_object(gathered, objects, group=group)
-                objects = [value for part in gathered for value in part]
+        for group in real_groups(groups):
+            gathered: list[Any] = [None] * group.size()
+            with waiting(group, _COMPARISON):
+                dist.all_gather_object(gathered, objects, group=group)
+            objects = [value for part in gathered for value in part]
     return objects
 
 
@@ -154,10 +157,9 @@ def from_rank(groups: Groups, value: T, device: torch.device | None = None, rank
     """
     values = [value]
     steps = []
-    for group in groups:
-        if not is_simulated(group):
-            rank, place = divmod(rank, group.size())
-            steps.append((group, place))
+    for group in real_groups(groups):
+        rank, place = divmod(rank, group.size())
+        steps.append((group, place))
     with _on(device):
         for group, place in reversed(steps):
             with waiting(group, _COMPARISON):
@@ -204,10 +206,9 @@ def _scattered(numbers: torch.Tensor) -> torch.Tensor:
 def differing(groups: Groups, numbers: torch.Tensor) -> list[int]:
     """Returns the indices at which the ranks' 1-D int64 tensors differ; collective."""
     bounds = torch.stack([numbers, -numbers])
-    for group in groups:
-        if not is_simulated(group):
-            with waiting(group, _COMPARISON):
-                dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    for group in real_groups(groups):
+        with waiting(group, _COMPARISON):
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     highest, lowest = bounds.tolist()
     return [index for index, high in enumerate(highest) if high != -lowest[index]]
 

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from zerocore._C import watch_group
-from zerocore.common.agreement import gather_objects, is_simulated
+from zerocore.common.agreement import gather_objects, real_groups
 from zerocore.common.alarm import operation
 from zerocore.common.groups import new_group
 from zerocore.model.state import ShardState
@@ -46,7 +46,7 @@ def writer_of(state: ShardState) -> Writer:
 
 
 def _own_groups(state: ShardState) -> list[dist.ProcessGroup]:
-    groups = [group for group in state.ranks.groups if not is_simulated(group)]
+    groups = real_groups(state.ranks.groups)
     if state.world_size > 1 and not groups:
         raise ValueError("an emulated model has only one rank's shards: there is nothing to save")
     if not groups:
