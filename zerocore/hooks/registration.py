@@ -5,10 +5,8 @@ Also checks what a state dict loads into shards: this rank's shards, or full val
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +14,9 @@ from torch import Tensor, nn
 from zerocore.common.agreement import together
 from zerocore.common.alarm import operation
 from zerocore.model.refusals import elsewhere, refusal, refuse_fully_shard, wrapper_name
-from zerocore.model.state import ShardState, find_state
+from zerocore.model.state import ShardState, find_state, live_states
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.placed import Placed
-
-# By module of a sharded model: the model's state, and the module's name.
-_Home = tuple[Callable[[], ShardState | None], str]
-_homes: WeakKeyDictionary[nn.Module, _Home] = WeakKeyDictionary()
 
 
 def watch_registrations(model: nn.Module, state: ShardState) -> None:
@@ -34,16 +28,13 @@ def watch_registrations(model: nn.Module, state: ShardState) -> None:
 
 def _adopt(module: nn.Module, state: ShardState, prefix: str) -> None:
     for name, inner in module.named_modules(prefix=prefix):
-        _homes[inner] = (ref(state), name)
-        state.modules.append((name, ref(inner)))
+        state.modules[inner] = name
 
 
 def _home_of(module: nn.Module) -> tuple[ShardState, str] | None:
-    if not _homes:  # saves the look-up in a process without sharded models
-        return None
-    state_ref, name = _homes.get(module, (None, ""))
-    state = None if state_ref is None else state_ref()
-    return None if state is None else (state, name)
+    """Returns the state of the model that has the module, and the module's name there."""
+    homes = ((state, state.modules.get(module)) for state in live_states())
+    return next(((state, name) for state, name in homes if name is not None), None)
 
 
 def check_param(module: nn.Module, name: str, param: Any) -> None:
@@ -80,7 +71,7 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
 def check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Checks each registration of a module in the process (a torch hook)."""
     home = _home_of(module)
-    if child is None or not _homes:
+    if child is None or not live_states():
         return
     if (wrapper := wrapper_name(module)) is not None and find_state(child) is not None:
         raise refusal(wrapper, type(child).__name__)

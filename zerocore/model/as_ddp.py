@@ -70,9 +70,8 @@ def _buffers(model: nn.Module, state: ShardState) -> list[Tensor]:
     """Returns the buffers that DistributedDataParallel would broadcast."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     sent: dict[int, Tensor] = {}
-    for prefix, module_ref in state.modules:
-        module = module_ref()
-        for name, buffer in () if module is None else module._buffers.items():
+    for module, prefix in state.modules.items():
+        for name, buffer in module._buffers.items():
             is_sent = not ignored or f"{prefix}.{name}".lstrip(".") not in ignored
             if buffer is not None and is_sent:
                 sent[id(buffer)] = buffer

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, cast, overload
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,8 @@ class ShardState:
     given_units: Sequence[Any] | None = None  # arguments of zerocore.shard
     given_ranks: Ranks = field(default_factory=Ranks)
     model: Callable[[], nn.Module | None] = lambda: None  # the root
-    modules: list[tuple[str, ref[nn.Module]]] = field(default_factory=list)  # with their names
+    # Of a model of ``shard``, those that are registered later included: their names.
+    modules: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         self.meters = Meters(self.engine, self.device)
