@@ -60,10 +60,6 @@ class Kind(ShardKind):
     def facts(self, sharding: Sharding, mesh: int) -> list[object]:
         """Returns facts that the ranks of a mesh compare; mesh 0 has all units."""
 
-    def with_extensions(self, sharding: Sharding) -> Sharding:
-        """Asks parameters that gather themselves for their tensors; collective."""
-        return sharding
-
     @abstractmethod
     def unit_param(self, config: ShardConfig, unit: UnitPlanned, param: Any, /) -> UnitParam:
         """Describes a parameter to the engine."""
@@ -121,7 +117,6 @@ def build(sharding: Sharding) -> ShardState:
     """Shards a model in place, after its ranks have agreed; collective. Returns its state, which it
     also attaches to the model."""
     sharding = _with_groups(sharding)
-    sharding = sharding.kind.with_extensions(sharding)
     kind, config, device = sharding.kind, sharding.config, sharding.device
     units_of = units_by_module(unit.modules for unit in sharding.units)
     engine = _make_engine(sharding, call_order(sharding.called, units_of))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from zerocore.common.agreement import (
     differing,
     gather_objects,
     ranks_by_value,
+    together,
 )
 from zerocore.common.alarm import stall_seconds
 from zerocore.common.parsing import parse_nbytes
@@ -39,6 +40,11 @@ from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_un
 from zerocore.options.config import ShardConfig
 from zerocore.sharding.builder import Sharding, agreed, build, named
 from zerocore.sharding.flat import Flat, types_of
+
+if TYPE_CHECKING:
+    from zerocore.sharding.extensions import Extension
+
+_log = logging.getLogger("zerocore")
 
 
 def shard_model(
@@ -69,7 +75,7 @@ def shard_model(
         check_same_values(sharding)
     if (mixed := sharding.config.mixed_precision) is not None:
         cast_around_kept(model, mixed)  # now: it reads the parameters' original dtypes
-    state = build(sharding)
+    state = build(_with_extensions(sharding))
     state.part_ranges = find_ranges(state)
     materialize_buffers(model, state.device, init_fn)
     watch_state_dicts(model, state)
@@ -165,6 +171,28 @@ def _over_all(sharding: Sharding, memory_budget: str | int | None) -> Sharding:
     return sharding
 
 
+def _with_extensions(sharding: Sharding) -> Sharding:
+    """Adds the extensions of parameters that gather themselves; collective. Raises ValueError if
+    the ranks would gather other tensors."""
+    units = []
+    with together(sharding.meshes[0].groups, sharding.device) as facts:
+        for unit in sharding.units:
+            added = _extensions_of(sharding, unit)
+            facts += [f"parameter '{ext.fqn}', gathered as {ext.kinds}" for ext in added]
+            units.append(replace(unit, extensions=added))
+    return replace(sharding, units=units)
+
+
+def _extensions_of(sharding: Sharding, unit: UnitPlanned) -> list[Extension]:
+    choices = [choice for choice in unit.params if choice.gathers_itself] + unit.several
+    ranks, config = sharding.meshes[unit.mesh], sharding.config
+    if ranks.shard is None or not config.placements.parameters or not choices:
+        return []
+    from zerocore.sharding.extensions import make_extensions  # late: most models have none
+
+    return make_extensions(choices, ranks, config, sharding.device)
+
+
 def _within(sharding: Sharding, memory_budget: str | int | None) -> Sharding:
     """Rejects a model that takes more memory than the budget; returns ``sharding``."""
     if memory_budget is not None:
@@ -257,9 +285,6 @@ def _check_extensions(planned: Sequence[UnitPlanned], config: ShardConfig) -> No
                     f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which "
                     f"does not support {option}; use another option or stage"
                 )
-
-
-_log = logging.getLogger("zerocore")
 
 
 def check_same_values(sharding: Sharding) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from zerocore._C import UnitParam
-from zerocore.common.agreement import together
 from zerocore.layout.cuts import Cut
 from zerocore.layout.place import Place, spread
 from zerocore.model.as_ddp import behave_as_ddp
@@ -27,9 +25,6 @@ from zerocore.sharding.builder import Kind, Sharding, bind_shard, unit_call
 from zerocore.tensor.parameter import ShardedGrad, as_parameter, become_shard
 from zerocore.tensor.shown import ShownView, shown_class
 from zerocore.tensor.wrapped import show_made
-
-if TYPE_CHECKING:
-    from zerocore.sharding.extensions import Extension
 
 
 def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
@@ -183,16 +178,6 @@ def _load(
         extension.encode()
 
 
-def _extensions_of(sharding: Sharding, unit: UnitPlanned) -> list[Extension]:
-    choices = [choice for choice in unit.params if choice.gathers_itself] + unit.several
-    ranks, config = sharding.meshes[unit.mesh], sharding.config
-    if ranks.shard is None or not config.placements.parameters or not choices:
-        return []
-    from zerocore.sharding.extensions import make_extensions  # late: most models have none
-
-    return make_extensions(choices, ranks, config, sharding.device)
-
-
 class Flat(Kind):
     """The kind of model whose shards are ranges of each parameter's elements."""
 
@@ -217,15 +202,6 @@ class Flat(Kind):
                 uneven = choice.larger[1] if choice.larger and unit.mesh > 0 else None
                 facts.append(_fact(choice, uneven))
         return facts
-
-    def with_extensions(self, sharding: Sharding) -> Sharding:
-        units = []
-        with together(sharding.meshes[0].groups, sharding.device) as facts:
-            for unit in sharding.units:
-                added = _extensions_of(sharding, unit)
-                facts += [f"parameter '{ext.fqn}', gathered as {ext.kinds}" for ext in added]
-                units.append(replace(unit, extensions=added))
-        return replace(sharding, units=units)
 
     def bind_extensions(self, state: ShardState, unit: Unit, planned: UnitPlanned) -> None:
         if planned.extensions:
