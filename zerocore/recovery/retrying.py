@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint.training_state import optimizers_of
-from zerocore.common.agreement import gather_objects, is_simulated
+from zerocore.common.agreement import gather_objects, real_groups
 from zerocore.common.alarm import operation, waiting
 from zerocore.hooks.optimizer_states import params_of
 from zerocore.model.state import ShardState, ready_state_of
@@ -83,10 +83,9 @@ class Attempt:
 
     def _sum(self, numbers: list[float]) -> list[float]:
         total = torch.tensor(numbers, dtype=torch.float64, device=self._state.device)
-        for group in self._state.ranks.groups:
-            if not is_simulated(group):
-                with waiting(group, "a retryable block"):
-                    dist.all_reduce(total, group=group)
+        for group in real_groups(self._state.ranks.groups):
+            with waiting(group, "a retryable block"):
+                dist.all_reduce(total, group=group)
         return list(total.tolist())
 
     def note(self, reason: str | None, most: int) -> None:
