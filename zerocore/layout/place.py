@@ -102,7 +102,7 @@ class Place:
             return len({self.group, other.group} - {None}) < 2 and self.elements == other.elements
         is_alike = (self.global_shape, self.strides) == (other.global_shape, other.strides)
         is_alike = is_alike and self.group is other.group
-        return is_alike and (self.cut == other.cut or self.cut.spans == other.cut.spans)
+        return is_alike and (self.cut == other.cut or self.ranges == other.ranges)
 
     def can_take(self, other: Place) -> bool:
         """Whether :meth:`take` accepts a shard at the ``other`` place; the same on all ranks if
@@ -120,8 +120,13 @@ class Place:
         if self.group is None or self.group is not other.group or self.strides != other.strides:
             return self.part_of(other.gather(local))
         what = f"a move of '{other.fqn}' to the elements of '{self.fqn}'"
-        assert self.cut is not None and other.cut is not None
-        return move(local, other.cut.spans, self.cut.spans, self.group, what)
+        return move(local, other.ranges, self.ranges, self.group, what)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of all ranks; the cut must be known."""
+        assert self.cut is not None
+        return self.cut.spans
 
     @property
     def elements(self) -> tuple[torch.Size, tuple[int, int], tuple[int, ...] | None]:

@@ -72,9 +72,8 @@ def _may_be_local(place: Place) -> bool:
     answer is the same on all ranks."""
     if len(place.global_shape) != 1 or place.group is None:
         return False
-    if place.cut is None:
-        return True
-    return any(end - begin == place.global_shape.numel() for begin, end in place.cut.spans)
+    numel = place.global_shape.numel()
+    return place.cut is None or any(end - begin == numel for begin, end in place.ranges)
 
 
 def _sum_of(value: Tensor) -> int:
