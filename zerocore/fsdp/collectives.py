@@ -1,4 +1,4 @@
-"""Passes a program's own collectives and hooks, in FSDP2's interface, to the engine."""
+"""A program's own collectives and hooks, in FSDP2's interface, as the engine calls them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerocore._C import UnitSettings
 from zerocore.fsdp.group import Group
-
-
-def set_collectives(settings: UnitSettings, group: Group) -> None:
-    """Passes the group's collectives and its hook to the engine."""
-    settings.gather = None if group.all_gather is None else _gather_by(group)
-    settings.reduce = None if group.reduce_scatter is None else _reduce_by(group)
-    settings.after_reduce = group.after_reduce
 
 
 def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
@@ -34,19 +26,20 @@ def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor],
     return hooked
 
 
-def _gather_by(group: Group) -> Callable[[Tensor, Tensor], Any]:
-    dtypes = {group.policy.param_dtype or param.shard.dtype for param in group.params}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8  # as in torch: bytes for several
-    comm, options = group.all_gather, _options(group)
+def gather_by(comm: Any, group: Group) -> Callable[[Tensor, Tensor], Any]:
+    options = _options(group)
 
     def gather(to: Tensor, own: Tensor) -> Any:
+        dtypes = {group.policy.param_dtype or param.shard.dtype for param in group.params}
+        # As in torch: bytes for several dtypes.
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         return comm(output_tensor=to.view(dtype), input_tensor=own.view(dtype), **options)
 
     return gather
 
 
-def _reduce_by(group: Group) -> Callable[[Tensor, Tensor], Any]:
-    comm, options = group.reduce_scatter, _options(group)
+def reduce_by(comm: Any, group: Group) -> Callable[[Tensor, Tensor], Any]:
+    options = _options(group)
 
     def reduce(to: Tensor, full: Tensor) -> Any:
         return comm(output_tensor=to, input_tensor=full, op=dist.ReduceOp.SUM, **options)

@@ -193,8 +193,9 @@ class Group:
     reduces_across: bool = True  # over replicas, too
     divide_factor: float | None = None
     overlaps_reductions: bool = True
-    all_gather: Any = None  # the program's own collective, in torch's interface
-    reduce_scatter: Any = None
+    # The program's own collectives, and its hook.
+    gather: Callable[[torch.Tensor, torch.Tensor], Any] | None = None
+    reduce: Callable[[torch.Tensor, torch.Tensor], Any] | None = None
     after_reduce: Callable[[torch.Tensor], None] | None = None
     max_input_buffers: int = 1  # only readers of FSDP2's state see it
     root: Root | None = None

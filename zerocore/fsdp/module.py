@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from zerocore.common.eager import leave_out_of_graphs
-from zerocore.fsdp.collectives import on_stream
 from zerocore.fsdp.group import Group, extensions_of, group_of, groups_below
 from zerocore.fsdp.root import apply_settings, call, gather_in, ready, ready_state, root_of
 from zerocore.fsdp.state import read_state
@@ -256,7 +255,10 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ValueError: the module's parameters are sharded over several meshes.
         """
-        self._set_collective("set_custom_all_gather", all_gather=comm)
+        from zerocore.fsdp.collectives import gather_by  # late: few programs have their own
+
+        gather = None if comm is None else gather_by(comm, self._group())
+        self._set_collective("set_custom_all_gather", gather=gather)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces this module's gradients by ``comm``, a ``ReduceScatter`` of torch.
@@ -264,7 +266,10 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ValueError: as :meth:`set_custom_all_gather`.
         """
-        self._set_collective("set_custom_reduce_scatter", reduce_scatter=comm)
+        from zerocore.fsdp.collectives import reduce_by
+
+        reduce = None if comm is None else reduce_by(comm, self._group())
+        self._set_collective("set_custom_reduce_scatter", reduce=reduce)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
@@ -288,9 +293,11 @@ class FSDPModule(TorchFSDPModule):
                 "set_all_reduce_hook: this module's gradients are copied to the host after their "
                 "reduction; leave offload_policy= out"
             )
-        self._set_collective(
-            "set_all_reduce_hook", after_reduce=hook if stream is None else on_stream(hook, stream)
-        )
+        if stream is not None:
+            from zerocore.fsdp.collectives import on_stream
+
+            hook = on_stream(hook, stream)
+        self._set_collective("set_all_reduce_hook", after_reduce=hook)
 
     def _set_collective(self, name: str, **values: Any) -> None:
         if self._group().siblings:
@@ -307,7 +314,7 @@ class FSDPModule(TorchFSDPModule):
             AssertionError: the program has set a collective of its own.
         """
         group = self._group()
-        if group.all_gather is not None or group.reduce_scatter is not None:
+        if group.gather is not None or group.reduce is not None:
             raise AssertionError(
                 "set_allocate_memory_from_process_group_for_comm and custom collectives exclude "
                 "each other"

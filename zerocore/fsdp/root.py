@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 from zerocore._C import UnitParam, counted
 from zerocore.common.eager import eager
 from zerocore.fsdp.collect import collect_rows
-from zerocore.fsdp.collectives import set_collectives
 from zerocore.fsdp.group import Group, Root, RowParam, extensions_of, group_of, groups_below
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of
@@ -126,7 +125,8 @@ def apply_settings(group: Group) -> None:
     settings = state.engine.settings(group.unit)
     settings.syncs = group.syncs
     settings.gradient_scale = 1.0 / (group.divide_factor or group.mesh.size())
-    set_collectives(settings, group)
+    settings.gather, settings.reduce = group.gather, group.reduce
+    settings.after_reduce = group.after_reduce
 
 
 def gather_in(module: nn.Module, name: str) -> None:
