@@ -11,12 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from zerocore.common.eager import leave_out_of_graphs
 from zerocore.fsdp.group import Group, extensions_of, group_of, groups_below
 from zerocore.fsdp.root import apply_settings, call, gather_in, ready, ready_state, root_of
 from zerocore.fsdp.state import read_state
-from zerocore.model.traced import call_traced, is_traced
-from zerocore.model.unit_call import UnitCall
+from zerocore.model.unit_call import leave_calls_out_of_graphs
 
 
 class GradientReduction:
@@ -359,8 +357,7 @@ def _check_modules(modules: Iterable[Any]) -> None:
 @cache
 def fsdp_class(cls: Any) -> Any:
     """Returns the fully sharded class of ``cls``, with ``FSDP`` before its name."""
-    for function in (FSDPModule.__call__, call, UnitCall.call, is_traced, call_traced):
-        leave_out_of_graphs(function)
+    leave_calls_out_of_graphs(FSDPModule.__call__, call)
     return type(cls)(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 

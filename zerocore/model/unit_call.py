@@ -183,7 +183,12 @@ def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
     inner = cls._call_impl if compiled is None else partial(_without_self, compiled)
     attributes[_COMPILED] = attributes[_CALL] = partial(_enter, ref(module), inner)
     mark_eager()
-    for function in (_enter, UnitCall.call, is_traced, call_traced):
+    leave_calls_out_of_graphs(_enter)
+
+
+def leave_calls_out_of_graphs(*callers: Callable[..., Any]) -> None:
+    """Keeps torch.compile out of unit calls and of the functions that make them."""
+    for function in (*callers, UnitCall.call, is_traced, call_traced):
         leave_out_of_graphs(function)
 
 
@@ -214,8 +219,7 @@ def _enter_in_class(cls: Any) -> None:
         return unit_call.call(original, self, *args, **kwargs)
 
     cls.__call__ = __call__
-    for function in (UnitCall.call, is_traced, call_traced):
-        leave_out_of_graphs(function)
+    leave_calls_out_of_graphs()
     _classes.add(cls)
 
 
