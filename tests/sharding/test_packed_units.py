@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
 import zerocore
@@ -105,5 +106,29 @@ def train() -> None:
     assert moved == list(zerocore.planning.predict_events(model))
 
 
+def train_beside_experts() -> None:
+    """Each rank has an expert of its own in the first unit, the same values on both."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(Layer(True), Layer(False))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))
+    experts = zerocore.ParameterMesh(mesh["edp"], of=mesh["ep"])
+    model: Any = zerocore.shard(
+        copy.deepcopy(plain), units=[Layer], groups={"0.beside.weight": experts}
+    )
+    state = state_of(model)
+    units = [([param.fqn for param in unit.params], unit.mesh) for unit in state.units]
+    assert units == [([], 0), (["0.beside.weight"], 1), ([], 0)]
+    assert state.several() == ["0.weight", "1.weight"]
+    x = torch.randn(4, WIDTH)
+    loss, expected = model(x).square().mean(), plain(x).square().mean()
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(
+        model[0].beside.weight.grad.local(), plain[0].beside.weight.grad.view(-1) / 2
+    )
+
+
 def test_units_of_packed_parameters_alone_are_sharded() -> None:
     run_ranks(train, 2)
+    run_ranks(train_beside_experts, 2)

@@ -138,13 +138,14 @@ def split_units(
     parameter's mesh, given its unit's mesh so far; ``name_of`` names a mesh in split units."""
     units = []
     for unit in planned:
-        by_mesh: dict[int, list[ParamChoice]] = {}
+        by_mesh: dict[int, list[ParamChoice]] = {unit.mesh: []} if unit.several else {}
         for choice in unit.params:
             by_mesh.setdefault(mesh_of(choice, unit.mesh), []).append(choice)
         for mesh, params in sorted(by_mesh.items()):
             is_split = len(by_mesh) > 1 and mesh != unit.mesh
             name = f"{unit.name} ({name_of(mesh)})" if is_split else unit.name
-            units.append(replace(unit, name=name, params=params, mesh=mesh))
+            several = unit.several if mesh == unit.mesh else []
+            units.append(replace(unit, name=name, params=params, several=several, mesh=mesh))
     return units
 
 
