@@ -110,10 +110,7 @@ class TrainingLoad:
                 self._file.begin()
         if missing := sorted(set(stateful) - set(self.own["stateful"])):
             raise ValueError(f"{self._folder} has no state for {missing}")
-        used = {name: self.own["stateful"][name] for name in stateful}
-        with named(self._folder, "does not fit"):
-            world_size = self._state.world_size
-            training_state.check_parts(self._model, used, self.own["world_size"], world_size)
+        self._check_parts(stateful)
         self._wanted = training_state.training_state(self._model, ())
         wanted = self._wanted["model"]
         self._wanted["model"] = training_state.resized(wanted, contents.metadata)
@@ -134,6 +131,12 @@ class TrainingLoad:
             self._saved = saved_state(KeptPlan(self._state), self._wanted, copy=False)
             self._targets = own_targets(self._saved, contents, self._new_keys())
         return self._targets is not None
+
+    def _check_parts(self, stateful: Iterable[str]) -> None:
+        used = {name: self.own["stateful"][name] for name in stateful}
+        saved_on, ranks = self.own["world_size"], self._state.world_size
+        with named(self._folder, "does not fit"):
+            training_state.check_parts(self._model, used, saved_on, ranks)
 
     def _check_buffers(self) -> None:
         for key, value in self.own["buffers"].items():
