@@ -372,8 +372,10 @@ def load_wrong(folder: Path) -> None:
     halves = torch.optim.AdamW([{"params": list(model.parameters())[:2]}])
     with pytest.raises(COMMON, match="parameter groups of"):
         zerocore.Checkpoints(folder, model, halves).load()
-    with pytest.raises(COMMON, match=r"no state for \['loader'\]"):
+    with pytest.raises(COMMON, match=r"no state for \['loader'\]; it has"):
         zerocore.Checkpoints(folder, model, optimizer, stateful={"loader": Loader()}).load()
+    with pytest.raises(FileNotFoundError, match="is one checkpoint, expected the folder that"):
+        zerocore.Checkpoints(folder / "step-00000001", model, optimizer).load()
     new = torch.optim.AdamW(model.parameters(), lr=5.0)
     new.param_groups[0]["added_later"] = 7
     zerocore.Checkpoints(folder, model, new).load()

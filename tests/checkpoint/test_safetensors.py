@@ -143,7 +143,7 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
             "norm.num_batches_tracked": torch.zeros(()),
         },
         "truncated": values,
-        "not a safetensors file": values,
+        "cannot be read as safetensors": values,
     }
     found = {}
     for number, (message, tensors) in enumerate(cases.items()):
@@ -154,7 +154,7 @@ def broken_files(folder: Path) -> dict[str, tuple[Path, str]]:
             safetensors.save_file(tensors, file)
             if message == "truncated":
                 file.write_bytes(file.read_bytes()[:-4])
-            if message == "not a safetensors file":
+            if message == "cannot be read as safetensors":
                 file.write_bytes(file.read_bytes()[:8] + b"?" * 4000)
         found[message] = (place, message)
     dist.barrier()

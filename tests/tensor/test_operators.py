@@ -264,3 +264,9 @@ def train_fused(stages: tuple[int, ...]) -> None:
 
 def test_fused_steps_by_hand() -> None:
     run_ranks(train_fused, 2, STAGES)
+
+
+@pytest.mark.parametrize("name", ["_c10d_functional::all_reduce", "c10d::allreduce_"])
+def test_a_collective_is_not_elementwise(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is a collective.*dist.all_reduce\(parameter.data\)"):
+        zerocore.register_elementwise(name)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint import training_state
+from zerocore.checkpoint.checksums import METADATA
 from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.saving import Save
 from zerocore.checkpoint.commit.writer import finish_writes, writer_of
@@ -231,13 +232,18 @@ class Checkpoints:
                 and a warning says what is damaged. Without it, raise DamagedError.
 
         Raises:
-            FileNotFoundError: there is no checkpoint of this step.
+            FileNotFoundError: there is no checkpoint of this step, or the folder is itself one.
             DamagedError: it cannot be read; a ValueError with file and key, on every rank.
             ValueError: it does not fit the model; with file and key, on every rank.
         """
         state = self._ready_state()
         finish_writes()
         steps = from_rank(state.ranks.groups, self.steps(), state.device)
+        if not steps and (self.folder / METADATA).exists():
+            raise FileNotFoundError(
+                f"{self.folder} is one checkpoint, expected the folder that holds it: "
+                f"Checkpoints('{self.folder.parent}', ...).load()"
+            )
         if step is not None and step not in steps:
             raise FileNotFoundError(f"no checkpoint of step {step} in {self.folder}: {steps}")
         candidates = steps[::-1] if step is None else [step]

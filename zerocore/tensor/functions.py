@@ -167,16 +167,25 @@ def register_elementwise(operator: Callable[..., Any] | str) -> None:
 
     Raises:
         TypeError: ``operator`` is something else.
+        ValueError: it is a collective, which would add up other elements of each rank.
     """
-    if isinstance(operator, str) and "::" in operator:
-        _elementwise.add(operator)
-    elif callable(operator):
-        _elementwise.add(_key(operator))
-    else:
+    if not (callable(operator) or "::" in str(operator)):
         raise TypeError(
             f"register_elementwise: expected an operator such as torch.ops.mylib.update, or its "
             f"name 'mylib::update', got {operator!r}"
         )
+    name = operator if isinstance(operator, str) else _key(operator)
+    if is_collective(name):
+        raise ValueError(
+            f"register_elementwise: {name} is a collective, and each rank holds other elements: "
+            "call dist.all_reduce(parameter.data), which sees the full values"
+        )
+    _elementwise.add(name)
+
+
+def is_collective(name: Any) -> bool:
+    """Whether an operator of this name communicates."""
+    return isinstance(name, str) and name.startswith(("c10d", "_c10d_functional"))
 
 
 def is_elementwise(func: Function | str) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates
-from zerocore.tensor.functions import BEHIND_OPERATORS, base_of, is_elementwise
+from zerocore.tensor.functions import BEHIND_OPERATORS, base_of, is_collective, is_elementwise
 
 _LEAF = "_zerocore_leaf"  # on a view that modules see: the parameter that autograd knows
 IS_ROWS = "_zerocore_fsdp_rows"  # set on a parameter that fully_shard has made
@@ -194,6 +194,8 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
 def _advice_on_operator(name: str) -> str:
     if "::" not in name or is_elementwise(name):
         return ""
+    if is_collective(name):
+        return "Call dist.all_reduce(parameter.data), which sees the full values. "
     return f"If the operator is element-wise, declare it: zerocore.register_elementwise('{name}'). "
 
 

@@ -108,9 +108,7 @@ class TrainingLoad:
             # Begun only now: the small files would have waited for these reads.
             if self._checksums and self.own["world_size"] == self._state.world_size:
                 self._file.begin()
-        if missing := sorted(set(stateful) - set(self.own["stateful"])):
-            raise ValueError(f"{self._folder} has no state for {missing}")
-        self._check_parts(stateful)
+        self._check_stateful(set(stateful))
         self._wanted = training_state.training_state(self._model, ())
         wanted = self._wanted["model"]
         self._wanted["model"] = training_state.resized(wanted, contents.metadata)
@@ -132,8 +130,14 @@ class TrainingLoad:
             self._targets = own_targets(self._saved, contents, self._new_keys())
         return self._targets is not None
 
-    def _check_parts(self, stateful: Iterable[str]) -> None:
-        used = {name: self.own["stateful"][name] for name in stateful}
+    def _check_stateful(self, names: set[str]) -> None:
+        own: State = self.own["stateful"]
+        if missing := sorted(names - set(own)):
+            raise ValueError(f"{self._folder} has no state for {missing}; it has {sorted(own)}")
+        unused = sorted(set(own) - names)
+        if unused and self._state.rank == 0:
+            _log.warning("%s has states of %s, which this load leaves out", self._folder, unused)
+        used = {name: own[name] for name in names}
         saved_on, ranks = self.own["world_size"], self._state.world_size
         with named(self._folder, "does not fit"):
             training_state.check_parts(self._model, used, saved_on, ranks)

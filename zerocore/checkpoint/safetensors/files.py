@@ -97,7 +97,7 @@ def read_header(path: Path, sums: checksums.Checksums | None = None) -> dict[str
     """Reads the tensors in a file's header, by the rules of safetensors; a ValueError names it."""
     listed = None if sums is None else sums.get(path.name)
     size = size_of(path)
-    with named(path, "is not a safetensors file"):
+    with named(path, "cannot be read as safetensors"):
         if listed is not None and listed.nbytes != size:
             raise ValueError(f"it has {size} bytes, expected {listed.nbytes}")
         length = int.from_bytes(checksums.read_range(path, listed, 0, 8), "little")
