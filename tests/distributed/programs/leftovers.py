@@ -45,6 +45,15 @@ def zeroed_gradients(run: Run) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
+def train(run: Run, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    loss = mean_square(model(run.tensor(4, 8, key=step)))
+    loss.backward()
+    run.record(loss)
+    run.average(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @program("model averaging: each step ends with all_reduce(p.data) and a division, as local SGD")
 def averaged_weights(run: Run) -> None:
     model = run.shard(nn.Sequential(Block(), Block()), [Block])
@@ -52,12 +61,7 @@ def averaged_weights(run: Run) -> None:
         dist.broadcast(param.data, src=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(3):
-        loss = mean_square(model(run.tensor(4, 8, key=step)))
-        loss.backward()
-        run.record(loss)
-        run.average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(run, model, optimizer, step)
         for param in model.parameters():
             dist.all_reduce(param.data)
             param.data /= dist.get_world_size()
@@ -69,12 +73,7 @@ def state_dict_before_a_step(run: Run) -> None:
     optimizer = FromWeights(model.parameters())
     for step in range(3):
         get_optimizer_state_dict(model, optimizer)  # a trainer asks what there is to save
-        loss = mean_square(model(run.tensor(4, 8, key=step)))
-        loss.backward()
-        run.record(loss)
-        run.average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(run, model, optimizer, step)
 
 
 class FromWeights(torch.optim.Optimizer):
