@@ -492,14 +492,15 @@ def _attributes_for(twin: Any, optimizer: Optimizer) -> dict[str, Any]:
     own = {**vars(optimizer)}
     own.pop(_MADE, None)
     own.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps
+    params = {id(param): param for param in params_of(optimizer)}
     for name, value in own.items():
         if name.startswith("_optimizer_") or name in ("state", "param_groups"):
             continue
         if isinstance(value, dict | list | deque | MethodType | partial):
-            kept = [leaf for leaf in leaves(value) if isinstance(leaf, nn.Module | Optimizer)]
-            memo: dict[int, Any] = {id(each): each for each in [*kept, *params_of(optimizer)]}
+            kept = (leaf for leaf in leaves(value) if isinstance(leaf, nn.Module | Optimizer))
+            memo = {**params, **{id(leaf): leaf for leaf in kept}, id(optimizer): twin}
             try:
-                own[name] = deepcopy(value, {**memo, id(optimizer): twin})
+                own[name] = deepcopy(value, memo)
             except Exception:  # it holds a thing that cannot be copied
                 own[name] = copy(value)
     return own

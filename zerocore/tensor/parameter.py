@@ -22,6 +22,7 @@ from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
 from zerocore.tensor.noted_writes import note_writes
 from zerocore.tensor.placed import (
+    GRADIENT,
     IS_ROWS,
     OTHER,
     Placed,
@@ -286,7 +287,7 @@ class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
     functions would silently be local, so they raise TypeError.
     """
 
-    what = "the gradient of"
+    what = GRADIENT
     source: ShardedGrad  # on a result of detach(): the first gradient on the same memory
 
     @staticmethod

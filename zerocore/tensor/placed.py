@@ -16,6 +16,7 @@ from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import BEHIND_OPERATORS, base_of, is_collective, is_elementwise
 
 _LEAF = "_zerocore_leaf"  # on a view that modules see: the parameter that autograd knows
+GRADIENT = "the gradient of"  # the kind of shards that are averaged already
 IS_ROWS = "_zerocore_fsdp_rows"  # set on a parameter that fully_shard has made
 OTHER = "_zerocore_other"  # on each of two objects that exchange their tensors: the other one
 
@@ -177,7 +178,7 @@ def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
     For functions of Python's operators it raises RuntimeError: Python would replace a TypeError by
     "unsupported operand type(s)", and the advice would be lost.
     """
-    if name in _AVERAGING and shard.what == "the gradient of":
+    if name in _AVERAGING and shard.what == GRADIENT:
         reason = _IS_AVERAGED
     reason = reason or _REASONS.get(name, "")
     kind = RuntimeError if base_of(name) in BEHIND_OPERATORS else TypeError

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map_only
 
 from zerocore.tensor.functions import Args, Function, Kwargs, name_of
-from zerocore.tensor.placed import Placed, leaves, local_of
+from zerocore.tensor.placed import GRADIENT, Placed, leaves, local_of
 
 _SENDING = frozenset({"send", "isend"})  # these write to no tensor
 # After these, the same values are on all ranks of the group.
@@ -35,7 +35,7 @@ def received_by(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def receives(func: Function, args: Args, kwargs: Kwargs) -> bool:
     """Whether a collective writes to shards that are no gradients, which are averaged already."""
     received = leaves(received_by(func, args, kwargs))
-    return any(isinstance(t, Placed) and t.what != "the gradient of" for t in received)
+    return any(isinstance(t, Placed) and t.what != GRADIENT for t in received)
 
 
 def receive(func: Function, args: Args, kwargs: Kwargs) -> Any:
