@@ -29,7 +29,7 @@ tensor/rules.py | and not _reads_shard(args, kwargs) | | tensor/test_conversions
 tensor/implicit_unshard.py | engine.exit(unit, None) | pass | tensor/test_reads.py
 tensor/reductions.py | .sum() / counts.sum() | .mean() | tensor/test_shard_functions.py
 checkpoint/commit/saving.py | files.flush(file) | pass | checkpoint/test_durability.py
-checkpoint/checksums.py | // parts, 0 | // parts - 1, 0 | checkpoint/test_checksums.py
+checkpoint/checked_reads.py | // parts, 0 | // parts - 1, 0 | checkpoint/test_checksums.py
 checkpoint/dcp/save_plan.py | += nbytes | += nbytes - 1 | checkpoint/dcp/test_save_plan.py
 model/casting.py | mixed.param_dtype or first | first | model/test_mixed_precision.py
 model/unit_call.py | engine.fail_pass() | pass | watch/test_alarm.py

@@ -9,15 +9,8 @@ import pytest
 
 from tests.checkpoint.mutants import sums_signed
 from zerocore._C import BLOCK_NBYTES, StreamWay
-from zerocore.checkpoint.checksums import (
-    NAME,
-    Checksums,
-    FileSums,
-    check_files,
-    read_checked,
-    read_range,
-    read_sums,
-)
+from zerocore.checkpoint.checked_reads import check_files, read_checked, read_range, read_sums
+from zerocore.checkpoint.checksums import NAME, Checksums, FileSums
 
 SIZES = {"a": 0, "b": 5, "c": 3 * BLOCK_NBYTES, "d": 2 * BLOCK_NBYTES + 17}
 

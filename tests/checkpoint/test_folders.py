@@ -24,8 +24,8 @@ from tests.by_night import by_night
 from tests.checkpoint.saved_nets import assert_equal, full_states, make, train, trained
 from tests.distributed.harness import run_ranks
 from tests.reported import warnings_of
+from zerocore.checkpoint.checksums import DamagedError
 from zerocore.checkpoint.commit.folder import this_host
-from zerocore.checkpoint.safe_files import DamagedError
 
 COMMON = (ValueError, RuntimeError)
 TEMPORARY = "step-00000009.tmp-{}-0123abcd"

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerocore.checkpoint import training_state
-from zerocore.checkpoint.checksums import METADATA
+from zerocore.checkpoint.checksums import METADATA, DamagedError
 from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.saving import Save
 from zerocore.checkpoint.commit.writer import finish_writes, writer_of
 from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_state
 from zerocore.checkpoint.dcp.snapshot import StreamedCopy
 from zerocore.checkpoint.plain_values import readable, saved_bytes
-from zerocore.checkpoint.safe_files import DamagedError
 from zerocore.common.agreement import from_rank, on_all_ranks
 from zerocore.common.alarm import operation
 from zerocore.common.parsing import parse_nbytes

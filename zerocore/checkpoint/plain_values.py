@@ -1,4 +1,4 @@
-"""Plain values of a checkpoint: checks that loads can read them, and takes containers apart."""
+"""Plain values of a checkpoint, beside its tensors: checks that loads can read them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from zerocore.tensor.placed import Placed
 
-_CONTAINER, _VALUE = "zerocore.container", "zerocore.value"  # first item of a tuple in a file
+_VALUE = "zerocore.value"  # first item of a tuple in a file
 _PLAIN: frozenset[type] = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
 )
-_MAPPINGS = (dict, OrderedDict)
-_LISTS = (list, tuple)
+MAPPINGS = (dict, OrderedDict)
+LISTS = (list, tuple)
 
 
 def saved_bytes(value: Any) -> bytes:
@@ -32,10 +32,10 @@ def readable(value: Any, where: str) -> Any:
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
-    if kind in _MAPPINGS:
+    if kind in MAPPINGS:
         items = [(readable(k, f"a key of {where}"), k, v) for k, v in value.items()]
         return kind((new, readable(v, f"{where}[{k!r}]")) for new, k, v in items)
-    if kind in _LISTS:
+    if kind in LISTS:
         return kind(readable(item, f"{where}[{index}]") for index, item in enumerate(value))
     if kind.__module__ == "numpy" and hasattr(value, "item") and getattr(value, "shape", 0) == ():
         return readable(value.item(), where)
@@ -80,63 +80,6 @@ def text_key(key: Any, where: str) -> str:
     raise TypeError(f"{where} has the key {key!r}: a checkpoint keeps keys of text only")
 
 
-def taken_apart(state: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Moves the tensors of containers in a parameter's state to keys of their own. An outline
-    replaces each container; :func:`put_together` makes the container from it again."""
-    flat: dict[str, Any] = {}
-    for key, value in state.items():
-        name = f"{where}[{text_key(key, where)!r}]"
-        if isinstance(value, Tensor):
-            flat[key] = value
-        elif next(tensors_in(value), None) is None:
-            flat[key] = as_leaf(value, name)
-        else:
-            flat[key] = (_CONTAINER, _outline(value, str(key), name, flat))
-    return flat
-
-
-def _outline(value: Any, key: str, where: str, flat: dict[str, Any]) -> Any:
-    kind = type(value)
-    if isinstance(value, Tensor):
-        while key in flat:
-            key += "_"
-        flat[key] = value
-        return ("tensor", key)
-    if kind in _MAPPINGS:
-        items = [(k, _outline(v, f"{key}.{k}", where, flat)) for k, v in value.items()]
-        return (kind.__name__, items)
-    if kind in (*_LISTS, deque):
-        outlines = [_outline(v, f"{key}.{i}", where, flat) for i, v in enumerate(value)]
-        return (kind.__name__, outlines, getattr(value, "maxlen", None))
-    return ("value", readable(value, where))
-
-
-def put_together(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state that :func:`taken_apart` took apart."""
-    used: set[str] = set()
-    outlines = {k: v[1] for k, v in state.items() if _is_marked(v, _CONTAINER)}
-    containers = {key: _container(outline, state, used) for key, outline in outlines.items()}
-    return {
-        key: containers[key] if key in containers else leaf_value(value)
-        for key, value in state.items()
-        if key not in used
-    }
-
-
-def _container(outline: Any, state: Mapping[str, Any], used: set[str]) -> Any:
-    kind, value, *rest = outline
-    if kind == "value":
-        return value
-    if kind == "tensor":
-        used.add(value)
-        return state[value]
-    if kind in ("dict", "OrderedDict"):
-        items = [(k, _container(v, state, used)) for k, v in value]
-        return dict(items) if kind == "dict" else OrderedDict(items)
-    parts = [_container(item, state, used) for item in value]
-    return tuple(parts) if kind == "tuple" else deque(parts, rest[0]) if kind == "deque" else parts
-
-
 def as_leaf(value: Any, where: str) -> Any:
     """Returns a value that torch saves as one entry: containers and tensors in a marked tuple."""
     value = readable(value, where)
@@ -152,8 +95,9 @@ def as_leaf(value: Any, where: str) -> Any:
 
 def leaf_value(leaf: Any) -> Any:
     """Returns the value that :func:`as_leaf` took."""
-    return leaf[1] if _is_marked(leaf, _VALUE) else leaf
+    return leaf[1] if is_marked(leaf, _VALUE) else leaf
 
 
-def _is_marked(value: Any, mark: str) -> bool:
+def is_marked(value: Any, mark: str) -> bool:
+    """Whether a value of a file is a pair that begins with the mark."""
     return type(value) is tuple and len(value) == 2 and value[0] == mark

@@ -11,25 +11,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from zerocore.common.agreement import SharedError
-
 _MAX_TEXT_NBYTES = 100_000_000  # of JSON: the limit of safetensors itself
 _MAX_COUNT = 1 << 63
 _SHOWN = 300  # the most characters of a file's content in a message
-
-
-class DamagedError(SharedError):
-    """The error of a checkpoint that cannot be read; an earlier one may be readable."""
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turns errors in the block into a :class:`DamagedError` with the file's name."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        is_named = str(path) in str(error)
-        raise DamagedError(f"{error}" if is_named else f"{path} cannot be read: {error}") from error
 
 
 def opened(path: Path) -> FileIO:

@@ -1,45 +1,25 @@
-"""Builds and checks the state of a model and its optimizers that a checkpoint holds, by names."""
+"""Builds the state of a model and its optimizers that a checkpoint holds, by names."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.plain_values import (
-    as_leaf,
-    leaf_value,
-    put_together,
-    taken_apart,
-    text_key,
-)
-from zerocore.checkpoint.safe_files import shown
-from zerocore.hooks.loading import as_loaded, has_own_loading
+from zerocore.checkpoint.plain_values import as_leaf, tensors_in, text_key
 from zerocore.hooks.optimizer_states import (
-    AVERAGE,
-    NUMBERS,
-    filled_later,
-    first_keys,
-    make_states,
-    makes_all,
     params_of,
-    tried,
     unwrapped,
 )
-from zerocore.tensor.placed import Placed, leaves
-from zerocore.tensor.rows import as_range, as_rows, own_elements, place_of
-from zerocore.tensor.shard import as_shard
+from zerocore.tensor.rows import as_range
 
 State = dict[str, Any]
-_OTHERS = "zerocore_other_states"  # the first group's option with states of no parameter
+OTHERS = "zerocore_other_states"  # the first group's option with states of no parameter
 Optimizers = Sequence[Optimizer]
 
 
@@ -57,7 +37,7 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
                 f"optimizer: expected an optimizer or a list of optimizers, got {type(entry)}"
             )
         optimizers.append(unwrapped(entry))
-        if _averages(entry):  # it holds parameters that another optimizer updates
+        if averages(entry):  # it holds parameters that another optimizer updates
             continue
         params = params_of(entry)
         if shared := [param for param in params if id(param) in seen]:
@@ -69,7 +49,7 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
     return optimizers
 
 
-def _averages(optimizer: Optimizer) -> bool:
+def averages(optimizer: Optimizer) -> bool:
     """Whether it averages parameters, as :class:`zerocore.weights.EMA` does."""
     return getattr(optimizer, "averages_params", False)
 
@@ -83,25 +63,6 @@ def check_stateful(objects: Mapping[str, Any]) -> None:
             )
 
 
-def check_parts(model: nn.Module, objects: Mapping[str, Any], saved_on: int, ranks: int) -> None:
-    """Rejects parts of parameters in loaded states of objects that are not this rank's part now
-    (ValueError)."""
-    places: Any = {p.place.fqn: p.place for p in model.parameters() if isinstance(p, Placed)}
-    for name, value in objects.items():
-        for part in (v for v in leaves(value) if isinstance(v, Placed) and not v.place.is_whole):
-            own = places.get(part.place.fqn)
-            if own is not None and own.global_shape != part.place.global_shape:
-                own = None  # of another model
-            if saved_on != ranks or (own is not None and own.elements != part.place.elements):
-                now = "" if own is None else f", and this rank's are now {own.text}"
-                raise ValueError(
-                    f"the state of {name!r} holds one rank's part of '{part.place.fqn}', elements "
-                    f"{part.place.text}, saved on {saved_on} ranks{now} on {ranks}. Let its "
-                    "state_dict return value.full_tensor() for each shard; or load it at the stage "
-                    "and on the number of ranks that saved it"
-                )
-
-
 def training_state(model: nn.Module, optimizers: Optimizers) -> State:
     """Returns ``{"model": ..., "optim": ...}`` on the memory of both, with torch's names.
 
@@ -110,45 +71,15 @@ def training_state(model: nn.Module, optimizers: Optimizers) -> State:
     values, owners = model.state_dict(), model.state_dict(keep_vars=True)
     state: State = {"model": {key: as_range(v, owners[key]) for key, v in values.items()}}
     if optimizers:
-        state["optim"] = _by_names(model, optimizers)
+        state["optim"] = states_by_names(model, optimizers)
     return state
 
 
-def load_model(model: nn.Module, state: State) -> None:
-    """Loads the model from the tensors of :func:`training_state`, which hold the new values."""
-    owners = model.state_dict(keep_vars=True)
-    resize_buffers(model, state)
-    model.load_state_dict({key: as_rows(value, owners[key]) for key, value in state.items()})
-
-
-def resize_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Resizes buffers whose values to load have another shape."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            value: Any = values.get(f"{prefix}.{name}" if prefix else name)
-            is_plain = isinstance(value, Tensor) and not isinstance(value, Placed)
-            if is_plain and buffer is not None and value.shape != buffer.shape:
-                module._buffers[name] = buffer.new_empty(value.shape)
-
-
-def resized(state: State, metadata: Metadata) -> State:
-    """Returns a model's state with new memory for buffers whose saved shape differs."""
-    facts = metadata.state_dict_metadata
-    sizes: State = {key: getattr(facts.get(f"model.{key}"), "size", None) for key in state}
-    return {
-        key: value
-        if not isinstance(value, Tensor)
-        or isinstance(value, Placed)
-        or sizes[key] in (None, value.shape)
-        else value.new_empty(sizes[key])
-        for key, value in state.items()
-    }
-
-
-def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
+def states_by_names(model: nn.Module, optimizers: Optimizers) -> State:
+    """Returns all states and groups, as one optimizer's, by names of parameters."""
     merged: State = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
-        params, packed = _names(model, optimizer), optimizer.state_dict()
+        params, packed = names_of(model, optimizer), optimizer.state_dict()
         if packed.keys() != {"state", "param_groups"}:
             raise TypeError(
                 f"optimizer: the state_dict of {type(optimizer).__name__} has {list(packed)}, "
@@ -160,14 +91,31 @@ def _by_names(model: nn.Module, optimizers: Optimizers) -> State:
                 unowned[index] = state  # not a parameter's
                 continue
             param = params[names[index]]
-            flat = taken_apart(state, f"the optimizer's state of '{names[index]}'")
+            flat = _taken_apart(state, f"the optimizer's state of '{names[index]}'")
             known = merged["state"].setdefault(names[index], {})
             known.update({k: as_range(v, param) for k, v in flat.items()})
         groups = [{**group} for group in packed["param_groups"]]
         if unowned:
-            groups[0][_OTHERS] = unowned
+            groups[0][OTHERS] = unowned
         merged["param_groups"].extend(_named_group(group, names) for group in groups)
     return merged
+
+
+def _taken_apart(state: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Moves the tensors of containers in a parameter's state to keys of their own. An outline
+    replaces each container, and a load makes the container from it again."""
+    flat: dict[str, Any] = {}
+    for key, value in state.items():
+        name = f"{where}[{text_key(key, where)!r}]"
+        if isinstance(value, Tensor):
+            flat[key] = value
+        elif next(tensors_in(value), None) is None:
+            flat[key] = as_leaf(value, name)
+        else:
+            from zerocore.checkpoint.containers import CONTAINER, outline  # late: few states
+
+            flat[key] = (CONTAINER, outline(value, str(key), name, flat))
+    return flat
 
 
 def _named_group(group: State, names: list[str]) -> State:
@@ -176,7 +124,7 @@ def _named_group(group: State, names: list[str]) -> State:
     return {**options, "params": [names[index] for index in group["params"]]}
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def names_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Returns the optimizer's parameters by name, in order."""
     known = {id(param): name for name, param in model.named_parameters()}
     params = params_of(optimizer)
@@ -187,221 +135,6 @@ def _names(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                 "model; give Checkpoints the model that it was built from"
             )
     return {known[id(param)]: param for param in params}
-
-
-def names_by_hooks(model: nn.Module, metadata: Metadata) -> dict[str, str]:
-    """Returns the saved names that the model's loading hooks change, with the new names in
-    ``model.state_dict()``. Hooks that change values do not count."""
-    if not has_own_loading(model):
-        return {}
-    empty = {
-        key.removeprefix("model."): torch.empty((), dtype=facts.properties.dtype).expand(facts.size)
-        for key, facts in metadata.state_dict_metadata.items()
-        if key.startswith("model.") and isinstance(facts, TensorStorageMetadata)
-    }
-    try:
-        loaded = as_loaded(model, empty)
-    except ValueError:  # shapes differ; later checks report that in full
-        return {}
-    saved = {id(value): key for key, value in empty.items()}
-    return {old: key for key, value in loaded.items() if (old := saved.get(id(value), key)) != key}
-
-
-def check_tensors(state: State, prefix: str, metadata: Metadata, trouble: str) -> None:
-    """Rejects a checkpoint whose tensors of this prefix do not fit; a ValueError names the key."""
-    saved = {key for key in metadata.state_dict_metadata if key.startswith(prefix)}
-    values = {f"{prefix}{key}": value for key, value in flatten_state_dict(state)[0].items()}
-    missing, unexpected = sorted(set(values) - saved), sorted(saved - set(values))
-    if missing or unexpected:
-        raise ValueError(f"{trouble}: missing {shown(missing)}, unexpected {shown(unexpected)}")
-    for key, value in values.items():
-        _check_tensor(key, value, metadata.state_dict_metadata[key], trouble)
-
-
-def _check_tensor(key: str, value: Any, facts: Any, trouble: str) -> None:
-    if isinstance(facts, TensorStorageMetadata) != isinstance(value, Tensor):
-        raise ValueError(f"{trouble}: '{key}' is a tensor only in one of both")
-    if not isinstance(facts, TensorStorageMetadata):
-        return
-    expected = value.place.whole_shape if isinstance(value, Placed) else value.shape
-    if facts.size != expected:
-        raise ValueError(
-            f"{trouble}: '{key}' has shape {shown(tuple(facts.size))}, expected {tuple(expected)}"
-        )
-    kinds = [dtype.is_floating_point for dtype in (facts.properties.dtype, value.dtype)]
-    if kinds[0] != kinds[1] or facts.properties.dtype.is_complex != value.dtype.is_complex:
-        raise ValueError(f"{trouble}: '{key}' is {facts.properties.dtype}, expected {value.dtype}")
-
-
-def fit_optimizers(
-    model: nn.Module,
-    optimizers: Optimizers,
-    new: set[str],
-    groups: list[State],
-    metadata: Metadata,
-    folder: object,
-) -> State:
-    """Returns memory for the states that the checkpoint has, and its ``groups``; an option that
-    these lack keeps its value. A ValueError names folder and key.
-
-    Makes missing states (``new``) with uninitialised memory, and leaves them if it raises. The
-    checkpoint may lack all states of a parameter.
-    """
-    if not groups:
-        raise ValueError(f"{folder} holds no optimizer's state")
-    saved = saved_states(metadata)
-    with filled_later():
-        for optimizer in optimizers:
-            tried(make_states, optimizer)  # else the file's facts say which states there are
-    drop_states(model, optimizers, new - set(saved))
-    own_states, own_groups = _by_names(model, optimizers).values()
-    if [group["params"] for group in groups] != [group["params"] for group in own_groups]:
-        raise ValueError(
-            f"{folder} has parameter groups of {_outline(groups)}, the optimizer of "
-            f"{_outline(own_groups)}; build the optimizer as before the save"
-        )
-    trouble = f"{folder} was saved with another kind of optimizer"
-    wanted: State = {}
-    for optimizer in optimizers:
-        params = {name: p for name, p in _names(model, optimizer).items() if name in saved}
-        _check_keys(optimizer, params, saved, trouble)
-        for name, states in _targets(optimizer, params, own_states, saved).items():
-            wanted.setdefault(name, {}).update(states)
-    names = (name for name in (*own_states, *wanted) if name in wanted)
-    return {"state": {name: wanted[name] for name in names}, "param_groups": groups}
-
-
-def _check_keys(optimizer: Optimizer, params: State, saved: State, trouble: str) -> None:
-    """Rejects a checkpoint that lacks a state which a parameter's first step makes. The step of a
-    vector shows which; a matrix may have other states instead."""
-    needed = first_keys(optimizer)
-    saved_keys = {key for name in params for key in saved[name]}
-    for name, param in params.items():
-        keys_of_param = needed(param)
-        allowed = saved_keys if saved[name].keys() - keys_of_param else saved[name].keys()
-        if missing := sorted(keys_of_param - allowed):
-            keys = [f"optim.state.{name}.{key}" for key in missing]
-            raise ValueError(f"{trouble}: missing {shown(keys)}")
-
-
-def _targets(optimizer: Optimizer, params: State, own_states: State, saved: State) -> State:
-    """Returns the memory for the saved states of an optimizer's parameters, by name and key."""
-    unsharded = _unsharded_keys(params, saved)
-    targets: State = {}
-    for name, param in params.items():
-        facts, known = saved[name], own_states.get(name, {})
-        states: State = {}
-        targets[name] = states
-        for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
-            if (key == AVERAGE) != _averages(optimizer):  # of another optimizer
-                continue
-            differs = key in unsharded and isinstance(known.get(key), Placed)
-            used = None if differs else known.get(key)
-            make = None if makes_all(optimizer) or key in unsharded else param
-            states[key] = _target(f"optim.state.{name}.{key}", used, facts[key], make)
-    return targets
-
-
-def _unsharded_keys(params: State, saved: State) -> set[str]:
-    """Returns the keys of states that do not have a parameter's elements: for some parameter, their
-    shape differs."""
-    return {
-        key
-        for name, param in params.items()
-        for key, facts in saved[name].items()
-        if isinstance(facts, TensorStorageMetadata) and facts.size.numel() != 1
-        if facts.size != (param.place.whole_shape if isinstance(param, Placed) else param.shape)
-    }
-
-
-def saved_states(metadata: Metadata) -> dict[str, State]:
-    """Returns the metadata of a checkpoint's optimizer states, by parameter and key."""
-    states: dict[str, State] = {}
-    paths: Any = metadata.planner_data or {}
-    for full, facts in metadata.state_dict_metadata.items():
-        if full.startswith("optim.state."):
-            name, _, key = full.removeprefix("optim.state.").rpartition(".")
-            path = paths.get(full, ())
-            if full == ".".join(map(str, path)) and isinstance(path[2], str):
-                name, key = path[2], full.removeprefix(f"optim.state.{path[2]}.")
-            states.setdefault(name, {})[key] = facts
-    return states
-
-
-def _target(key: str, known: Any, facts: Any, param: Any) -> Any:
-    """Returns the memory to load a saved state into: ``known``, or a new tensor. The new one is
-    sharded like ``param`` if it has that shape. Raises ValueError if the dtypes differ."""
-    if not isinstance(facts, TensorStorageMetadata):
-        return None
-    dtype, shape = facts.properties.dtype, facts.size
-    if isinstance(known, Tensor):
-        full_shape = known.place.whole_shape if isinstance(known, Placed) else known.shape
-        if full_shape == shape:
-            _check_tensor(key, known, facts, "the optimizer's state does not fit")
-            return known
-    place = None if param is None else place_of(param)
-    is_number = shape.numel() == 1 and key.rpartition(".")[2] in NUMBERS
-    if place is None or place.whole_shape != shape or is_number:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    local = own_elements(param)
-    return as_shard(torch.empty(local.numel(), dtype=dtype, device=local.device), place)
-
-
-def params_without_state(model: nn.Module, optimizers: Optimizers) -> set[str]:
-    return {
-        name
-        for optimizer in optimizers
-        for name, param in _names(model, optimizer).items()
-        if not optimizer.state.get(param)
-    }
-
-
-def drop_states(model: nn.Module, optimizers: Optimizers, names: set[str]) -> None:
-    for optimizer in optimizers if names else ():
-        for name, param in _names(model, optimizer).items():
-            if name in names:
-                optimizer.state.pop(param, None)
-
-
-def _outline(groups: list[State]) -> str:
-    return ", ".join(
-        f"{len(group['params'])} ({shown(group['params'][:1])}...)" for group in groups
-    )
-
-
-def _options(saved: State, current: State) -> State:
-    """Returns a saved group's options; moves tensors to the device of the current ones."""
-    options = {key: leaf_value(value) for key, value in saved.items()}
-    for key, value in options.items():
-        if isinstance(value, Tensor) and isinstance(current.get(key), Tensor):
-            options[key] = value.to(current[key].device)
-    return options
-
-
-def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> None:
-    """Loads the states and options of :func:`fit_optimizers`, after their tensors were read."""
-    saved = iter(state["param_groups"])
-    for optimizer in optimizers:
-        params = _names(model, optimizer)
-        numbers = {name: number for number, name in enumerate(params)}
-        num_groups = len(optimizer.param_groups)
-        groups = [
-            {**_options(group, old), "params": [numbers[name] for name in group["params"]]}
-            for old, group in zip(optimizer.param_groups, islice(saved, num_groups), strict=True)
-        ]
-        states = {
-            numbers[name]: put_together(
-                {
-                    k: as_rows(v, params[name])
-                    for k, v in values.items()
-                    if (k == AVERAGE) == _averages(optimizer)
-                }
-            )
-            for name, values in state["state"].items()
-            if name in numbers
-        }
-        states |= groups[0].pop(_OTHERS, {})
-        optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def random_state() -> State:

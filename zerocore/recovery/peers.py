@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.optim import Optimizer
 
+from zerocore.checkpoint.checked_reads import check_files, read_sums
 from zerocore.checkpoint.checkpoints import Checkpoints
-from zerocore.checkpoint.checksums import METADATA, NAME, Checksums, check_files, read_sums
+from zerocore.checkpoint.checksums import METADATA, NAME, Checksums
 from zerocore.checkpoint.commit.folder import path_of, steps_in
 from zerocore.checkpoint.commit.saving import Save, own_name
 from zerocore.checkpoint.commit.writer import finish_writes

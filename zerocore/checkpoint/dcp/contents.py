@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from zerocore._C import StreamWay
-from zerocore.checkpoint import checksums
+from zerocore.checkpoint import checked_reads, checksums
 from zerocore.checkpoint.byte_ranges import in_threads
 from zerocore.checkpoint.dcp.save_plan import FORMAT
 from zerocore.checkpoint.safe_files import (
@@ -62,8 +62,8 @@ class Contents:
                 f"{folder} has no {checksums.METADATA}: it is not a checkpoint, or is unfinished"
             )
         self.folder = folder
-        self.sums = checksums.read_sums(folder)  # None if torch has written the files
-        data = checksums.read_checked(path, self.sums)
+        self.sums = checked_reads.read_sums(folder)  # None if torch has written the files
+        data = checked_reads.read_checked(path, self.sums)
         with named(path):
             self.metadata: dcp.Metadata = read_metadata(data)
         self.is_ours = getattr(self.metadata.storage_meta, "save_id", None) == FORMAT
@@ -132,7 +132,7 @@ class Contents:
         have checksums in their chunks; the first part compares all of these."""
         if self.sums is not None:
             sums = dict(sorted(self.sums.items()))
-            checksums.check_files(self.folder, sums, part, parts, way, self.keys_in, advance)
+            checked_reads.check_files(self.folder, sums, part, parts, way, self.keys_in, advance)
             return
         for name, items in self.files.items() if part == 0 else ():
             path = self.folder / name
@@ -140,7 +140,7 @@ class Contents:
                 results = in_threads(partial(Stored.is_good, file=file), items)
                 for item, is_good in zip(items, results, strict=True):
                     if not is_good:
-                        raise ValueError(f"{path} {checksums.DAMAGED} in {shown(item.key)}")
+                        raise ValueError(f"{path} {checked_reads.DAMAGED} in {shown(item.key)}")
                     advance(item.end - item.begin)
 
 

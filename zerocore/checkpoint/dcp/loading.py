@@ -14,15 +14,16 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 
 from zerocore._C import StreamWay
-from zerocore.checkpoint import training_state
-from zerocore.checkpoint.checksums import METADATA, check_files, read_checked, read_range
+from zerocore.checkpoint import loaded_state, training_state
+from zerocore.checkpoint.checked_reads import check_files, read_checked, read_range, reading
+from zerocore.checkpoint.checksums import METADATA
 from zerocore.checkpoint.commit.saving import own_name
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.rank_file_reader import OwnFile, Target, own_targets, values_of
 from zerocore.checkpoint.dcp.safe_reader import load_tensors
 from zerocore.checkpoint.dcp.save_plan import VALUES, SavePlan
 from zerocore.checkpoint.dcp.saved_state import KeptPlan, SavedState, saved_state
-from zerocore.checkpoint.safe_files import is_count, named, reading, shown
+from zerocore.checkpoint.safe_files import is_count, named, shown
 from zerocore.checkpoint.safe_pickles import load_plain
 from zerocore.checkpoint.training_state import Optimizers, State
 from zerocore.common.agreement import on_all_ranks
@@ -68,12 +69,12 @@ class TrainingLoad:
             self._together(self._read_rest)
         except BaseException:
             # The new states may be partly filled.
-            training_state.drop_states(self._model, self._optimizers, self._stateless)
+            loaded_state.drop_states(self._model, self._optimizers, self._stateless)
             raise
-        training_state.load_model(self._model, self._wanted["model"])
+        loaded_state.load_model(self._model, self._wanted["model"])
         if self._optimizers:
             with named(self._folder, "has states that the optimizer rejects"):
-                training_state.load_optimizers(self._model, self._optimizers, self._wanted["optim"])
+                loaded_state.load_optimizers(self._model, self._optimizers, self._wanted["optim"])
         own, state = self.own, self._state
         for name, value in stateful.items():
             value.load_state_dict(own["stateful"][name])
@@ -95,7 +96,7 @@ class TrainingLoad:
         """Compares names, shapes and sizes; returns whether this rank's file has what it needs."""
         with reading(self._folder):
             self._contents = contents = Contents(self._folder)
-            names = training_state.names_by_hooks(self._model, contents.metadata)
+            names = loaded_state.names_by_hooks(self._model, contents.metadata)
             if names:
                 contents.rename(names)
             self._check_sizes(contents)
@@ -111,13 +112,13 @@ class TrainingLoad:
         self._check_stateful(set(stateful))
         self._wanted = training_state.training_state(self._model, ())
         wanted = self._wanted["model"]
-        self._wanted["model"] = training_state.resized(wanted, contents.metadata)
+        self._wanted["model"] = loaded_state.resized(wanted, contents.metadata)
         trouble = f"{self._folder} does not fit the model"
-        training_state.check_tensors(self._wanted["model"], "model.", contents.metadata, trouble)
+        loaded_state.check_tensors(self._wanted["model"], "model.", contents.metadata, trouble)
         self._check_buffers()
         if self._optimizers:
-            self._stateless = training_state.params_without_state(self._model, self._optimizers)
-            self._wanted["optim"] = training_state.fit_optimizers(
+            self._stateless = loaded_state.params_without_state(self._model, self._optimizers)
+            self._wanted["optim"] = loaded_state.fit_optimizers(
                 self._model,
                 self._optimizers,
                 self._stateless,
@@ -140,7 +141,7 @@ class TrainingLoad:
         used = {name: own[name] for name in names}
         saved_on, ranks = self.own["world_size"], self._state.world_size
         with named(self._folder, "does not fit"):
-            training_state.check_parts(self._model, used, saved_on, ranks)
+            loaded_state.check_parts(self._model, used, saved_on, ranks)
 
     def _check_buffers(self) -> None:
         for key, value in self.own["buffers"].items():

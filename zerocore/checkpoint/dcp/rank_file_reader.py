@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from zerocore._C import FileStream, HostMemory, StreamWay
 from zerocore.checkpoint.byte_ranges import in_threads, num_threads, read_into
+from zerocore.checkpoint.checked_reads import check_blocks
 from zerocore.checkpoint.commit.files import memory_of
 from zerocore.checkpoint.dcp.contents import Contents
 from zerocore.checkpoint.dcp.save_plan import VALUES
@@ -153,7 +154,8 @@ class OwnFile:
             runs.append((offset, head))
             if target.landing is not None:
                 runs.append((offset + HEAD_NBYTES, target.landing))
-        sums.check(self.path, 0, self._stream.read(runs), partial(contents.keys_in, name))
+        keys_in = partial(contents.keys_in, name)
+        check_blocks(self.path, sums, 0, self._stream.read(runs), keys_in)
         for head, target in heads:
             target.fits = has_form(bytes(memory_of(head)), *target.form)
             if target.fits and target.landing is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zerocore._C import StreamWay
-from zerocore.checkpoint import checksums
+from zerocore.checkpoint import checked_reads, checksums
 from zerocore.checkpoint.byte_ranges import read_into
 from zerocore.checkpoint.commit import files
 from zerocore.checkpoint.safe_files import (
@@ -68,7 +68,7 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
     is not a safetensors file, is truncated or damaged, or lacks a tensor of the index.
     """
     path = Path(folder)
-    sums = checksums.read_sums(path.parent if path.is_file() else path) if verify else None
+    sums = checked_reads.read_sums(path.parent if path.is_file() else path) if verify else None
     if path.is_file():
         return read_header(path, sums)
     index = path / INDEX_NAME
@@ -77,7 +77,7 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
         if not files:
             raise FileNotFoundError(f"no safetensors files in {path}")
         return {name: entry for file in files for name, entry in read_header(file, sums).items()}
-    data = checksums.read_checked(
+    data = checked_reads.read_checked(
         index, sums if sums and index.name in sums else None, _MAX_HEADER_NBYTES
     )
     with named(index, "is not an index of safetensors files"):
@@ -100,10 +100,10 @@ def read_header(path: Path, sums: checksums.Checksums | None = None) -> dict[str
     with named(path, "cannot be read as safetensors"):
         if listed is not None and listed.nbytes != size:
             raise ValueError(f"it has {size} bytes, expected {listed.nbytes}")
-        length = int.from_bytes(checksums.read_range(path, listed, 0, 8), "little")
+        length = int.from_bytes(checked_reads.read_range(path, listed, 0, 8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
             raise ValueError(f"its header would have {length} bytes, the file has {size}")
-        text = checksums.read_range(path, listed, 8, length)
+        text = checked_reads.read_range(path, listed, 8, length)
         header = parsed_json(text)
         metadata = header.pop("__metadata__", {})
         if type(metadata) is not dict or not all(
@@ -228,7 +228,7 @@ def check_entries(
     for entry in entries:
         by_file.setdefault(entry.file.name, []).append(entry)
         folder = entry.file.parent
-    listed = (checksums.read_sums(folder) if by_file else None) or checksums.Checksums()
+    listed = (checked_reads.read_sums(folder) if by_file else None) or checksums.Checksums()
     sums = {name: listed[name] for name in sorted(by_file) if name in listed}
 
     def keys_in(name: str, ranges: list[range]) -> list[str]:
@@ -239,5 +239,5 @@ def check_entries(
         ]
 
     if sums:
-        checksums.check_files(folder, sums, part, parts, way, keys_in)
+        checked_reads.check_files(folder, sums, part, parts, way, keys_in)
     return len(sums)
