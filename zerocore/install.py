@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from zerocore._C import define_grad
-from zerocore.checkpoint.dcp.patches import watch_imports
 from zerocore.common import late
 from zerocore.hooks import patches
 from zerocore.hooks.patches import Patch
@@ -17,7 +16,34 @@ from zerocore.optim.clipping import over_meshes
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.shard import rebuild_shard
 
-CLIPS = Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", over_meshes)
+# Modules of torch.distributed.checkpoint, attributes below torch.distributed that are replaced when
+# they are imported, and wrappers. If a torch lacks one, the shards' rules reject what it would do.
+_CHECKPOINTS = (
+    ("staging", "_state_dict_utils._create_cpu_state_dict", "copies"),
+    ("staging", "checkpoint.staging._create_cpu_state_dict", "copies"),
+    (
+        "_state_dict_stager",
+        "checkpoint._state_dict_stager.StateDictStager._offload_tensor",
+        "stages",
+    ),
+    ("state_dict", "checkpoint.state_dict._gather_state_dict", "gathers"),
+    ("state_dict", "checkpoint.state_dict._init_optim_state", "makes_states"),
+    ("default_planner", "checkpoint.default_planner.create_default_local_load_plan", "plans"),
+    ("hf_storage", "checkpoint.hf_storage.HuggingFaceStorageWriter.write_data", "refuses"),
+)
+MORE_PATCHES = (
+    Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", over_meshes),
+    *(
+        Patch(
+            f"torch.distributed.{path}".rpartition(".")[0],
+            path.rpartition(".")[2],
+            f"zerocore.checkpoint.dcp.patches.{wrapper}",
+            when=f"torch.distributed.checkpoint.{module}",
+            is_needed=False,
+        )
+        for module, path, wrapper in _CHECKPOINTS
+    ),
+)
 
 
 def register(modules: Mapping[str, str]) -> None:
@@ -33,5 +59,4 @@ def register(modules: Mapping[str, str]) -> None:
 @cache
 def hook_into_torch() -> None:
     """Applies all patches, in the first ``shard`` or ``fully_shard``."""
-    patches.install((CLIPS,))
-    watch_imports()
+    patches.install(MORE_PATCHES)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from zerocore.checkpoint.dcp.patches import _SEAMS
 from zerocore.hooks.patches import PATCHES, Patch, find_targets, install
-from zerocore.install import CLIPS
+from zerocore.install import MORE_PATCHES
 
 TARGETS = [
-    *(f"{patch.owner}.{patch.name}" for patch, _, _ in find_targets((*PATCHES, CLIPS))),
-    *(f"{module}.{path}" for module, seams in _SEAMS.items() for path, _ in seams),
+    f"{patch.owner}.{patch.name}"
+    for patch in (*PATCHES, *MORE_PATCHES)
+    if patch.before is None or torch.__version__ < patch.before
 ]
 
 

@@ -14,6 +14,7 @@ import sys
 import warnings
 from pkgutil import resolve_name
 import torch, torch.distributed.fsdp, torch.distributed.pipelining, torch.distributed.checkpoint
+import torch.distributed.tensor.debug
 from torch.distributed.tensor import DTensor
 from torch.nn.init import orthogonal_ as imported_by_name
 
@@ -53,9 +54,10 @@ zerocore.fsdp.fully_shard(torch.nn.Linear(4, 4))
 """
 ALL_CHANGED = """
 from zerocore.hooks.patches import PATCHES
+from zerocore.install import MORE_PATCHES
 found = set(changed(before))
 missing = []
-for patch in PATCHES:
+for patch in (*PATCHES, *MORE_PATCHES):
     owner = resolve_name(patch.owner)
     path = (owner.__module__, owner.__name__) if isinstance(owner, type) else (owner.__name__,)
     due = patch.before is None or torch.__version__ < patch.before

@@ -1,16 +1,9 @@
-"""Wraps torch's entries to autograd: backward, grad, and functions that take parameters.
-
-Zero-bubble pipelines compute the gradients of inputs and of weights in separate backwards. A
-backward for weights sets the gradients of the tensors passed to it, and no backward is complete.
-So a sharded stage passes its full parameters. Their gradients stay there until the schedule
-reduces them, once for all micro-batches; until then the units stay unsharded.
-"""
+"""Wraps torch's entries to autograd: backward, grad, and functions that take parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import wraps
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,12 +12,10 @@ from torch.autograd.graph import GradientEdge
 
 from zerocore._C import forget_backward_call, note_backward_call
 from zerocore.common import late
-from zerocore.common.patching import around
-from zerocore.model.state import find_state, live_states
+from zerocore.model.state import live_states
 from zerocore.tensor.implicit_unshard import call_with_full
-from zerocore.tensor.parameter import KINDS, ShardedParameter
-from zerocore.tensor.placed import PlacedParameter, leaf_of, leaves
-from zerocore.tensor.rows import shard_of
+from zerocore.tensor.parameter import KINDS
+from zerocore.tensor.placed import PlacedParameter, leaves
 
 
 def notes_backward(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,64 +80,3 @@ def _apply_with_full(cls: type, *args: Any, **kwargs: Any) -> Any:
     if not params:
         return _apply(cls, *args, **kwargs)
     return call_with_full(_apply, (cls, *args), kwargs, params)
-
-
-@around
-def for_full_weights(backward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Passes full parameters to a stage's backward; its weights are the only iterator argument."""
-    full = [_full_weights(arg) if isinstance(arg, Iterator) else arg for arg in args]
-    return backward(*full, **kwargs)
-
-
-def _full_weights(weights: Iterable[Any]) -> Iterator[Any]:
-    for weight in weights:
-        shard = shard_of(weight)
-        if isinstance(weight, ShardedParameter):
-            _check_deferred(weight)
-            yield weight.full
-        elif shard is not None:
-            unit = shard.state_ref().units[shard.unit]
-            yield unit.params[shard.position].full
-        else:
-            yield leaf_of(weight)
-
-
-def _check_deferred(weight: ShardedParameter) -> None:
-    state = weight.state_ref()
-    if state is None or not state.engine.defers_reductions:
-        raise RuntimeError(
-            f"parameter '{weight.fqn}' is sharded: a backward for weights alone would lose its "
-            "gradient outside the step of a (zero-bubble) pipeline schedule. Call the schedule's "
-            "step"
-        )
-
-
-@around
-def reduces_at_the_end(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Defers the reductions of sharded stages in a schedule that splits backwards."""
-    engines = []
-    actions = filter(None, chain.from_iterable(self.pipeline_order.values()))  # None: a bubble
-    if any(action.computation_type.name == "BACKWARD_INPUT" for action in actions):
-        states = [find_state(stage.submod) for stage in self._stages]  # torch tells fsdp's itself
-        engines = [state.engine for state in states if state is not None]
-    for engine in engines:
-        engine.begin_deferred()
-    try:
-        result = step(self, *args, **kwargs)
-    except BaseException:
-        for engine in engines:
-            engine.end_deferred(drops=True)
-        raise
-    for engine in engines:
-        if engine.defers_reductions:
-            engine.end_deferred(drops=False)
-    return result
-
-
-@around
-def reduces_deferred(reduce: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reduces a stage's deferred gradients before the schedule scales them."""
-    state = find_state(self.submod)
-    if state is not None and state.engine.defers_reductions:
-        state.engine.end_deferred(drops=False)
-    return reduce(self, *args, **kwargs)

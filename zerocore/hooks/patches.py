@@ -1,10 +1,17 @@
-"""All patches and hooks that the first ``shard`` or ``fully_shard`` installs in the process."""
+"""All patches and hooks that the first ``shard`` or ``fully_shard`` installs in the process.
+
+A patch of a module that few programs import waits until a program imports it. So does the module of
+zerocore with its wrapper.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -36,10 +43,15 @@ class Patch(NamedTuple):
 
     owner: str  # dotted path of its module or class
     name: str  # the attribute
-    wrap: Callable[[Any], Any]  # makes the new value from the old one
+    wrap: Callable[[Any], Any] | str  # makes the new value from the old one; or its dotted path
     before: str | None = None  # the first release of torch that lacks the name, or needs no patch
+    when: str | None = None  # a module: the patch waits until it is imported
+    is_needed: bool = True  # if torch lacks the name, shards would get wrong values
 
 
+_STAGES = "torch.distributed.pipelining.stage"
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+_COMM_MODE = "torch.distributed.tensor.debug._comm_mode"
 _INITIALISERS = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
 _ELEMENTWISE = [cls.__name__ for cls in optimizer_rules.ELEMENTWISE]
 
@@ -80,18 +92,27 @@ PATCHES = (
         for name in collectives.UNASKED
     ),
     *(
-        Patch("torch.distributed.pipelining.stage", name, backwards.for_full_weights)
+        Patch(_STAGES, name, "zerocore.hooks.pipelines.for_full_weights", when=_STAGES)
         for name in ("stage_backward_input", "stage_backward_weight")
     ),
     Patch(
-        "torch.distributed.pipelining.stage._PipelineStageBase",
+        f"{_STAGES}._PipelineStageBase",
         "perform_reduce_grad",
-        backwards.reduces_deferred,
+        "zerocore.hooks.pipelines.reduces_deferred",
+        when=_STAGES,
     ),
     Patch(
-        "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
+        f"{_SCHEDULES}.PipelineScheduleMulti",
         "step",
-        backwards.reduces_at_the_end,
+        "zerocore.hooks.pipelines.reduces_at_the_end",
+        when=_SCHEDULES,
+    ),
+    *(
+        Patch(f"{_COMM_MODE}.CommDebugMode", name, wrapper, when=_COMM_MODE, is_needed=False)
+        for name, wrapper in (
+            ("__enter__", "zerocore.hooks.comm_counts.begins_to_count"),
+            ("__exit__", "zerocore.hooks.comm_counts.counts_issued"),
+        )
     ),
 )
 
@@ -107,11 +128,47 @@ def find_targets(patches: Sequence[Patch]) -> list[tuple[Patch, Any, Any]]:
             owner = resolve_name(patch.owner)
             targets.append((patch, owner, getattr(owner, patch.name)))
         except (AttributeError, ImportError) as error:
+            if not patch.is_needed:
+                continue
             raise RuntimeError(
                 f"torch {torch.__version__} lacks {patch.owner}.{patch.name}, which zerocore "
                 "replaces. Use torch 2.11 to 2.15, or a zerocore that knows this release"
             ) from error
     return targets
+
+
+def _apply(targets: Sequence[tuple[Patch, Any, Any]]) -> None:
+    functions: list[tuple[Any, Any]] = []  # old and new
+    for patch, owner, old in targets:
+        wrap: Any = resolve_name(patch.wrap) if isinstance(patch.wrap, str) else patch.wrap
+        new = wrap(old)
+        setattr(owner, patch.name, new)
+        if patch.when is None and isinstance(owner, ModuleType):
+            functions.append((old, new))
+    replace_in_modules(functions)  # in modules that imported the old ones
+
+
+class _AfterImport(MetaPathFinder):
+    """Applies patches when the modules that they wait for have been imported."""
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self._waiting: dict[str, list[Patch]] = {}
+        for patch in patches:
+            self._waiting.setdefault(patch.when or "", []).append(patch)
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname in self._waiting else None
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _apply(find_targets(self._waiting.pop(fullname, ())))
+
+        loader.exec_module = exec_module
+        return spec
 
 
 @cache
@@ -121,14 +178,11 @@ def install(more: tuple[Patch, ...]) -> None:
     # Torch caches the functions that `with torch.device(...)` and the default device apply to.
     # Fill the cache with the original functions, because the replacements call these.
     _device_constructors()
-    functions: list[tuple[Any, Any]] = []  # old and new
-    for patch, owner, old in find_targets((*PATCHES, *more)):
-        new = patch.wrap(old)
-        setattr(owner, patch.name, new)
-        if isinstance(owner, ModuleType):
-            functions.append((old, new))
+    patches = (*PATCHES, *more)
+    due = [patch for patch in patches if patch.when is None or patch.when in sys.modules]
+    _apply(find_targets(due))
+    sys.meta_path.insert(0, _AfterImport(patch for patch in patches if patch not in due))
     ask_before_typed(torch._tensor_classes, conversions.typed_in_full)
-    replace_in_modules(functions)  # in modules that imported the old ones
     torch_modules.register_module_parameter_registration_hook(registration.check_param)
     torch_modules.register_module_module_registration_hook(registration.check_module)
     torch_optimizers.register_optimizer_step_pre_hook(optimizer_steps.before_step)

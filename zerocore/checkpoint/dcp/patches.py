@@ -1,17 +1,11 @@
 """Patches of ``torch.distributed.checkpoint``: its helpers support DTensors, and here also shards.
 
 Its plans ask every tensor for its chunks. Its helpers do not ask: they copy, gather and make states
-only for plain tensors and DTensors. Each one is replaced when its module is imported, because some
-imports take a second.
+only for plain tensors and DTensors. ``zerocore.install`` has the table.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
-from zerocore.hooks.collectives import begins_to_count, counts_issued
 from zerocore.hooks.optimizer_states import (
     is_of_shards,
     make_until_step,
@@ -30,12 +23,9 @@ from zerocore.hooks.optimizer_states import (
 from zerocore.tensor.placed import Placed, local_of
 from zerocore.tensor.shard import as_shard
 
-_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-_MARK = "_zerocore_wrapped"
-
 
 @around
-def _gathers(original: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
+def gathers(original: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
     """Gathers shards into full tensors, one after the other, for ``full_state_dict=True``."""
     only = options.get("ranks_only") or ()
     keep = not only or dist.get_rank(options.get("pg")) in only
@@ -53,7 +43,7 @@ def _gathers(original: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
 
 
 @around
-def _makes_states(original: Any, optim: Any, *args: Any) -> Any:
+def makes_states(original: Any, optim: Any, *args: Any) -> Any:
     """Makes states of shards without a step; torch would take one, and leave it counted."""
     if not is_of_shards(optim):
         return original(optim, *args)
@@ -64,7 +54,7 @@ def _makes_states(original: Any, optim: Any, *args: Any) -> Any:
 
 
 @around
-def _stages(original: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def stages(original: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Placed):
         return original(self, x, *args, **kwargs)
     local = original(self, local_of(x), *args, **kwargs)
@@ -72,7 +62,7 @@ def _stages(original: Any, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @around
-def _copies(original: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+def copies(original: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     places: list[Any] = []
 
     def unwrap(value: Tensor) -> Tensor:
@@ -90,7 +80,7 @@ def _copies(original: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @around
-def _refuses(original: Any, self: Any, plan: Any, planner: Any, *args: Any, **kwargs: Any) -> Any:
+def refuses(original: Any, self: Any, plan: Any, planner: Any, *args: Any, **kwargs: Any) -> Any:
     state = getattr(planner, "state_dict", {})
     for item in plan.items:
         if isinstance(state.get(item.index.fqn), Placed):
@@ -116,7 +106,7 @@ class _Part:
 
 
 @around
-def _plans(original: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def plans(original: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     read: list[Any] = [value for value in state_dict.values() if isinstance(value, Placed)]
     torch.autograd.graph.increment_version(read)  # also of a rank whose part is empty
     shown = {
@@ -124,60 +114,3 @@ def _plans(original: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any)
         for key, value in state_dict.items()
     }
     return original(shown, *args, **kwargs)
-
-
-_BASE = "torch.distributed"
-# By module: the functions to replace, with their wrappers.
-_SEAMS: dict[str, Sequence[tuple[str, _Wrapper]]] = {
-    f"{_BASE}._state_dict_utils": [("_create_cpu_state_dict", _copies)],
-    f"{_BASE}.checkpoint.staging": [("_create_cpu_state_dict", _copies)],
-    f"{_BASE}.checkpoint._state_dict_stager": [("StateDictStager._offload_tensor", _stages)],
-    f"{_BASE}.checkpoint.state_dict": [
-        ("_gather_state_dict", _gathers),
-        ("_init_optim_state", _makes_states),
-    ],
-    f"{_BASE}.checkpoint.default_planner": [("create_default_local_load_plan", _plans)],
-    f"{_BASE}.checkpoint.hf_storage": [("HuggingFaceStorageWriter.write_data", _refuses)],
-    f"{_BASE}.tensor.debug._comm_mode": [
-        ("CommDebugMode.__enter__", begins_to_count),
-        ("CommDebugMode.__exit__", counts_issued),
-    ],
-}
-
-
-def _replace(module: ModuleType) -> None:
-    for path, wrapper in _SEAMS[module.__name__]:
-        *owners, name = path.split(".")
-        owner: Any = module
-        for part in owners:
-            owner = getattr(owner, part, None)
-        original = getattr(owner, name, None)
-        # If a torch lacks one, the shards' rules reject the operations in it.
-        if original is not None and not hasattr(original, _MARK):
-            wrapped = wrapper(original)
-            setattr(wrapped, _MARK, True)
-            setattr(owner, name, wrapped)
-
-
-class _AfterImport(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path) if fullname in _SEAMS else None
-        if spec is None or spec.loader is None:
-            return None
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _replace(module)
-
-        loader.exec_module = exec_module
-        return spec
-
-
-def watch_imports() -> None:
-    """Replaces the helpers, now or when they are imported; called once."""
-    for name in _SEAMS:
-        if name in sys.modules:
-            _replace(sys.modules[name])
-    sys.meta_path.insert(0, _AfterImport())
