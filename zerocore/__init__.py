@@ -36,6 +36,7 @@ def load_core() -> None:
             "explain_step": "zerocore.reporting.out_of_memory",
             "check_budget": "zerocore.planning.candidates",
             "make_group": "zerocore.emulation.backend",
+            "probed_number": "zerocore.hooks.first_states",
         }
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -23,16 +25,9 @@ from zerocore.checkpoint.training_state import (
     names_of,
     states_by_names,
 )
+from zerocore.hooks.first_states import first_keys, make_states, tried
 from zerocore.hooks.loading import as_loaded, has_own_loading
-from zerocore.hooks.optimizer_states import (
-    AVERAGE,
-    NUMBERS,
-    filled_later,
-    first_keys,
-    make_states,
-    makes_all,
-    tried,
-)
+from zerocore.hooks.optimizer_states import AVERAGE, NUMBERS, filled_later, makes_all
 from zerocore.tensor.placed import Placed, leaves
 from zerocore.tensor.rows import as_rows, own_elements, place_of
 from zerocore.tensor.shard import as_shard
@@ -301,3 +296,20 @@ def load_optimizers(model: nn.Module, optimizers: Optimizers, state: State) -> N
         }
         states |= groups[0].pop(OTHERS, {})
         optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def check_random_state(state: State) -> None:
+    """Raises an exception if the random streams cannot continue from a state; changes none."""
+    torch.Generator().set_state(state["torch"])
+    random.Random().setstate(state["python"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")):
+        numpy.random.RandomState().set_state(tuple(state["numpy"]))
+
+
+def set_random_state(state: State) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")):
+        numpy.random.set_state(tuple(state["numpy"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

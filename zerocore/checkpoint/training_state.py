@@ -146,20 +146,3 @@ def random_state() -> State:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def check_random_state(state: State) -> None:
-    """Raises an exception if the random streams cannot continue from a state; changes none."""
-    torch.Generator().set_state(state["torch"])
-    random.Random().setstate(state["python"])
-    if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        numpy.random.RandomState().set_state(tuple(state["numpy"]))
-
-
-def set_random_state(state: State) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        numpy.random.set_state(tuple(state["numpy"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -1,4 +1,4 @@
-"""Calls functions of packages above the core, and imports each at its first call."""
+"""Calls functions of packages above the core, and rare ones; imports each at its first call."""
 
 from __future__ import annotations
 

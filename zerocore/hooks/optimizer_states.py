@@ -1,15 +1,13 @@
-"""Converts optimizer states to and from shards, and makes them without a step."""
+"""Converts optimizer states to and from shards."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import copy, deepcopy
+from copy import copy
 from functools import cache, partial
 from itertools import chain
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -17,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from zerocore._C import show_grad
+from zerocore.common import late
 from zerocore.layout.place import Place
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.placed import Placed, leaves, local_of, shard_in
-from zerocore.tensor.rows import as_part, own_elements
+from zerocore.tensor.placed import Placed, local_of, shard_in
+from zerocore.tensor.rows import as_part
 from zerocore.tensor.shard import as_shard
 
 _is_filled = ContextVar("is_filled", default=False)
@@ -47,9 +45,9 @@ def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 AVERAGE = "weights_average"  # the state of an EMA, beside those of an optimizer
 
-_BEFORE = {"step": 0, "mu_product": 1}  # before a first step, which a probe has taken
-_ADDED = "_zerocore_added_options"
-_MADE = "_zerocore_made_states"
+# Attributes of an optimizer that ``first_states`` sets.
+ADDED = "_zerocore_added_options"  # options that steps add to groups, by group
+MADE = "_zerocore_made_states"  # a function of the optimizer, for :func:`drop_unloaded`
 _P = TypeVar("_P", bound=Tensor)
 
 
@@ -127,7 +125,7 @@ def wrap_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Wraps the states of shards in a state dict as shards, on the same memory."""
     params = params_of(optimizer)
     for group, added in zip(
-        state_dict["param_groups"], getattr(optimizer, _ADDED, ()), strict=False
+        state_dict["param_groups"], getattr(optimizer, ADDED, ()), strict=False
     ):
         group.update({key: value for key, value in added.items() if key not in group})
     state_dict["state"] = {
@@ -219,11 +217,7 @@ def is_other(value: Tensor, param: ShardedParameter) -> bool:
 
 def _numbers(optimizer: Optimizer) -> Callable[[ShardedParameter, str, Any], bool]:
     """Returns a test that tells numbers from the states of one-element parameters."""
-
-    @cache
-    def probed(number: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        like = torch.empty(0, dtype=dtype, device=device)
-        return tried(_probed, optimizer, optimizer.param_groups[number], like) or {}
+    probed = cache(partial(late.call, "probed_number", optimizer))  # late: few have one element
 
     def is_number(param: ShardedParameter, key: str, value: Any) -> bool:
         if not isinstance(value, Tensor) or isinstance(value, Placed) or value.numel() != 1:
@@ -234,8 +228,7 @@ def _numbers(optimizer: Optimizer) -> Callable[[ShardedParameter, str, Any], boo
         if current is None and not makes_all(optimizer):
             groups = enumerate(optimizer.param_groups)
             number = next(n for n, group in groups if any(p is param for p in group["params"]))
-            example = probed(number, local_of(param).dtype, param.device).get(key)
-            return isinstance(example, Tensor) and example.shape != (2,)
+            return bool(probed(number, key, local_of(param).dtype, param.device))
         return isinstance(current, Tensor) and not isinstance(current, Placed)
 
     return is_number
@@ -269,255 +262,18 @@ def _check_place(param: ShardedParameter, key: str, saved: Place) -> None:
         )
 
 
+def drop_unloaded(optimizer: Optimizer) -> None:
+    """Drops states that were made for a state dict, if none has changed; before a step."""
+    drop = vars(optimizer).pop(MADE, None)
+    if drop is not None:
+        drop(optimizer)
+
+
 def makes_all(optimizer: Optimizer) -> bool:
     """Whether the optimizer makes its states itself, all of them at once."""
     return hasattr(optimizer, "make_states")
 
 
-def make_states(optimizer: Optimizer) -> None:
-    """Makes the missing states with the values that a first step begins from; takes no step."""
-    maker: Any = optimizer
-    if makes_all(optimizer):
-        maker.make_states()
-        return
-    for param, _, probed in _missing(optimizer):
-        if state := dict(_first_states(param, probed)):
-            optimizer.state[param] = state
-
-
-def _missing(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """Yields each parameter without state, its group, and the probed state of its kind."""
-    for group in optimizer.param_groups:
-        probed: dict[tuple[torch.dtype, torch.device], dict[str, Any]] = {}
-        for param in without_state(group["params"], optimizer.state):
-            local = own_elements(param)
-            kind = (local.dtype, local.device)
-            if kind not in probed:
-                probed[kind] = _probed(optimizer, group, local)
-            yield param, group, probed[kind]
-
-
-def make_until_step(optimizer: Optimizer) -> None:
-    """Makes the missing states for a state dict.
-
-    First states may depend on the values of parameters or of a first gradient. Such ones are not
-    made behind a step, and the first step drops them, unless somebody has loaded something.
-    """
-    if makes_all(optimizer):
-        make_states(optimizer)
-        return
-    begun = any(optimizer.state.values())
-    neutral: dict[Any, Any] = {}
-    made: dict[Any, Any] = {}
-    for param, group, probed in _missing(optimizer):
-        kind = (id(group), param.dtype, param.device)
-        if kind not in neutral:
-            neutral[kind] = tried(_changes_nothing, optimizer, group, param, probed)
-        if neutral[kind] or not begun:
-            made[param] = dict(_first_states(param, probed))
-        if not (neutral[kind] or begun):
-            made[param].update(tried(_own_states, optimizer, group, param, probed) or {})
-    made = {param: state for param, state in made.items() if state}
-    optimizer.state.update(made)
-    if not all(neutral.values()) and not begun:
-        setattr(optimizer, _MADE, _noted(made))
-
-
-def drop_unloaded(optimizer: Optimizer) -> None:
-    """Drops the states of :func:`make_until_step` if none has changed; before a step."""
-    made = vars(optimizer).pop(_MADE, None)
-    if made is None or len(made) != len(_noted(optimizer.state)):
-        return
-    for (key, value, version, old), now in zip(made, _noted(optimizer.state), strict=True):
-        if (key, value is now[1], version) != (now[0], True, now[2]) or not _is_same(old, now[3]):
-            return
-    optimizer.state.clear()
-
-
-def _noted(states: Mapping[Any, Any]) -> list[tuple[Any, ...]]:
-    """Returns key, object, version and a copy of each value."""
-    noted = []
-    for param, state in states.items():
-        for key, value in state.items() if isinstance(state, Mapping) else ():
-            for leaf in leaves(value):
-                is_tensor = isinstance(leaf, Tensor)
-                version = 0 if not is_tensor or leaf.is_inference() else leaf._version
-                copied = own_elements(leaf).clone() if is_tensor else deepcopy(leaf)
-                noted.append(((id(param), key), leaf, version, copied))
-    return noted
-
-
-def _changes_nothing(
-    optimizer: Optimizer, group: dict[str, Any], param: Any, probed: dict[str, Any]
-) -> bool:
-    """Whether a step from the first states is a step from no states."""
-    ends = []
-    for state in ({}, probed):
-        probe = _probe(own_elements(param))
-        probe.data += probe.new_tensor([1.5, -2.0])
-        probe.grad = torch.full_like(probe, 0.5)
-        twin = stepped(optimizer, group, probe, dict(_first_states(probe, state)))
-        ends.append([probe, *leaves(twin.state[probe])])
-    return len(ends[0]) == len(ends[1]) and all(map(_is_same, *ends))
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return torch.equal(value, other)
-    return bool(value == other)
-
-
-def _own_states(
-    optimizer: Optimizer, group: dict[str, Any], param: Any, probed: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the states of a parameter's elements after a step of them without a gradient."""
-    local = own_elements(param)
-    probe = nn.Parameter(local.clone())
-    probe.grad = torch.zeros_like(probe)
-    rate = {"lr": group["lr"] * 0} if "lr" in group else {}
-    states = stepped(optimizer, {**group, **rate}, probe).state[probe]
-    return {
-        key: as_state(states[key], param)
-        for key, value in probed.items()
-        if isinstance(value, Tensor) and value.shape == (2,)
-    }
-
-
-def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
-    """Returns a function of a parameter: the keys of its states that its first step makes."""
-    known: dict[int, set[str]] = {}
-    for group in () if makes_all(optimizer) else optimizer.param_groups:
-        for first in map(own_elements, group["params"][:1]):
-            keys = set(tried(_probed, optimizer, group, first) or ())
-            known.update({id(param): keys for param in group["params"]})
-
-    def needed(param: Any) -> set[str]:
-        present = set(optimizer.state.get(param, {}))
-        return present & known.get(id(param), present)
-
-    return needed
-
-
-def tried(probe: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``probe``. Returns None if the optimizer needs more for a step than a probe has, such
-    as a closure, other groups, or a gradient that is not zero."""
-    try:
-        return probe(*args)
-    except Exception:
-        return None
-
-
-def _probed(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> dict[str, Any]:
-    """Returns the state of a two-element parameter after a step: a number has another shape."""
-    probe = _probe(like)
-    return stepped(optimizer, group, probe).state[probe]
-
-
-def _probe(like: Tensor) -> nn.Parameter:
-    probe = nn.Parameter(like.new_zeros(2))
-    probe.grad = torch.zeros_like(probe)
-    return probe
-
-
-def note_added_options(optimizer: Optimizer) -> None:
-    """Notes the options that steps add to groups: state dicts have them, as zeros, before one."""
-    added: list[dict[str, Any]] = []
-    for group in () if makes_all(optimizer) else optimizer.param_groups:
-        local = own_elements(group["params"][0]) if group["params"] else torch.empty(0)
-        twin = stepped(optimizer, group, _probe(local))
-        new = {key: v for key, v in options_of(twin.param_groups[0]).items() if key not in group}
-        added.append({key: _zero(value) for key, value in new.items()})
-    setattr(optimizer, _ADDED, added)
-
-
-def _zero(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.zeros_like(value)
-    return type(value)(0) if type(value) in (int, float) else value
-
-
 def without_state(params: Iterable[_P], states: Mapping[Any, Any]) -> list[_P]:
     """Returns the parameters that require gradients and have no state yet."""
     return [param for param in params if param.requires_grad and not states.get(param)]
-
-
-def _first_states(param: Any, probed: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields names and first values of a parameter's states, from a probe of two elements."""
-    local = own_elements(param)
-    for key, value in probed.items():
-        if not isinstance(value, Tensor):
-            yield key, _BEFORE.get(key, deepcopy(value))
-        elif value.shape != (2,):
-            yield key, torch.full_like(value, _BEFORE[key]) if key in _BEFORE else value.clone()
-        elif isinstance(param, Placed) and not value.any():
-            zeros = state_memory(local.numel(), value.dtype, local.device)
-            yield key, as_shard(zeros, param.place)
-        else:
-            full = torch.full_like(local, value[0].item(), dtype=value.dtype)
-            yield key, as_state(full, param)
-
-
-def stepped(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    probe: nn.Parameter,
-    state: dict[str, Any] | None = None,
-) -> Any:
-    """Returns a twin after a step of ``probe`` with its ``grad``, from ``state``; leaves the
-    optimizer, its parameters and torch's random streams as they are. Raises TypeError if its
-    groups are those of another object."""
-    kind = type(optimizer)
-    if any(hasattr(getattr(kind, name, None), "__set__") for name in ("param_groups", "state")):
-        raise TypeError(f"{kind.__name__} shows the groups of another optimizer: pass that one")
-    twin: Any = object.__new__(kind)
-    twin.__dict__.update(_attributes_for(twin, optimizer))
-    twin.param_groups = [{**deepcopy(options_of(group)), "params": [probe]}]
-    twin.state = defaultdict(dict, {probe: state} if state else {})
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    try:
-        with _without_gradients(optimizer), torch.random.fork_rng(_devices_of(probe)):
-            twin.step()
-    finally:
-        optimizer.state.pop(probe, None)  # of a function that knows only the optimizer
-    return twin
-
-
-def _devices_of(probe: Tensor) -> list[torch.device]:
-    return [probe.device] if probe.is_cuda else []
-
-
-def _attributes_for(twin: Any, optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's attributes, whose containers and methods are the twin's own."""
-    own = {**vars(optimizer)}
-    own.pop(_MADE, None)
-    own.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps
-    params = {id(param): param for param in params_of(optimizer)}
-    for name, value in own.items():
-        if name.startswith("_optimizer_") or name in ("state", "param_groups"):
-            continue
-        if isinstance(value, dict | list | deque | MethodType | partial):
-            kept = (leaf for leaf in leaves(value) if isinstance(leaf, nn.Module | Optimizer))
-            memo = {**params, **{id(leaf): leaf for leaf in kept}, id(optimizer): twin}
-            try:
-                own[name] = deepcopy(value, memo)
-            except Exception:  # it holds a thing that cannot be copied
-                own[name] = copy(value)
-    return own
-
-
-@contextmanager
-def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """Hides the gradients of the optimizer's parameters, which the program may hold elsewhere."""
-    raw: Any = torch._C.TensorBase.grad
-    with torch._C.DisableTorchFunctionSubclass():
-        grads = [(p, grad) for p in params_of(optimizer) if (grad := raw.__get__(p)) is not None]
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            for param, _ in grads:
-                raw.__set__(param, None)
-        yield
-    finally:
-        with torch._C.DisableTorchFunctionSubclass():
-            for param, grad in grads:
-                show_grad(param, grad)

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.agreement import agree, gather_objects, together
-from zerocore.hooks.optimizer_states import options_of, params_of, stepped, without_state
+from zerocore.hooks.first_states import stepped
+from zerocore.hooks.optimizer_states import options_of, params_of, without_state
 from zerocore.hooks.optimizer_steps import ShardOptimizer
 from zerocore.matrices.exchange import Arrival, Choice, Lanes, RoundExchange, choice_of
 from zerocore.matrices.ownership import Matrix, Round, assign, make_rounds, whole_cost

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerocore.checkpoint.training_state import random_state, set_random_state
-from zerocore.hooks.optimizer_states import make_states, options_of
+from zerocore.checkpoint.loaded_state import set_random_state
+from zerocore.checkpoint.training_state import random_state
+from zerocore.hooks.first_states import make_states
+from zerocore.hooks.optimizer_states import options_of
 from zerocore.tensor.rows import own_elements
 
 

@@ -235,7 +235,7 @@ def read_own(contents: Contents, rank: int) -> dict[str, Any]:
         if not _is_dict(values) or not all(k in values and tests[k](values[k]) for k in tests):
             raise ValueError("it does not hold a rank's own values")
         if values["rng"] is not None:
-            training_state.check_random_state(values["rng"])
+            loaded_state.check_random_state(values["rng"])
     return dict(values)
 
 
@@ -256,7 +256,7 @@ def _restore_random(saved: dict[str, Any], rank: int, world_size: int) -> None:
     if saved["rng"] is None:
         return
     if saved["world_size"] == world_size:
-        training_state.set_random_state(saved["rng"])
+        loaded_state.set_random_state(saved["rng"])
         return
     step: int = saved["step"]
     seed = int(saved["rng"]["torch"][:8].view(torch.int64).item())

@@ -14,12 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
-from zerocore.hooks.optimizer_states import (
-    is_of_shards,
-    make_until_step,
-    note_added_options,
-    unwrapped,
-)
+from zerocore.hooks.first_states import make_until_step, note_added_options
+from zerocore.hooks.optimizer_states import is_of_shards, unwrapped
 from zerocore.tensor.placed import Placed, local_of
 from zerocore.tensor.shard import as_shard
 
