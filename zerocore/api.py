@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerocore.install import hook_into_torch
 from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.materialize import InitFn
-from zerocore.model.ranks import find_ranks, note_names
+from zerocore.model.ranks import find_ranks
 from zerocore.model.state import Unit, ready_state_of, state_of
 from zerocore.model.units import UnitChoice
 from zerocore.options.config import Communication, ShardConfig
@@ -96,7 +96,10 @@ def shard(
         memory_budget=memory_budget,
         groups=groups,
     )
-    note_names(group, divides=state.config.communication.gradient_divide_factor is not None)
+    if getattr(group, "mesh_dim_names", None):
+        from zerocore.model.mesh_names import note_names  # late: few programs name dimensions
+
+        note_names(group, divides=state.config.communication.gradient_divide_factor is not None)
     return model
 
 

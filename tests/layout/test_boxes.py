@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from zerocore.layout.boxes import Box, box_view, boxes_of, chunk_boxes
+from zerocore.layout.boxes import Box, boxes_of
+from zerocore.layout.chunks import box_view, chunk_boxes
 from zerocore.layout.place import Place
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zerocore.fsdp.mesh import DataMesh
+from zerocore.fsdp.tensor_parallel import others_of
 
 
 def annotation_of(
@@ -30,7 +31,7 @@ def annotation_of(
             f"parameter '{name}' has a type of spmd_types on {tuple(types)}: pass the mesh of all "
             "parallelisms and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
         )
-    others = data.others
+    others = others_of(data)
     axes = [] if others is None else [spmd.MeshAxis.of(group) for group in others.get_all_groups()]
     _check_axes(types, axes, name, data)
     for dim, entry in enumerate(spmd.get_partition_spec(param) or ()):

@@ -6,25 +6,22 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocore.common.alarm import stall_seconds
-from zerocore.fsdp.group import Group, Root, extensions_of, group_of, note_extensions
+from zerocore.fsdp.group import Group, Root
 from zerocore.fsdp.policy import wire_dtype_of
 from zerocore.model.memory import Extent, check_apart
-from zerocore.model.ranks import Ranks, ranks_of, with_near
+from zerocore.model.ranks import Ranks, ranks_of
 from zerocore.model.refusals import check_trained
 from zerocore.model.units import UnitPlanned
 from zerocore.options.config import Communication, ShardConfig
 from zerocore.options.offload import Offload
 from zerocore.sharding.builder import Kind, Sharding
+from zerocore.tensor.wrapped import gathers_itself
 
 
 def collect_rows(root: Root, kind: Kind, all_ranks: Ranks, device: torch.device) -> Sharding:
     """Returns all groups with parameters as units. Raises ValueError, RuntimeError or
     NotImplementedError if the model cannot be trained so. ``all_ranks``: the root mesh's."""
-    meshes = list(dict.fromkeys([root.group.mesh, *(group.mesh for _, group in root.groups)]))
-    for path, group in root.groups:
-        group.path = path
-    for number, group in enumerate(root.with_params()):
-        group.unit = number
+    meshes = list(dict.fromkeys([root.group.mesh, *(group.mesh for group in root.groups)]))
     ranks = [all_ranks, *(ranks_of(mesh, "mesh") for mesh in meshes[1:])]
     _check(root, set(ranks[0].members))
     ranks = [_with_near(root, mesh, sharing) for mesh, sharing in zip(meshes, ranks, strict=True)]
@@ -36,9 +33,9 @@ def collect_rows(root: Root, kind: Kind, all_ranks: Ranks, device: torch.device)
             mesh=meshes.index(group.mesh),
             stays=group.stays,
             near=group.num_near > 1,
-            extensions=extensions_of(group),
+            extensions=group.extensions,
         )
-        for group in root.with_params()
+        for group in root.units
     ]
     return Sharding(
         model=root.module,
@@ -55,18 +52,17 @@ def collect_rows(root: Root, kind: Kind, all_ranks: Ranks, device: torch.device)
 
 def _name_of(root: Root, group: Group) -> str:
     name = group.path or type(root.module).__name__
-    is_sibling = group_of(group.modules[0]) is not group
-    return f"{name} over {group.mesh.mesh_dim_names}" if is_sibling else name
+    return f"{name} over {group.mesh.mesh_dim_names}" if group.is_sibling else name
 
 
 def _config_of(root: Root) -> ShardConfig:
-    groups = root.with_params()
+    groups = root.units
     leaves = any(group.offloads for group in groups)
     return ShardConfig(
         communication=Communication(
             accumulate="full",
             retain_last=not root.group.reshard_after_forward,
-            overlap_reductions=all(group.overlaps_reductions for _, group in root.groups),
+            overlap_reductions=all(group.overlaps_reductions for group in root.groups),
         ),
         offload=Offload(gradients="cpu", parameters="cpu") if leaves else None,
         has_wire_dtype=any(wire_dtype_of(group.policy) is not None for group in groups),
@@ -74,38 +70,42 @@ def _config_of(root: Root) -> ShardConfig:
 
 
 def _with_near(root: Root, mesh: DeviceMesh, ranks: Ranks) -> Ranks:
-    numbers = sorted({group.num_near for _, group in root.groups if group.mesh == mesh} - {1})
+    numbers = sorted({group.num_near for group in root.groups if group.mesh == mesh} - {1})
     if len(numbers) > 1:
         raise NotImplementedError(
             f"reshard_after_forward={numbers[0]} and {numbers[1]}: zerocore.fsdp takes one "
             "number of ranks per mesh"
         )
-    return with_near(ranks, numbers[0] if numbers else None)
+    if not numbers:
+        return ranks
+    from zerocore.sharding.rank_options import with_near  # late: few gather from some ranks
+
+    return with_near(ranks, numbers[0])
 
 
 def _check(root: Root, members: set[int]) -> None:
     _check_ties(root)
-    if len({group.offloads for group in root.with_params()}) > 1:
+    if len({group.offloads for group in root.units}) > 1:
         raise NotImplementedError(
             "offload_policy: some modules of this model have a CPUOffloadPolicy and others do "
             "not; zerocore.fsdp takes one policy per model"
         )
-    if len({wire_dtype_of(group.policy) is None for group in root.with_params()}) > 1:
+    if len({wire_dtype_of(group.policy) is None for group in root.units}) > 1:
         raise NotImplementedError(
             "mp_policy: some modules of this model have a wire_dtype and others do not; "
             "zerocore.fsdp sums all gradients of a model in one way"
         )
-    for name, group in root.groups:
+    for group in root.groups:
         if not set(group.mesh.mesh.flatten().tolist()) <= members:
             raise ValueError(
-                f"module '{name}' is sharded over {group.mesh}, the root over "
+                f"module '{group.path}' is sharded over {group.mesh}, the root over "
                 f"{root.group.mesh}; use a mesh of the root's ranks for the module"
             )
         for param in group.params:
             param.take_registered()
             check_trained(param.fqn, param.shard)
-        _check_device(name, group)
-        note_extensions(group)
+        _check_device(group)
+        _note_extensions(group)
 
 
 def _check_ties(root: Root) -> None:
@@ -130,9 +130,8 @@ def _check_ties(root: Root) -> None:
     check_apart(params, [root.module])
 
 
-def _check_device(name: str, group: Group) -> None:
-    prefix = f"{name}." if name else ""
-    on_meta = [f"{prefix}{param.fqn}" for param in group.params if param.shard.is_meta]
+def _check_device(group: Group) -> None:
+    on_meta = [param.name for param in group.params if param.shard.is_meta]
     if on_meta:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
@@ -141,7 +140,7 @@ def _check_device(name: str, group: Group) -> None:
             "module.reset_parameters() on each module to initialize values."
         )
     elsewhere = [
-        (f"{prefix}{param.fqn}", param.shard.device)
+        (param.name, param.shard.device)
         for param in group.params
         if group.offloads and param.shard.device.type != "cpu"
     ]
@@ -151,3 +150,14 @@ def _check_device(name: str, group: Group) -> None:
             'For example, load a CPU state dict or call module.to_empty(device="cpu"). '
             f"Found following parameters on non-CPU device: {elsewhere}"
         )
+
+
+def _note_extensions(group: Group) -> None:
+    """Makes the extensions of parameters that gather themselves; may raise AssertionError or
+    NotImplementedError."""
+    for param in group.params:
+        param.extension = None
+        if gathers_itself(param.fqn, param.shard._local_tensor):
+            from zerocore.fsdp.extensions import extension_of  # late: most models have none
+
+            param.extension = extension_of(param)

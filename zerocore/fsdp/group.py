@@ -22,12 +22,11 @@ from zerocore.fsdp.mesh import DataMesh, device_of
 from zerocore.fsdp.rows import LOCAL_TYPE, RowPlacement, shard_rows
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState, drop_state
-from zerocore.model.unit_call import UnitCall, note_unit_call
+from zerocore.model.unit_call import note_unit_call
 from zerocore.tensor.earlier import current, stands_for
 from zerocore.tensor.placed import IS_ROWS, as_view
 from zerocore.tensor.rows import forget_rows, local_part
 from zerocore.tensor.shown import ShownView
-from zerocore.tensor.wrapped import PRE, gathers_itself
 
 if TYPE_CHECKING:
     from zerocore.sharding.extensions import Extension
@@ -132,17 +131,21 @@ class Root:
         self.is_provisional = True  # another root may be called later
         self.is_manual = False  # the program finalizes backwards
         self.extensions: list[Extension] = []  # of all groups, once there is a state
-        self.groups = groups_below(*group.modules)
-        for name, inner in self.groups:
+        names = groups_below(*group.modules)
+        for inner, name in names.items():
             if inner.root is not None and not inner.root.is_provisional:
                 raise RuntimeError(
                     f"FSDP state has already been lazily initialized for {name}\n"
                     "FSDP requires running forward through the root module first"
                 )
-        for _, inner in self.groups:
+        for inner, name in names.items():
             if inner.root is not None:
                 inner.root.release()
-            inner.root = self
+            inner.root, inner.path = self, name
+        self.groups = list(names)
+        self.units = [inner for inner in self.groups if inner.params]  # the engine's, in order
+        for number, inner in enumerate(self.units):
+            inner.unit = number
 
     def settle(self) -> None:
         """Makes it the final root; raises RuntimeError if its group has several modules."""
@@ -154,11 +157,7 @@ class Root:
 
     def params(self) -> list[RowParam]:
         """Returns the parameters of all groups, in the order of the units."""
-        return [param for _, group in self.groups for param in group.params]
-
-    def with_params(self) -> list[Group]:
-        """Returns the groups with parameters, which are the engine's units, in order."""
-        return [group for _, group in self.groups if group.params]
+        return [param for group in self.units for param in group.params]
 
     def release(self) -> None:
         """Drops the engine; modules then show DTensors with the current values."""
@@ -168,8 +167,7 @@ class Root:
         self.state.engine.reset()
         self.state = None
         drop_state(self.module)
-        for _, group in self.groups:
-            group.unit_call = None
+        for group in self.groups:
             for module in group.modules:
                 note_unit_call(module, None)
         for param in self.params():
@@ -200,8 +198,7 @@ class Group:
     max_input_buffers: int = 1  # only readers of FSDP2's state see it
     root: Root | None = None
     path: str = ""  # of its first module in the root
-    unit: int = -1  # index in the root's engine; -1 without parameters
-    unit_call: UnitCall | None = None  # once there is an engine
+    unit: int = -1  # index in the root's engine; -1 without a root or parameters
     siblings: list[Group] = field(default_factory=list)  # of the same call, over other meshes
     state: Any = None  # the state for readers of FSDP2's state, see state.py
 
@@ -227,6 +224,11 @@ class Group:
         return self.reduces and (self.reduces_across or self.mesh.ndim == 1)
 
     @property
+    def is_sibling(self) -> bool:
+        """Whether the group of its call enters its unit."""
+        return group_of(self.modules[0]) is not self
+
+    @property
     def stays(self) -> bool:
         """Whether parameters stay unsharded from forward to backward."""
         if self.reshard_after_forward is None:
@@ -237,6 +239,11 @@ class Group:
     def is_unsharded(self) -> bool:
         """Whether modules have full parameters."""
         return any(param.is_full for param in self.params)
+
+    @property
+    def extensions(self) -> list[Extension]:
+        """The extensions of parameters that gather themselves, in order."""
+        return [param.extension for param in self.params if param.extension is not None]
 
     def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf) -> None:
         """Replaces all parameters of the group by DTensors. A parameter that ``placement_of`` puts
@@ -302,7 +309,7 @@ def set_group(module: nn.Module, group: Group) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def groups_below(*modules: nn.Module) -> list[tuple[str, Group]]:
+def groups_below(*modules: nn.Module) -> dict[Group, str]:
     """Returns the groups of the modules and their submodules, each with its first name. A sibling
     follows the group of its call."""
     names: dict[Group, str] = {}
@@ -311,7 +318,7 @@ def groups_below(*modules: nn.Module) -> list[tuple[str, Group]]:
             group = group_of(inner)
             for part in () if group is None else (group, *group.siblings):
                 names.setdefault(part, name)
-    return [(name, group) for group, name in names.items()]
+    return names
 
 
 def _managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -356,40 +363,3 @@ def _check_param(param: nn.Parameter, name: str) -> None:
             f"FSDP does not support non-contiguous parameters: '{name}' of shape "
             f"{list(param.shape)} has strides {list(param.stride())}"
         )
-
-
-def note_extensions(group: Group) -> None:
-    """Makes the extensions of parameters that gather themselves, and asks for their inputs. Raises
-    AssertionError if a function's signature is not FSDP2's, NotImplementedError if a parameter is
-    not cut in its first dimension, or is on the host."""
-    for param in group.params:
-        shard: Any = param.shard
-        param.extension = None
-        if gathers_itself(param.fqn, shard._local_tensor):
-            if param.rows.dim != 0 or group.offloads:
-                where = f"is cut in dimension {param.rows.dim}"
-                where = "is on the host" if group.offloads else where
-                raise NotImplementedError(
-                    f"parameter '{param.fqn}' has {PRE} and {where}; shard it by rows on the device"
-                )
-            from zerocore.sharding.extensions import Extension  # late: most models have none
-
-            mesh, module = _shard_mesh(group.mesh), param.owners[0][0]
-            param.extension = Extension(
-                param.name, shard._local_tensor, module, mesh, group.policy, param.rows.shape
-            )
-            param.extension.ask()
-
-
-def extensions_of(group: Group) -> list[Extension]:
-    """Returns the extensions of the group's parameters, in order."""
-    return [param.extension for param in group.params if param.extension is not None]
-
-
-def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    names = mesh.mesh_dim_names
-    if mesh.ndim == 1:
-        return mesh
-    if names is None:
-        raise AssertionError("mesh_dim_names are required for HSDP with all-gather extensions")
-    return mesh[names[-1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,32 +24,10 @@ class DataMesh:
     def num_shards(self) -> int:
         return self.mesh.size(self.mesh.ndim - 1)
 
-    @property
-    def spmd_names(self) -> tuple[str, ...]:
-        """All dimensions of ``spmd``."""
-        return () if self.spmd is None else cast("tuple[str, ...]", self.spmd.mesh_dim_names)
-
-    @property
-    def others(self) -> DeviceMesh | None:
-        """The dimensions of ``spmd`` other than the data-parallel ones."""
-        others = tuple(name for name in self.spmd_names if name not in self.names)
-        return self.spmd[others] if self.spmd is not None and others else None
-
-    @property
-    def num_before(self) -> int:
-        """The number of other dimensions before the first data-parallel one."""
-        return next((i for i, name in enumerate(self.spmd_names) if name in self.names), 0)
-
     def spec(self, meta: TensorMeta, dim: int) -> DTensorSpec:
         """Returns the spec of a tensor that only data parallelism cuts, along ``dim``."""
         replicas = [Replicate()] * (self.mesh.ndim - 1)
         return DTensorSpec(self.mesh, (*replicas, Shard(dim)), tensor_meta=meta)
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether the data-parallel dimensions are consecutive in ``spmd``, replicas first."""
-        begin = self.num_before
-        return self.spmd_names[begin : begin + len(self.names)] == self.names
 
 
 def data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:

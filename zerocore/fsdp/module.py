@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from zerocore.fsdp.group import Group, extensions_of, group_of, groups_below
+from zerocore.fsdp.group import Group, group_of, groups_below
 from zerocore.fsdp.root import apply_settings, call, gather_in, ready, ready_state, root_of
 from zerocore.fsdp.state import read_state
 from zerocore.model.unit_call import leave_calls_out_of_graphs
@@ -72,7 +72,7 @@ class FSDPModule(TorchFSDPModule):
         if not recurse:
             group = self._group()
             return [group, *group.siblings]
-        return [group for _, group in groups_below(cast(nn.Module, self))]
+        return list(groups_below(cast(nn.Module, self)))
 
     def _set(self, recurse: bool, **values: Any) -> None:
         for group in self._groups(recurse):
@@ -97,7 +97,7 @@ class FSDPModule(TorchFSDPModule):
         handle = UnshardHandle(groups)
         for group in groups:
             engine = ready_state(group).engine
-            for extension in () if group.is_unsharded else extensions_of(group):
+            for extension in () if group.is_unsharded else group.extensions:
                 extension.encode()
             engine.unshard(group.unit)
         if async_op:
@@ -187,7 +187,7 @@ class FSDPModule(TorchFSDPModule):
             )
         engine = ready(root).engine
         engine.end_deferred(drops=False)
-        for group in root.with_params():
+        for group in root.units:
             apply_settings(group)
         engine.begin_deferred()
         return GradientReduction() if async_op else None

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_map_only
 from zerocore._C import UnitParam, counted
 from zerocore.common.eager import eager
 from zerocore.fsdp.collect import collect_rows
-from zerocore.fsdp.group import Group, Root, RowParam, extensions_of, group_of, groups_below
+from zerocore.fsdp.group import Group, Root, RowParam, group_of, groups_below
 from zerocore.fsdp.mesh import device_of
 from zerocore.fsdp.policy import types_of
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.ranks import ranks_of
 from zerocore.model.state import Param, ShardState, Unit
 from zerocore.model.traced import TracedParam, call_traced, is_traced
-from zerocore.model.unit_call import note_unit_call
+from zerocore.model.unit_call import note_unit_call, unit_call_of
 from zerocore.model.units import UnitPlanned, UnitsOf
 from zerocore.options.config import ShardConfig
 from zerocore.options.precision import unit_param
@@ -60,8 +60,8 @@ def _make(root: Root) -> ShardState:
     device = device_of(root.group.mesh)
     collect = partial(collect_rows, root, Rows(), ranks, device)
     root.state = build(agreed(ranks, collect, device))
-    root.extensions = [ext for _, group in root.groups for ext in extensions_of(group)]
-    for group in root.with_params():
+    root.extensions = [ext for group in root.units for ext in group.extensions]
+    for group in root.units:
         apply_settings(group)
     if root.is_manual:
         root.state.engine.begin_deferred()
@@ -100,7 +100,7 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         ready(root)
         for extension in root.extensions:
             extension.encode()
-    unit_call = group.unit_call
+    unit_call = unit_call_of(group.modules[0])
     assert unit_call is not None
     device = unit_call.state.device
     if unit_call.is_root and device.type != "cpu":
@@ -219,11 +219,11 @@ class Rows(Kind):
 
     def set_calls(self, sharding: Sharding, state: ShardState, units_of: UnitsOf) -> None:
         root = _root_above(sharding.model)
-        for _, group in root.groups:
-            if group_of(group.modules[0]) is not group:
-                continue  # a sibling: the group of its call enters its unit
+        for group in root.groups:
+            if group.is_sibling:
+                continue
             policy = group.policy
-            group.unit_call = unit_call(
+            calls = unit_call(
                 state,
                 group.modules,
                 tuple(part.unit for part in (group, *group.siblings) if part.params),
@@ -232,7 +232,7 @@ class Rows(Kind):
                 cast_outputs=policy.output_dtype,
             )
             for module in group.modules:
-                note_unit_call(module, group.unit_call)
+                note_unit_call(module, calls)
 
     def full_values(self, state: ShardState, unit: Unit) -> tuple[list[Tensor], list[Tensor]]:
         return [param.shard.full_tensor() for param in unit.params], []
@@ -254,7 +254,7 @@ def _call_traced(group: Group, function: Callable[..., Any], args: Any, kwargs: 
     """Calls a method of one of the group's modules without communication, engine or not."""
     params = [
         TracedParam(param.fqn, param.owners, param.param, param.is_full, _maker_of(param))
-        for _, inner in groups_below(*group.modules)
+        for inner in groups_below(*group.modules)
         for param in inner.params
     ]
     policy = group.policy

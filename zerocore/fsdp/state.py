@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 
 from zerocore.fsdp.group import Group, Root, group_of
@@ -30,8 +29,8 @@ class FSDPState(_TorchState):
         root = root_of(self._group)
         engine = ready(root).engine
         engine.finalize_backward()
-        for _, group in root.groups:
-            if group.params and group.reshard_after_backward:
+        for group in root.units:
+            if group.reshard_after_backward:
                 engine.reshard(group.unit)
 
     @property
@@ -43,11 +42,11 @@ class FSDPState(_TorchState):
         return None if self._root is None else self._root.group is self._group
 
     def _groups_of_root(self) -> list[Group]:
-        return [self._group] if self._root is None else [group for _, group in self._root.groups]
+        return [self._group] if self._root is None else self._root.groups
 
     @property
     def _state_ctx(self) -> Any:
-        calls = [group for group in self._groups_of_root() if group_of(group.modules[0]) is group]
+        calls = [group for group in self._groups_of_root() if not group.is_sibling]
         return SimpleNamespace(all_states=[read_state(group) for group in calls])
 
     @property
@@ -56,69 +55,18 @@ class FSDPState(_TorchState):
         return SimpleNamespace(reduce_scatter_max_input_buffers=most)
 
     @property
-    def _fsdp_param_group(self) -> FSDPParams | None:
-        return FSDPParams(self._group) if self._group.params else None
+    def _fsdp_param_group(self) -> Any:
+        return next(iter(_states_of([self._group])), None)
 
     @property
-    def _fsdp_param_groups(self) -> list[FSDPParams]:
-        groups = (self._group, *self._group.siblings)
-        return [FSDPParams(group) for group in groups if group.params]
+    def _fsdp_param_groups(self) -> list[Any]:
+        return _states_of([self._group, *self._group.siblings])
 
 
-class FSDPParams:
-    """The parameters of one group, with the names of torch's FSDPParamGroup."""
+def _states_of(groups: list[Group]) -> list[Any]:
+    from zerocore.fsdp.params_state import FSDPParams  # late: few libraries read it
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def post_backward(self) -> None:
-        """Does nothing: the root's callback reduces the gradients of all groups."""
-
-    @property
-    def _module_fqn(self) -> str | None:
-        groups = [] if self._group.root is None else self._group.root.groups
-        return next((name for name, group in groups if group is self._group), None)
-
-    @property
-    def fsdp_params(self) -> list[Any]:
-        """The parameters, each with its name and its shard."""
-        prefix = f"{self._module_fqn}." if self._module_fqn else ""
-        return [
-            SimpleNamespace(_param_fqn=f"{prefix}{param.fqn}", sharded_param=param.shard)
-            for param in self._group.params
-        ]
-
-    @property
-    def _reshard_after_forward(self) -> bool:
-        """False if a parameter gathers itself: it is encoded once for forward and backward, so
-        TransformerEngine's must return both row-wise and column-wise data."""
-        has_extensions = any(param.extension is not None for param in self._group.params)
-        return not has_extensions and not self._group.stays
-
-    @property
-    def _training_state(self) -> TrainingState:
-        """The state at the time when parameters are encoded: before a forward."""
-        return TrainingState.FORWARD
-
-    @property
-    def reduce_scatter_max_input_buffers(self) -> int:
-        """The number that ``set_reduce_scatter_max_input_buffers`` has set."""
-        return self._group.max_input_buffers
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether modules have full parameters."""
-        return self._group.is_unsharded
-
-    @property
-    def mesh_info(self) -> Any:
-        """The mesh, and the group of ranks that parameters are sharded over."""
-        mesh = self._group.mesh
-        return SimpleNamespace(
-            mesh=mesh,
-            shard_process_group=mesh.get_group(mesh.ndim - 1),
-            shard_mesh_size=self._group.data.num_shards,
-        )
+    return [FSDPParams(group) for group in groups if group.params]
 
 
 def read_state(group: Group) -> FSDPState:

@@ -27,23 +27,39 @@ def check_whole(whole: DTensorSpec, name: str, data: DataMesh) -> tuple[int, ...
             "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
             f"{whole.mesh} for '{name}' and {data.spmd}"
         )
-    reduced = tuple(index for index, dim in enumerate(data.spmd_names) if dim in data.names)
+    reduced = tuple(index for index, dim in enumerate(_all_names(data)) if dim in data.names)
     for index in reduced:
         if not whole.placements[index].is_replicate():
             raise ValueError(
-                f"Expected Replicate() on DP dim '{data.spmd_names[index]}' (index {index}) of "
+                f"Expected Replicate() on DP dim '{_all_names(data)[index]}' (index {index}) of "
                 f"parameter '{name}' but got {whole.placements[index]}"
             )
     return reduced
+
+
+def _all_names(data: DataMesh) -> tuple[str, ...]:
+    """Returns the dimensions of the mesh of all parallelisms."""
+    return () if data.spmd is None else cast("tuple[str, ...]", data.spmd.mesh_dim_names)
+
+
+def others_of(data: DataMesh) -> DeviceMesh | None:
+    """Returns the dimensions other than the data-parallel ones; None without any."""
+    others = tuple(name for name in _all_names(data) if name not in data.names)
+    return data.spmd[others] if data.spmd is not None and others else None
+
+
+def _num_before(data: DataMesh) -> int:
+    """Returns the number of other dimensions before the first data-parallel one."""
+    return next((i for i, name in enumerate(_all_names(data)) if name in data.names), 0)
 
 
 def spec_beside(whole: DTensorSpec, data: DataMesh, dim: int) -> DTensorSpec:
     """Returns the spec of a DTensor's shard, whose dimension ``dim`` data parallelism cuts, too."""
     if data.spmd is None:
         return spec_with(whole, data, dim)
-    if (others := data.others) is None:
+    if (others := others_of(data)) is None:
         return data.spec(cast(TensorMeta, whole.tensor_meta), dim)
-    pairs = zip(data.spmd_names, whole.placements, strict=True)
+    pairs = zip(_all_names(data), whole.placements, strict=True)
     kept = tuple(placement for name, placement in pairs if name not in data.names)
     return spec_with(DTensorSpec(others, kept, tensor_meta=whole.tensor_meta), data, dim)
 
@@ -51,7 +67,7 @@ def spec_beside(whole: DTensorSpec, data: DataMesh, dim: int) -> DTensorSpec:
 def spec_with(inner: DTensorSpec, data: DataMesh, dim: int) -> DTensorSpec:
     """Returns a shard's spec from the one on the dimensions other than data parallelism's."""
     replicas = [Replicate()] * (data.mesh.ndim - 1)
-    before = data.num_before
+    before = _num_before(data)
     # Shards along ``dim`` by the dimensions after data parallelism's; Shard covers those before.
     factor = inner.num_shards_map[dim]
     for index in range(before):
@@ -65,11 +81,13 @@ def spec_with(inner: DTensorSpec, data: DataMesh, dim: int) -> DTensorSpec:
 def _whole_mesh(data: DataMesh, others: DeviceMesh) -> DeviceMesh:
     if data.spmd is None:
         return _joined([data.mesh, others])
-    if len(data.names) == data.mesh.ndim and data.is_in_order:
+    before = _num_before(data)
+    is_in_order = _all_names(data)[before : before + len(data.names)] == data.names
+    if len(data.names) == data.mesh.ndim and is_in_order:  # consecutive, replicas first
         return data.spmd
     names = cast("tuple[str, ...]", others.mesh_dim_names)
     meshes = [others[name] for name in names]
-    return _joined([*meshes[: data.num_before], data.mesh, *meshes[data.num_before :]])
+    return _joined([*meshes[:before], data.mesh, *meshes[before:]])
 
 
 def _joined(meshes: list[DeviceMesh]) -> DeviceMesh:

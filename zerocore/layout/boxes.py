@@ -11,10 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch import Tensor
-
-from zerocore.layout.place import Place
-
 
 @dataclass(frozen=True)
 class Box:
@@ -85,20 +81,3 @@ def _in_row(shape: list[int], index: int, begin: int, end: int, base: int) -> li
     start = index * prod(shape[1:])
     inner = _split(shape[1:], begin - start, end - start, base + start)
     return [Box((index, *box.offsets), (1, *box.sizes), box.begin) for box in inner]
-
-
-def chunk_boxes(place: Place) -> list[Box]:
-    """Returns the boxes of this rank's elements; one empty box for an empty tensor."""
-    shape = tuple(place.global_shape)
-    if place.whole_shape.numel() == 0:
-        return [Box((0,) * len(shape), tuple(place.whole_shape), 0)]
-    boxes = boxes_of(shape, *place.shard_range, place.strides)
-    return boxes if place.part is None else [box.moved(place.part.origin) for box in boxes]
-
-
-def box_view(place: Place, local: Tensor, box: Box) -> Tensor:
-    """Returns a view of the local elements (plain, 1-D) with the sizes of one of their boxes."""
-    order = memory_order(place.global_shape, place.strides)
-    begin = box.begin - place.shard_range[0]
-    flat = local[begin : begin + box.numel].view([box.sizes[dim] for dim in order])
-    return flat.permute(sorted(range(len(order)), key=order.__getitem__))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zerocore.layout.boxes import box_view, chunk_boxes
+from zerocore.layout.boxes import Box, boxes_of, memory_order
 from zerocore.layout.place import Place
 
 
@@ -42,3 +42,20 @@ def find_chunk(place: Place, local: Tensor, index: dcp.MetadataIndex) -> Tensor:
         f"'{index.fqn}': this rank's elements {place.shard_range[0]}:{place.shard_range[1]} of "
         f"shape {tuple(place.global_shape)} have no chunk at {index.offset}"
     )
+
+
+def chunk_boxes(place: Place) -> list[Box]:
+    """Returns the boxes of this rank's elements; one empty box for an empty tensor."""
+    shape = tuple(place.global_shape)
+    if place.whole_shape.numel() == 0:
+        return [Box((0,) * len(shape), tuple(place.whole_shape), 0)]
+    boxes = boxes_of(shape, *place.shard_range, place.strides)
+    return boxes if place.part is None else [box.moved(place.part.origin) for box in boxes]
+
+
+def box_view(place: Place, local: Tensor, box: Box) -> Tensor:
+    """Returns a view of the local elements (plain, 1-D) with the sizes of one of their boxes."""
+    order = memory_order(place.global_shape, place.strides)
+    begin = box.begin - place.shard_range[0]
+    flat = local[begin : begin + box.numel].view([box.sizes[dim] for dim in order])
+    return flat.permute(sorted(range(len(order)), key=order.__getitem__))

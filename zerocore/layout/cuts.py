@@ -1,4 +1,4 @@
-"""Cuts of a parameter into shards, and moves of elements from one cut to another."""
+"""Cuts of a parameter into shards."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from zerocore._C import Layout
-from zerocore.common.alarm import waiting
 
-_Range = tuple[int, int]
+Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -65,53 +60,20 @@ class Cut:
             yield shard, max(slot * size - offset, begin), min((slot + 1) * size - offset, end)
 
     @cached_property
-    def spans(self) -> tuple[_Range, ...]:
+    def spans(self) -> tuple[Range, ...]:
         """Each shard's range of the last slice, (0, 0) if it has none."""
-        spans = tuple(_or_none(*self.owned(shard)) for shard in range(self.num_shards))
+        spans = tuple(or_none(*self.owned(shard)) for shard in range(self.num_shards))
         for items in self.slices:
-            spans = tuple(_or_none(*taken(items, span)) for span in spans)
+            spans = tuple(or_none(*taken(items, span)) for span in spans)
         return spans
 
 
-def taken(items: range, span: _Range) -> _Range:
+def taken(items: range, span: Range) -> Range:
     """Returns which items of a slice are in a range of the sliced vector."""
     begin, end = (len(range(items.start, min(items.stop, at), items.step)) for at in span)
     return begin, end
 
 
-def _or_none(begin: int, end: int) -> _Range:
+def or_none(begin: int, end: int) -> Range:
+    """Returns the range; (0, 0) if it is empty."""
     return (begin, end) if begin < end else (0, 0)
-
-
-def _overlap(one: _Range, other: _Range) -> _Range:
-    return _or_none(max(one[0], other[0]), min(one[1], other[1]))
-
-
-def move(
-    local: Tensor,
-    present: tuple[_Range, ...],
-    wanted: tuple[_Range, ...],
-    group: dist.ProcessGroup,
-    what: str,
-) -> Tensor:
-    """Moves elements from the ranks' ``present`` ranges to their ``wanted`` ones; collective."""
-    rank, nbytes = group.rank(), local.element_size()
-    sent = [_overlap(present[rank], span) for span in wanted]
-    received = [_overlap(wanted[rank], span) for span in present]
-    first = present[rank][0]
-    outgoing = torch.cat([local[begin - first : end - first] for begin, end in sent])
-    incoming = local.new_empty(sum(end - begin for begin, end in received))
-    with waiting(group, what):
-        dist.all_to_all_single(
-            incoming.view(torch.uint8),
-            outgoing.view(torch.uint8),
-            [(end - begin) * nbytes for begin, end in received],
-            [(end - begin) * nbytes for begin, end in sent],
-            group=group,
-        )
-    result = local.new_empty(wanted[rank][1] - wanted[rank][0])
-    first = wanted[rank][0]
-    parts = incoming.split([end - begin for begin, end in received])
-    for (begin, end), part in zip(received, parts, strict=True):
-        result[begin - first : end - first] = part
-    return result

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocore.common.alarm import waiting
-from zerocore.layout.cuts import Cut, move
+from zerocore.layout.cuts import Cut
 
 
 def spread(
@@ -119,6 +119,8 @@ class Place:
             return local
         if self.group is None or self.group is not other.group or self.strides != other.strides:
             return self.part_of(other.gather(local))
+        from zerocore.layout.moves import move  # late: most shards of a parameter are cut alike
+
         what = f"a move of '{other.fqn}' to the elements of '{self.fqn}'"
         return move(local, other.ranges, self.ranges, self.group, what)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from zerocore.common.agreement import gather_objects
-from zerocore.layout.place import Place
 from zerocore.layout.save_ownership import SavedRanges
 from zerocore.model.ranks import Ranks
 from zerocore.model.units import ParamChoice, UnitPlanned
@@ -38,33 +36,6 @@ class PartRanges:
 def choices_on(planned: Sequence[UnitPlanned], mesh: int) -> list[ParamChoice]:
     """Returns the parameters of a mesh."""
     return [choice for unit in planned if unit.mesh == mesh for choice in unit.params]
-
-
-def find_ranges(state: Any) -> dict[str, list[PartRanges]]:
-    """Returns, by FQN, the ranks that save each part of the larger tensors; collective.
-    ``state``: a :class:`zerocore.model.state.ShardState` with all units."""
-    by_group: dict[dist.ProcessGroup, dict[str, PartRanges]] = {}
-    for unit in state.units:
-        for position, param in enumerate(unit.params):
-            part = param.shard.place.part
-            if part is not None:
-                ranges = _own_ranges(state, unit.index, position)
-                by_group.setdefault(part.group, {})[param.fqn] = ranges
-    by_fqn: dict[str, list[PartRanges]] = {}
-    for group, own_ranges in by_group.items():
-        for rank_ranges in gather_objects([group], [own_ranges], state.device):
-            for fqn, ranges in rank_ranges.items():
-                by_fqn.setdefault(fqn, []).append(ranges)
-    return by_fqn
-
-
-def _own_ranges(state: Any, unit: int, position: int) -> PartRanges:
-    ranks = state.ranks_of(unit)
-    place: Place = state.units[unit].params[position].shard.place
-    members = tuple(state.ranks.members.index(member) for member in ranks.members) or (0,)
-    assert place.part is not None
-    saved = SavedRanges.on(ranks, place)
-    return PartRanges(place.part.origin, tuple(place.global_shape), replace(saved, members=members))
 
 
 def check_has_places(state: Any) -> None:

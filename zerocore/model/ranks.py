@@ -93,43 +93,6 @@ def find_ranks(group: Any, model: nn.Module, device: torch.device | None = None)
     return Ranks() if group is None else ranks_of(group, "group")
 
 
-_SEQUENCE = {"cp", "sp", "context", "sequence"}
-_MODEL = {"tp", "pp", "ep", "tensor", "pipeline", "expert"}
-
-
-def note_names(group: Any, divides: bool) -> None:
-    """Warns on the first rank if the names of a mesh's dimensions contradict their use here;
-    ``divides``: the user has set the number that gradients are divided by."""
-    names: tuple[str, ...] = getattr(group, "mesh_dim_names", None) or ()
-    words = {name: set(name.lower().split("_")) for name in names}
-    if not names or group.get_rank() != int(group.mesh.flatten()[0]):
-        return
-    for name in names:
-        if words[name] & _MODEL:
-            _log.warning(
-                "group: the ranks of dimension '%s' seem to hold different parts of the model; "
-                "pass the dimensions of data parallelism",
-                name,
-            )
-    of_sequence = [name for name in names if words[name] & _SEQUENCE]
-    if of_sequence and len(names) == 2:
-        _log.warning(
-            "group: the 2-D mesh %s is taken as %d replicas of %d shards (hybrid sharding). To "
-            "divide the state over all ranks, pass mesh[%s]._flatten('%s')",
-            names,
-            *group.mesh.shape,
-            ", ".join(f"'{name}'" for name in names),
-            "_".join(names),
-        )
-    elif of_sequence and not divides:
-        _log.warning(
-            "group: gradients are averaged over '%s'. If each rank's loss is its share of the loss "
-            "over all tokens, pass "
-            "communication=zerocore.Communication(gradient_divide_factor=1), which sums them",
-            of_sequence[0],
-        )
-
-
 def ranks_of(group: Any, what: str) -> Ranks:
     """Returns the ranks of a process group or DeviceMesh; ``what`` names the argument in errors.
     Raises TypeError if it is neither, ValueError for a mesh of more than two dimensions."""
@@ -153,33 +116,6 @@ def group_of(group: Any, what: str, alternative: str = "") -> dist.ProcessGroup:
     return group
 
 
-def with_near(ranks: Ranks, regather: Any) -> Ranks:
-    """Adds the near ranks, from which later gathers of a step come; communicates nothing.
-
-    ``regather`` is a process group or 1-D DeviceMesh of ranks that share the state, a number of
-    consecutive ranks, or None. Raises TypeError for anything else, ValueError for other ranks, or a
-    number that does not divide the ranks that share the state.
-    """
-    if regather is None:
-        return ranks
-    is_number = isinstance(regather, int) and not isinstance(regather, bool)
-    group = None if is_number else group_of(regather, "regather")
-    num = regather if group is None else group.size()
-    if num < 1 or ranks.num_shards % num != 0:
-        raise ValueError(
-            f"regather: {num} ranks do not divide the {ranks.num_shards} that share the state"
-        )
-    if num in (1, ranks.num_shards):
-        return ranks  # no rank is nearer than another
-    strangers = set() if group is None else members_of(group) - members_of(ranks.shard)
-    if strangers:
-        raise ValueError(
-            f"regather: ranks {sorted(strangers)} of its group do not share the state with this "
-            "rank; pass a part of group="
-        )
-    return replace(ranks, near=group, num_near=num)
-
-
 def members_of(group: dist.ProcessGroup | None) -> set[int]:
     """Returns the numbers of a group's ranks in the default group."""
     return set() if group is None else set(dist.get_process_group_ranks(group))
@@ -199,21 +135,6 @@ def make_near(ranks: Ranks, device: torch.device) -> Ranks:
             "ranks must make a new group together; pass a dimension of a DeviceMesh"
         )
     return replace(ranks, near=sibling_of(shard, device, members, "zerocore_near"))
-
-
-def check_levels(ranks: Ranks, stage: int) -> None:
-    """Rejects ranks whose replicas cannot share the optimizer's states."""
-    if ranks.shard is None or ranks.replicas is None or stage == 0:
-        raise ValueError(
-            f"replicas_share='optimizer': stage {stage} on {ranks.text} ranks has no "
-            "replicas whose ranks share states; pass group= a 2-D DeviceMesh of replicas by shards "
-            "and stage= 1 to 3, or leave replicas_share out"
-        )
-    if list(ranks.members) != sorted(ranks.members):
-        raise ValueError(
-            f"replicas_share='optimizer': the mesh has ranks {list(ranks.members)}; pass a mesh "
-            "with its ranks in ascending order"
-        )
 
 
 def make_levels(ranks: Ranks, device: torch.device) -> Ranks:

@@ -1,9 +1,4 @@
-"""Makes the calls of modules enter and exit units.
-
-Within ``torch.func.jvp`` the engine runs outside the transform: forward mode changes neither
-parameters nor the graph of a backward. The engine rejects the other transforms, because they
-compute with tensors that autograd does not see.
-"""
+"""Makes the calls of modules enter and exit units."""
 
 from __future__ import annotations
 
@@ -11,14 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch import nn
 from torch.autograd import profiler
-from torch.utils._pytree import tree_map_only
 
 from zerocore._C import Engine
 from zerocore.common import late
@@ -32,38 +25,9 @@ _UNIT_CALL = "_zerocore_unit_call"
 _COMPILED, _CALL = "_compiled_call_impl", "_call_impl"  # attributes that nn.Module.__call__ reads
 
 
-_functorch: Any = torch._C._functorch
 # peek_interpreter_stack would create torch.func's state in this thread, and autograd would copy
 # that state for each node of each backward.
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-def outside(engine: Engine) -> Engine:
-    """Returns an engine whose methods run outside ``jvp`` and get the values of wrapped tensors."""
-    stack = _functorch.get_interpreter_stack()
-    if any(level.key() != _functorch.TransformType.Jvp for level in stack):
-        return engine
-    return cast(Engine, _Outside(engine))
-
-
-class _Outside:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._engine, name)
-
-        def run(*args: Any) -> Any:
-            with temporarily_clear_interpreter_stack():
-                return method(*tree_map_only(Tensor, _value_of, args))
-
-        return run
-
-
-def _value_of(tensor: Tensor) -> Tensor:
-    while _functorch.is_gradtrackingtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +50,7 @@ class UnitCall:
         """Runs ``function`` with the units unsharded."""
         if is_traced():
             return self._call_traced(function, args, kwargs)
-        engine = outside(self.engine) if is_transformed() else self.engine
+        engine = self._outside() if is_transformed() else self.engine
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
@@ -124,6 +88,12 @@ class UnitCall:
         if self.is_root:
             engine.end_pass(output)
         return output
+
+    def _outside(self) -> Engine:
+        """Returns the engine for a call within a transform of torch.func."""
+        from zerocore.model.transforms import outside  # late: few calls are
+
+        return outside(self.engine)
 
     def _reads(self) -> bool:
         """Whether the call's backward may read parameters."""

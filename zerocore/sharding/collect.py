@@ -1,9 +1,7 @@
 """The collector of ``shard``: finds units and meshes, checks them, and passes them to the builder.
 
 A mistake on one rank is an error on all. It also compares the ranks' parameters before the first
-rank's values overwrite the others'. Most programs want that: they set no seed, or load on the first
-rank only. But ranks may hold parts of their own, such as experts or parts of matrices, which would
-be lost. docs/behaviour.md has the rule.
+rank's values overwrite the others'. docs/behaviour.md has the rule.
 """
 
 from __future__ import annotations
@@ -18,11 +16,8 @@ from torch import nn
 
 from zerocore.common import late
 from zerocore.common.agreement import (
-    bits_of,
     checksum,
     differing,
-    gather_objects,
-    ranks_by_value,
     together,
 )
 from zerocore.common.alarm import stall_seconds
@@ -32,8 +27,8 @@ from zerocore.hooks.registration import watch_registrations, watch_state_dicts
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.materialize import InitFn, materialize_buffers
 from zerocore.model.memory import check_apart
-from zerocore.model.parameter_meshes import choices_on, find_ranges
-from zerocore.model.ranks import Ranks, check_levels, local_gpu, with_near
+from zerocore.model.parameter_meshes import choices_on
+from zerocore.model.ranks import Ranks, local_gpu
 from zerocore.model.refusals import check_kinds
 from zerocore.model.state import ShardState, find_state
 from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
@@ -76,7 +71,10 @@ def shard_model(
     if (mixed := sharding.config.mixed_precision) is not None:
         cast_around_kept(model, mixed)  # now: it reads the parameters' original dtypes
     state = build(_with_extensions(sharding))
-    state.part_ranges = find_ranges(state)
+    if sharding.parts or sharding.tensor_ranks is not None:
+        from zerocore.sharding.meshes import find_ranges
+
+        state.part_ranges = find_ranges(state)
     materialize_buffers(model, state.device, init_fn)
     watch_state_dicts(model, state)
     watch_registrations(model, state)
@@ -149,7 +147,9 @@ def _checked(sharding: Sharding) -> Sharding:
     """Rejects options that the parameters or meshes do not support; returns ``sharding``."""
     config = sharding.config
     if config.communication.replicas_share is not None:
-        _check_shared(sharding)
+        from zerocore.sharding.rank_options import check_shared  # late: few share them
+
+        check_shared(sharding)
     _check_types(sharding.units, config)
     _check_extensions(sharding.units, config)
     if config.offload is not None:
@@ -214,25 +214,16 @@ def _check_model(model: nn.Module) -> None:
 
 def _with_near(ranks: Ranks, config: ShardConfig) -> Ranks:
     regather = config.communication.regather
-    if regather is not None and not config.placements.parameters:
+    if regather is None:
+        return ranks
+    if not config.placements.parameters:
         raise ValueError(
             f"regather: stage {config.stage} gathers parameters once a step; leave it out, or use "
             "stage=3"
         )
+    from zerocore.sharding.rank_options import with_near  # late: few gather from some ranks
+
     return with_near(ranks, regather)
-
-
-def _check_shared(sharding: Sharding) -> None:
-    ranks, config = sharding.ranks, sharding.config
-    near = None if ranks.num_near == 1 else ranks.num_near
-    options: dict[str, Any] = {"groups=": sharding.parts or None, "offload=": config.offload}
-    options |= {"regather": near, "tensor parallelism": sharding.tensor_ranks}
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"replicas_share='optimizer' does not support {name}; leave one of them out"
-            )
-    check_levels(ranks, config.stage)
 
 
 def _find_device(units: Sequence[UnitPlanned], device: torch.device | None) -> torch.device:
@@ -303,55 +294,7 @@ def check_same_values(sharding: Sharding) -> None:
 def _compare_values(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.device) -> None:
     with torch.no_grad():
         numbers = torch.stack([checksum(choice.tensor).to(device) for choice in chosen])
-    if not (places := differing(ranks.groups, numbers)):
-        return
-    checksums = [int(numbers[place]) for place in places]
-    tables = gather_objects(ranks.groups, [checksums], device)
-    same = [choice for place, choice in enumerate(chosen) if place not in set(places)]
-    if all(_is_constant(choice.tensor) for choice in same):
-        return  # only constants are the same: the ranks have drawn all their random numbers
-    classes = {
-        chosen[place].fqns[0]: ranks_by_value(enumerate(column))
-        for place, column in zip(places, zip(*tables, strict=True), strict=True)
-    }
-    _refuse_parts(classes)
-    # If all ranks but the first agree, the first has loaded weights that the others lack.
-    ambiguous = [name for name, parts in classes.items() if parts[0] != [0] or len(parts) != 2]
-    if len(tables) == 2:
-        ambiguous = list(classes)
-    if ambiguous and ranks.rank == 0:
-        _log.warning(
-            "the ranks have different values of %s, but equal values of others, such as '%s'. All "
-            "ranks get rank 0's values. If each rank has its own experts or tensor-parallel parts, "
-            "name them in groups=. Otherwise set one seed on all ranks",
-            _listed(ambiguous),
-            next(choice.fqns[0] for choice in same if not _is_constant(choice.tensor)),
-        )
+    if places := differing(ranks.groups, numbers):
+        from zerocore.sharding.unequal_values import explain  # late: only if some differ
 
-
-def _refuse_parts(classes: dict[str, list[list[int]]]) -> None:
-    parts = {
-        name: ranks
-        for name, ranks in classes.items()
-        if len(ranks[0]) > 1 and len({len(equal) for equal in ranks}) == 1
-    }
-    if parts:
-        first = next(iter(parts.values()))
-        raise ValueError(
-            f"group: ranks {', '.join(map(str, first[0]))} have other values of {_listed(parts)} "
-            f"than ranks {', '.join(map(str, first[1]))}, but all have equal values of other "
-            "parameters. zerocore.shard cannot shard experts and tensor-parallel parts over all "
-            "ranks. Name them in groups=, with the ranks that hold equal values. If all ranks "
-            "need rank 0's values, set one seed on all ranks before building the model"
-        )
-
-
-def _listed(names: Sequence[str] | dict[str, list[list[int]]]) -> str:
-    shown = ", ".join(f"'{name}'" for name in list(names)[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _is_constant(param: torch.Tensor) -> bool:
-    """Whether all elements are equal, as in newly made biases and norms."""
-    bits = bits_of(param)
-    return bool((bits == bits[:1]).all())
+        explain(ranks, chosen, [int(numbers[place]) for place in places], places, device)

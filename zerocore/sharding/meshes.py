@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from zerocore.common.agreement import gather_objects
-from zerocore.layout.place import PartOf
-from zerocore.model.parameter_meshes import ModelPart
+from zerocore.layout.place import PartOf, Place
+from zerocore.layout.save_ownership import SavedRanges
+from zerocore.model.parameter_meshes import ModelPart, PartRanges
 from zerocore.model.ranks import Ranks, group_of, members_of, ranks_of, sibling_of
+from zerocore.model.state import ShardState
 from zerocore.model.units import ParamChoice, UnitPlanned
 from zerocore.options.parameter_mesh import ParameterMesh
 from zerocore.sharding.builder import Sharding
@@ -252,3 +254,29 @@ def find_sizes(planned: Sequence[UnitPlanned], device: torch.device) -> None:
             shape[dim] = sum(all_sizes)
             begin = sum(all_sizes[: group.rank()])
             choice.part = PartOf(group, torch.Size(shape), dim, begin)
+
+
+def find_ranges(state: ShardState) -> dict[str, list[PartRanges]]:
+    """Returns, by FQN, the ranks that save each part of the larger tensors; collective."""
+    by_group: dict[dist.ProcessGroup, dict[str, PartRanges]] = {}
+    for unit in state.units:
+        for position, param in enumerate(unit.params):
+            part = param.shard.place.part
+            if part is not None:
+                ranges = _own_ranges(state, unit.index, position)
+                by_group.setdefault(part.group, {})[param.fqn] = ranges
+    by_fqn: dict[str, list[PartRanges]] = {}
+    for group, own_ranges in by_group.items():
+        for rank_ranges in gather_objects([group], [own_ranges], state.device):
+            for fqn, ranges in rank_ranges.items():
+                by_fqn.setdefault(fqn, []).append(ranges)
+    return by_fqn
+
+
+def _own_ranges(state: ShardState, unit: int, position: int) -> PartRanges:
+    ranks = state.ranks_of(unit)
+    place: Place = state.units[unit].params[position].shard.place
+    members = tuple(state.ranks.members.index(member) for member in ranks.members) or (0,)
+    assert place.part is not None
+    saved = SavedRanges.on(ranks, place)
+    return PartRanges(place.part.origin, tuple(place.global_shape), replace(saved, members=members))

@@ -24,8 +24,8 @@ def shard_rows_alike(model: nn.Module, copied: nn.Module, device: torch.device) 
     """
     names = {module: name for name, module in model.named_modules()}
     twins = dict(copied.named_modules())
-    for _, group in reversed(groups_below(model)):
-        if group_of(group.modules[0]) is not group:
+    for group in reversed(groups_below(model)):
+        if group.is_sibling:
             raise ValueError("clone_sharded does not support a module with several meshes")
         params = {_twin_of(param, names, twins): param for param in group.params}
         for twin, param in params.items():  # without main weights
