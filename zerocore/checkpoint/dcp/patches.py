@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.patching import around
-from zerocore.hooks.first_states import make_until_step, note_added_options
 from zerocore.hooks.optimizer_states import is_of_shards, unwrapped
 from zerocore.tensor.placed import Placed, local_of
 from zerocore.tensor.shard import as_shard
@@ -43,6 +42,9 @@ def makes_states(original: Any, optim: Any, *args: Any) -> Any:
     """Makes states of shards without a step; torch would take one, and leave it counted."""
     if not is_of_shards(optim):
         return original(optim, *args)
+    # Late: few programs save states before a step.
+    from zerocore.hooks.first_states import make_until_step, note_added_options
+
     optim = unwrapped(optim)
     if not any(optim.state.values()):
         note_added_options(optim)
