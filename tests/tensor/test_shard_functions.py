@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from zerocore.layout.place import Place
-from zerocore.tensor.functions import ELEMENTWISE, base_of, is_in_place, name_of
+from zerocore.tensor.functions import LISTED, base_of, is_in_place, name_of
 
 Function = Callable[..., Any]
 
@@ -71,6 +71,7 @@ ELEMENTS: dict[str, Function] = {
     "addcmul": lambda t: torch.addcmul(t, t, t, value=0.5),
     "relu": lambda t: nn.functional.relu(t),
     "special": lambda t: torch.special.expit(t),
+    "by_tag": lambda t: torch.special.entr(t) + torch.special.i0e(t) + torch.igamma(abs(t), abs(t)),
     "cast": lambda t: t.to(torch.float64).half(),
     "likes": lambda t: torch.zeros_like(t) + torch.ones_like(t) * torch.full_like(t, 2.0),
     "in_place": lambda t: t.clone().mul_(2).add_(t, alpha=3).neg_(),
@@ -247,6 +248,7 @@ REFUSED: dict[str, Function] = {
     "index": lambda t: t[0],
     "set_index": lambda t: t.__setitem__(0, 1.0),
     "mask": lambda t: t[t > 0],
+    "where_indices": lambda t: torch.where(t > 0),
     "broadcast": lambda t: t * torch.ones(4, 1),
     "column": lambda t: t.view(-1, 1) * torch.ones(t.local().numel()),
     "row": lambda t: t * torch.ones(t.global_shape[-1]),
@@ -382,11 +384,11 @@ def test_averaged_model_made_before_shard(stage: int) -> None:
 
 
 def test_pointwise_functions_are_pointwise() -> None:
-    """Functions that the table lets through give for a part what they give for the whole, there."""
+    """Functions that are listed by hand give for a part what they give for the whole, there."""
     full = torch.rand(12) * 0.8 + 0.1
     whole, part = full.clone(), full[3:7].clone()
     tried = 0
-    for name in sorted(ELEMENTWISE - {"cuda", "pin_memory"}):
+    for name in sorted(LISTED - {"cuda", "pin_memory"}):
         function = getattr(Tensor, name, getattr(torch, name, None))
         for args in ((), (2.0,), (0.5, 2.0)):
             try:
@@ -396,7 +398,7 @@ def test_pointwise_functions_are_pointwise() -> None:
             tried += 1
             if isinstance(expected, Tensor) and name != "empty_like":
                 torch.testing.assert_close(found, expected[3:7], equal_nan=True, msg=name)
-    assert tried > 100
+    assert tried > 35
 
 
 def test_names() -> None:

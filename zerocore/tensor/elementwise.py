@@ -28,6 +28,8 @@ def apply(func: Function, name: str, base: str, args: Args, kwargs: Kwargs) -> A
         return _apply_foreach(func, name, args, kwargs)
     if base in functions.VIEWS:
         return _view(func, args, kwargs)
+    if base == "where" and len(args) + len(kwargs) == 1:
+        raise NotLocal("; of a condition alone it returns indices")
     return _apply_one(func, name, args, kwargs, base in functions.COPIES)
 
 

@@ -1,6 +1,7 @@
 """Classifies torch functions by name: which may see a shard, and how.
 
-All aliases of a function count as one. The schema of an operator tells which arguments it changes.
+All aliases of a function count as one. Torch's tags and schemas tell which are element-wise, and
+which arguments they change.
 """
 
 from __future__ import annotations
@@ -54,13 +55,9 @@ MEMORY = _names(
 # Make plain tensors of a given shape; they read only the shard's dtype and device.
 FACTORIES = _names("new_zeros new_empty new_ones new_full new_tensor new_empty_strided")
 # Read only a tensor's shape, dtype and device; autograd records none of them.
-LIKES = _names("zeros_like ones_like empty_like full_like rand_like randn_like randint_like")
-RANDOM = _names(
-    """
-    normal uniform bernoulli exponential geometric cauchy log_normal random rand_like
-    randn_like randint_like
-    """
-)
+_DRAWN = "rand_like randn_like randint_like"
+LIKES = _names(f"zeros_like ones_like empty_like full_like {_DRAWN}")
+RANDOM = _names(f"normal uniform bernoulli exponential geometric cauchy log_normal random {_DRAWN}")
 GLOBAL = _names(
     """
     sum mean prod max min amax amin any all count_nonzero var std nansum nanmean dot vdot
@@ -74,23 +71,14 @@ VIEWS = _names("flatten ravel view reshape")
 CLONES = _names("clone contiguous cpu cuda to half bfloat16 float double detach data")
 # Read only the dtype and device of another tensor among their arguments.
 COPIES = _names("to type_as")
-ELEMENTWISE = VIEWS | COPIES | _names(
+# Element-wise beside what torch tags: other names, what is composed, casts, copies and fills.
+LISTED = VIEWS | COPIES | _names(
     """
-    abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2
-    arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
-    bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip
-    copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfcx erfinv exp exp2 expit
-    expm1 fix float_power floor floor_divide fmax fmin fmod frac ge gelu greater
-    greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isclose
-    isfinite isinf isnan isneginf isposinf isreal ldexp le leaky_relu lerp less less_equal
-    lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or
-    logical_xor logit logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num
-    ne neg negative nextafter not_equal polygamma positive pow rad2deg reciprocal relu relu6
-    remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus
-    softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide
-    trunc where xlog1py xlogy alias bfloat16 bool byte char clone contiguous copy cpu cuda
-    double float half int long pin_memory short type zeros_like ones_like empty_like
-    full_like zero fill
+    absolute alias arccos arccosh arcsin arcsinh arctan arctan2 arctanh bfloat16 bool byte char
+    contiguous copy cpu cuda divide double empty_like expit fill fix float floor_divide full_like
+    greater greater_equal half hardswish int isclose isreal leaky_relu less less_equal logsigmoid
+    long multiply negative not_equal ones_like pin_memory short softsign subtract tanhshrink type
+    where zero zeros_like
     """
 )  # fmt: skip
 _OPERATORS = {
@@ -146,6 +134,21 @@ def is_in_place(name: str) -> bool:
 
 def is_foreach(name: str) -> bool:
     return name.startswith(("_foreach_", "_amp_foreach_"))
+
+
+@cache
+def is_pointwise(base: str) -> bool:
+    """Whether each element of a result is computed only from those at its place.
+
+    A tag belongs to an overload: ``max`` of two tensors has one, and so has ``rrelu``, which draws.
+    So no overload may take a dimension or a generator, or return anything but one tensor.
+    """
+    schemas = _overloads(f"aten::{base}") or _overloads(f"aten::special_{base}")
+    ops = [torch._C._get_operation_overload(s.name, s.overload_name) for s in schemas]
+    is_tagged = any(op is not None and torch.Tag.pointwise in op[2] for op in ops)
+    takes_more = any(kind in str(s) for s in schemas for kind in (" dim", "Generator"))
+    gives_one = all([str(value.type) for value in s.returns] == ["Tensor"] for s in schemas)
+    return base in LISTED or (is_tagged and gives_one and not takes_more)
 
 
 # Full names of operators, and function objects without a name.
@@ -241,12 +244,13 @@ def _changed_arguments(func: Any) -> list[tuple[int, str]]:
 def _schemas(func: Any) -> list[Any]:
     if isinstance(func, OpOverload):
         return [func._schema]
-    if isinstance(func, OpOverloadPacket):
-        name = func._qualified_op_name
-    elif isinstance(func, FunctionType):
+    if isinstance(func, FunctionType):
         return []
-    else:
-        name = f"aten::{getattr(func, '__name__', '')}"
+    name = f"aten::{getattr(func, '__name__', '')}"
+    return _overloads(getattr(func, "_qualified_op_name", name))  # a packet of overloads has one
+
+
+def _overloads(name: str) -> list[Any]:
     schemas = torch._C._jit_get_schemas_for_operator(name)
     # TorchScript's own overloads, which take lists, have no kernel.
     names = [f"{schema.name}.{schema.overload_name}".removesuffix(".") for schema in schemas]

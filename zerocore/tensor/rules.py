@@ -101,7 +101,7 @@ def _changes_gradients(name: str, args: Args) -> bool:
     step. That is local at any place, and this test is fast."""
     return (
         is_in_place(name)
-        and functions.base_of(name) in functions.ELEMENTWISE
+        and functions.is_pointwise(functions.base_of(name))
         and all(isinstance(t, Placed) and not isinstance(t, PlacedParameter) for t in args[0])
         and all(
             isinstance(value, int | float)
@@ -170,7 +170,7 @@ def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[A
             whole = foreach_norm(args, kwargs) if base == "norm" else NotImplemented
             return [reduce(torch.max, base, (t,), {}) for t in args[0]] if base == "max" else whole
         return (norm if base in _NORMS else reduce)(func, base, args, kwargs)
-    if base in functions.ELEMENTWISE or pair:
+    if pair or functions.is_pointwise(base):
         return apply(func, name, base, args, kwargs)
     return NotImplemented
 
