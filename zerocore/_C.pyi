@@ -328,8 +328,10 @@ class Engine:
         grad: Tensor | None,
         local: Tensor | None = None,
         is_seen: bool = True,
+        is_whole: bool = False,
     ) -> None:
-        """Binds a parameter's tensors. Programs hold ``shard``, unless it is not ``is_seen``."""
+        """Binds a parameter's tensors. Programs hold ``shard``, unless it is not ``is_seen``; if it
+        ``is_whole``, they hold ``full``."""
 
     def set_view(self, unit: int, param: int, show: Callable[[bool], None]) -> None:
         """Makes ``show(full)`` show the full parameter or the shard."""

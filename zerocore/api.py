@@ -43,7 +43,8 @@ def shard(
 
     Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, with the
     full shape). They are the same objects as before, so optimizers and lists stay valid. During
-    forward and backward they are the full parameters. Gradients are averaged over the ranks, unless
+    forward and backward they are the full parameters; at stage 0, without main weights and offload,
+    they always are, and plain tensors. Gradients are averaged over the ranks, unless
     ``communication`` has a ``gradient_divide_factor``.
 
     Args:

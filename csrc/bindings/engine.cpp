@@ -106,8 +106,10 @@ void bind_param(
     const py::object& shard,
     const py::object& grad,
     std::optional<at::Tensor> local,
-    bool is_seen) {
-  self.engine->unit(unit).bind(
+    bool is_seen,
+    bool is_whole) {
+  Unit& owner = self.engine->unit(unit);
+  owner.bind(
       index,
       THPVariable_Unpack(full.ptr()),
       THPVariable_Unpack(shard.ptr()),
@@ -115,7 +117,8 @@ void bind_param(
   if (!grad.is_none()) {
     self.engine->reducer().views().bind(unit, index, THPVariable_Unpack(grad.ptr()));
   }
-  self.registrar->bind(unit, {is_seen ? shard : py::object(), full});
+  owner.params().at(index).is_whole = is_whole;
+  self.registrar->bind(unit, {is_seen && !is_whole ? shard : py::object(), full});
 }
 
 py::dict counters(PyEngine& self) {
@@ -190,7 +193,8 @@ void register_setup(py::class_<PyEngine>& engine) {
           py::arg("shard"),
           py::arg("grad"),
           py::arg("local") = py::none(),
-          py::arg("is_seen") = true)
+          py::arg("is_seen") = true,
+          py::arg("is_whole") = false)
       .def("set_view", method(&Registrar::set_view))
       .def("start", method(&Engine::start));
 }

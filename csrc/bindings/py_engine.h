@@ -14,7 +14,7 @@
 namespace zerocore {
 
 struct RegisteredParam {
-  pybind11::object object; // the user's, see Note [One object]; null if no program sees it
+  pybind11::object object; // the user's, see Note [One object]; null if nothing is exchanged
   pybind11::object hidden;
   bool is_full = false; // `object` is the full parameter
   pybind11::object show = {}; // for a parameter that is not a plain tensor, see ShownView

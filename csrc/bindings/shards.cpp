@@ -1,6 +1,5 @@
 // Python bindings for sharded parameters: their `grad`, memory and hooks, and names in modules.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -69,11 +68,6 @@ void define_grad(const pybind11::type& type) {
 // Assigns a gradient that may be on another device, which torch would refuse.
 void show_grad(const at::Tensor& param, const at::Tensor& grad) {
   param.mutable_grad() = grad;
-}
-
-// Returns a tensor over the data of `memory`, which does not own it.
-at::Tensor window_on(const at::Tensor& memory) {
-  return at::from_blob(memory.mutable_data_ptr(), memory.sizes(), memory.options());
 }
 
 // Makes the tensors that share the storage of `window` read and write `memory`, and keeps it alive.

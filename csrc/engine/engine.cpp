@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "common/types.h"
@@ -55,9 +56,12 @@ Engine::~Engine() {
 void Engine::start(bool consistent) {
   started_ = true;
   calls_.set_owner(weak_from_this());
-  lifecycle_.start(consistent, [weak = weak_from_this()](UnitId id, int param) {
-    if (const auto engine = weak.lock()) {
+  lifecycle_.start(consistent, [weak = weak_from_this()](UnitId id, int param, bool arrived) {
+    const auto engine = weak.lock(); // a graph may outlive it
+    if (engine && arrived) {
       engine->calls_.grad_ready(id, param);
+    } else if (engine) {
+      move_seen_grad(engine->units_[id]->params()[param]);
     }
   });
 }
@@ -109,6 +113,7 @@ std::vector<std::string> Engine::release_unsharded(
   std::vector<std::string> lost;
   for (const UnitId id : units) {
     Unit& unit = *units_.at(id);
+    unit.follow_whole();
     std::vector<int> changed = unit.take_back(write_back);
     if (write_back) {
       if (unit.take_writes()) {
@@ -148,6 +153,9 @@ void Engine::set_parked(bool parked) {
     offload_.synchronize(); // gradients may be on their way to the host
     for (const auto& unit : units_) {
       lifecycle_.refresh(unit->id());
+      if (std::ranges::any_of(unit->params(), &UnitParam::is_whole)) {
+        reducer_.views().take_changes(unit->id()); // gradients that programs keep get their copies
+      }
       if (!unit->context().mesh.shards_parameters) { // the parked memory is the full parameters
         hold_unsharded({unit->id()});
         release_unsharded({unit->id()}, /*write_back=*/false);
@@ -187,6 +195,7 @@ void Engine::materialize(UnitId unit, const std::vector<at::Tensor>& full, bool 
 std::vector<at::Tensor> Engine::full_values(UnitId unit) {
   const auto use = calls_.use();
   offload_.wait_updates();
+  units_.at(unit)->follow_whole();
   return units_.at(unit)->full_values();
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/math.h"
+#include "engine/graph/autograd.h"
 #include "io/crc32.h"
 
 namespace zerocore {
@@ -144,6 +145,19 @@ void InPlaceWrites::note(UnitId id, size_t param, int64_t number) {
   }
 }
 
+void InPlaceWrites::note_gradients(UnitId id, const GradViews& views) {
+  const Unit& unit = *units_.at(id);
+  if (context_.control == nullptr || !unit.context().mesh.communicates()) {
+    return;
+  }
+  for (size_t i = 0; i < unit.params().size(); ++i) {
+    const at::Tensor& grad = gradient_of(unit.params()[i].full);
+    if (views.is_set(id, static_cast<int>(i)) && grad.layout() == at::kStrided) {
+      mix_in(sums_[first_[id] + i], checksum(grad.flatten()));
+    }
+  }
+}
+
 int64_t InPlaceWrites::sum() const {
   uint64_t sum = 0;
   bool is_apart = false;
@@ -187,8 +201,9 @@ void InPlaceWrites::fail(const std::string& fqn) {
       false,
       "parameter '",
       fqn,
-      "' was changed in place, by a forward, a hook, a backward or between steps, to values that "
-      "differ between the ranks; each rank keeps one part of them, so they must be the same. "
+      "' was changed in place, by a forward, a hook, a backward or between steps, or its .grad was "
+      "set (torch.autograd.grad does not average), to values that differ between the ranks; they "
+      "must be the same. "
       "Average what the change is computed from (dist.all_reduce), or send one rank's "
       "(dist.broadcast(values, 0)), before it is written.");
 }

@@ -68,6 +68,7 @@ void ModelCalls::begin_backward() {
     untracked_.keep_watching();
   }
   choose_reduced();
+  reducer_.move_seen_grads();
   on_backward_end(while_owned([this, running = std::move(running)]() mutable {
     end_backward();
     running.reset(); // autograd may keep this callback alive
@@ -300,8 +301,8 @@ void ModelCalls::reduce_held_back() {
 void ModelCalls::run_user_hooks(const std::vector<bool>& reduced) {
   for (const auto& unit : units_) {
     for (const UnitParam& param : unit->params()) {
-      if (reduced[unit->id()] && gradient_of(param.shard).defined()) {
-        run_accumulated_hooks(param.shard);
+      if (reduced[unit->id()] && gradient_of(seen_leaf(param)).defined()) {
+        run_accumulated_hooks(seen_leaf(param));
       }
     }
   }

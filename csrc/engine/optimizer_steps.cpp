@@ -52,6 +52,9 @@ void Engine::begin_update(const std::vector<UnitId>& units, bool casts) {
   }
   lifecycle_.set_hiding(true);
   const at::NoGradGuard no_grad;
+  for (const UnitId id : units) {
+    lifecycle_.writes().note_gradients(id, reducer_.views());
+  }
   lifecycle_.writes().set_updating(true);
   offload_.begin_step();
   for (const UnitId id : units) {

@@ -7,6 +7,29 @@
 
 namespace zerocore {
 
+// Programs may use a whole parameter before its unit is entered.
+void TrainableParams::start(OnGradient on_gradient) {
+  on_gradient_ = std::move(on_gradient);
+  for (const auto& unit : units_) {
+    for (size_t i = 0; i < unit->params().size(); ++i) {
+      if (unit->params()[i].is_whole) {
+        watch(unit->id(), i);
+      }
+    }
+  }
+}
+
+void TrainableParams::watch(UnitId id, size_t index) {
+  UnitParam& param = units_[id]->params()[index];
+  if (!param.full.requires_grad() || param.node != nullptr) {
+    return;
+  }
+  const auto tell = [on_gradient = on_gradient_, id, index](bool arrived) {
+    return [=] { on_gradient(id, static_cast<int>(index), arrived); };
+  };
+  param.node = on_grad_accumulated(param.full, tell(false), tell(true));
+}
+
 void TrainableParams::take_from_full(UnitId id) {
   for (UnitParam& param : units_[id]->params()) {
     if (param.full.requires_grad() != param.trained) {
@@ -33,11 +56,7 @@ void TrainableParams::sync(UnitId id) {
     param.full.set_requires_grad(requires_grad);
     param.trained = requires_grad;
     use.count += requires_grad ? 1 : 0;
-    if (requires_grad && !std::exchange(param.hooked, true)) {
-      on_grad_accumulated(param.full, [on_gradient = on_gradient_, id, i] {
-        on_gradient(id, static_cast<int>(i));
-      });
-    }
+    watch(id, i);
   }
   schedule_.passes().set_reducible(id, use.count > 0);
   if (!schedule_.in_root_forward()) { // a root forward notes all units at once when it begins

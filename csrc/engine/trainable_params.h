@@ -13,16 +13,14 @@ namespace zerocore {
 
 class TrainableParams {
  public:
-  // Called when autograd has accumulated a gradient into a full parameter.
-  using OnGradient = std::function<void(UnitId, int)>;
+  // Called before autograd accumulates a gradient into a full parameter, and when it has `arrived`.
+  using OnGradient = std::function<void(UnitId, int, bool arrived)>;
 
   // All arguments must outlive the object.
   TrainableParams(const Units& units, Schedule& schedule, Alarm* alarm)
       : units_(units), schedule_(schedule), alarm_(alarm), trainable_(units.size()) {}
 
-  void start(OnGradient on_gradient) {
-    on_gradient_ = std::move(on_gradient);
-  }
+  void start(OnGradient on_gradient);
   // Hashes which parameters of the unit require grad, so that ranks can compare it.
   void note(UnitId unit);
   // Makes shards and full parameters agree on requires_grad: before a forward records a graph, and
@@ -36,6 +34,9 @@ class TrainableParams {
   }
 
  private:
+  // Makes the parameter report its gradients, once.
+  void watch(UnitId unit, size_t param);
+
   struct Trainable {
     int count = 0;
     uint64_t hash = 0; // of the flags of all parameters

@@ -210,9 +210,10 @@ void UnitLifecycle::reset() {
 }
 
 void UnitLifecycle::check_homes(UnitId id) const {
+  units_.at(id)->follow_whole();
   for (const UnitParam& param : units_.at(id)->params()) {
     TORCH_CHECK_VALUE(
-        memory_of(param).storage().unsafeGetStorageImpl() == param.home,
+        param.is_whole || memory_of(param).storage().unsafeGetStorageImpl() == param.home,
         "parameter '",
         param.spec.fqn,
         "': its shard was moved out of the memory that zerocore gathers from (by a move of the "

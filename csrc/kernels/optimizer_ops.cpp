@@ -44,7 +44,7 @@ void check_counts(const AdamWTensors& tensors) {
   }
 }
 
-// Checks tensor `index` of a list as check_member() does, and that it is as large as its weight.
+// Checks tensor `index` of a list as check_member() does, and that it lies in memory as its weight.
 void check_sized(
     const char* name,
     at::TensorList list,
@@ -64,6 +64,18 @@ void check_sized(
       " elements, expected the ",
       weight.numel(),
       " of its weight");
+  TORCH_CHECK_VALUE(
+      list[index].sizes() != weight.sizes() || list[index].strides() == weight.strides(),
+      kOp,
+      ": ",
+      name,
+      " ",
+      index,
+      " has strides ",
+      list[index].strides(),
+      " and its weight ",
+      weight.strides(),
+      ", which `p.data = t` has changed; set a tensor of the strides from before");
 }
 
 const float* scalar(const char* name, const std::optional<at::Tensor>& tensor, c10::Device device) {

@@ -79,6 +79,18 @@ c10::DataPtr kept_memory(std::shared_ptr<void> owner, void* data, c10::Device de
   return {data, kept, [](void* dropped) { delete static_cast<Owner*>(dropped); }, device};
 }
 
+at::Tensor window_on(const at::Tensor& tensor) {
+  auto owner = std::make_shared<c10::Storage>(tensor.storage());
+  const auto nbytes = static_cast<int64_t>(tensor.nbytes());
+  const c10::Storage window(
+      c10::Storage::use_byte_size_t(),
+      nbytes,
+      kept_memory(std::move(owner), tensor.mutable_data_ptr(), tensor.device()),
+      /*allocator=*/nullptr,
+      /*resizable=*/false);
+  return tensor_over(window, tensor.scalar_type(), 0, tensor.sizes(), tensor.strides());
+}
+
 void free_memory(const at::Tensor& tensor, const std::string& message) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, tensor.device()));

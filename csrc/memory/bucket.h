@@ -34,6 +34,8 @@ at::Tensor tensor_over(
 c10::DataPtr allocate_memory(c10::Device device, int64_t nbytes);
 // Returns a pointer to `data` that keeps its `owner` alive.
 c10::DataPtr kept_memory(std::shared_ptr<void> owner, void* data, c10::Device device = c10::kCPU);
+// Returns a leaf tensor like `tensor`, on its memory, with a storage of its own.
+at::Tensor window_on(const at::Tensor& tensor);
 // Frees the memory of a tensor's storage. From torch 2.13 on all tensors over it raise `message`
 // until give_memory() gives it memory of the same size.
 void free_memory(const at::Tensor& tensor, const std::string& message);

@@ -14,6 +14,7 @@ from tests.async_device.test_offload import backward
 from tests.async_device.training import Block, make_model, start
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import own_of
 
 Place = tuple[str, int]
 MIXED = zerocore.MixedPrecision(torch.bfloat16, torch.float32, output_dtype=torch.float32)
@@ -42,9 +43,9 @@ def kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Place]:
     found: list[Place] = []
     for name, param in model.named_parameters():
         shard: Any = param
-        found += [(name, shard.local().data_ptr()), (name, shard.grad.local().data_ptr())]
+        found += [(name, own_of(shard).data_ptr()), (name, own_of(shard.grad).data_ptr())]
         moments: list[Any] = [optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq")]
-        found += [(name, moment.local().data_ptr()) for moment in moments]
+        found += [(name, own_of(moment).data_ptr()) for moment in moments]
     return found
 
 

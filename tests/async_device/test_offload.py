@@ -16,6 +16,7 @@ import zerocore
 from tests.async_device.training import WIDTH, Block, make_model, start
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import own_of
 from tests.engine.offloading import (
     ALL,
     ALL_ON_DISK,
@@ -104,7 +105,7 @@ def train(
                 optimizer.step()
         if step == 1:
             for name, param in model.named_parameters():
-                found[f"grad {name}"] = param.grad.local().clone()
+                found[f"grad {name}"] = own_of(param.grad).clone()
         optimizer.zero_grad(set_to_none=step != 1)
     states = zerocore.full_optimizer_state_dict(optimizer, rank0_only=False)["state"]
     found |= zerocore.full_state_dict(model, rank0_only=False)

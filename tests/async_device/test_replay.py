@@ -17,6 +17,7 @@ from tests.async_device.device import load
 from tests.async_device.test_offload import backward
 from tests.async_device.training import Block, start
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import own_of
 
 NUM_STEPS = 8
 RECORDED_STEP = 4
@@ -118,7 +119,7 @@ def train(replays: bool, stage: int, moves: bool = False) -> list[list[float]]:
     if replays:
         assert all(len(block.forward_work.work) > 0 for block in model)
         assert all(len(block.backward_work.work) > 0 for block in model)
-    weights = [param.local().flatten().tolist() for param in model.parameters()]
+    weights = [own_of(param).flatten().tolist() for param in model.parameters()]
     return [torch.stack(losses).tolist(), *weights]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 
 
 class Colour(enum.Enum):
@@ -277,11 +278,11 @@ def with_another_model(folder: Path, stage: int) -> None:
     model = zerocore.shard(nn.Linear(3, 5), stage=stage)
     checkpoints = zerocore.Checkpoints(folder, model, stateful={"teacher": other})
     checkpoints.save(1).wait()
-    before = other.model.weight.full_tensor()
+    before = full_of(other.model.weight)
     with torch.no_grad():
         other.model.weight.zero_()
     checkpoints.load()
-    assert torch.equal(other.model.weight.full_tensor(), before)
+    assert torch.equal(full_of(other.model.weight), before)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, case_named
+from tests.distributed.values import own_of
 from tests.engine.offloading import (
     ALL,
     BF16,
@@ -63,7 +64,7 @@ def train(
         if scaler:
             scales.scale(torch.zeros(()))  # it wants to have been used
             if step == 1:  # the step changes nothing
-                next(p for p in model.parameters() if p.grad is not None).grad.local().fill_(inf)
+                own_of(next(p for p in model.parameters() if p.grad is not None).grad).fill_(inf)
             scales.step(optimizer)
             scales.update()
         else:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import own_of
 
 ANSWER_SECONDS = 10.0
 
@@ -113,10 +114,10 @@ def use_in_a_fork(stage: int) -> None:
         for use in USES:
             answer = answer_of_child(lambda use=use: use(model))  # type: ignore[misc]
             assert "RuntimeError: this process was forked" in answer, (use, answer)
-        local = [parameter.local().clone() for parameter in model.parameters()]
+        local = [own_of(parameter).clone() for parameter in model.parameters()]
 
         def read() -> None:
-            torch.testing.assert_close([p.local() for p in model.parameters()], local)  # noqa: B023
+            torch.testing.assert_close([own_of(p) for p in model.parameters()], local)  # noqa: B023
 
         assert answer_of_child(read) == "done"
         if pending is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, assert_gradients, case_named
+from tests.distributed.values import own_of
 from zerocore.sharding import builder
 
 WAIT_SECONDS = 20.0
@@ -42,7 +43,7 @@ def hand_over(stage: int) -> None:
     for run in (lambda work: work(), in_thread):
         loss = run(lambda: case.loss(model, batch))
         run(loss.backward)
-        expected.append([p.grad.local().clone() for p in model.parameters()])
+        expected.append([own_of(p.grad).clone() for p in model.parameters()])
         model.zero_grad()
     torch.testing.assert_close(expected[0], expected[1])
 
@@ -96,7 +97,7 @@ def busy(model: Any, where: str) -> Iterator[None]:
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    found = [p.grad.local().clone() for p in model.parameters()]  # type: ignore[union-attr]
+    found = [own_of(p.grad).clone() for p in model.parameters()]  # type: ignore[union-attr]
     model.zero_grad()
     return found
 

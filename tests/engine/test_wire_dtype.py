@@ -17,6 +17,7 @@ import zerocore
 import zerocore.fsdp
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of, own_of
 from tests.sharding.experts import assert_follows_plan, loss_of_ones
 from zerocore.model.state import state_of
 
@@ -78,7 +79,7 @@ def mean_in_order(all_ranks: list[Gradients], num_shards: int, wire: torch.dtype
 def sharded_gradients(mixed: zerocore.MixedPrecision, stage: int, **options: Any) -> Gradients:
     model = zerocore.shard(make_net(), stage=stage, mixed_precision=mixed, **options)
     backward(model, 0, FP32)
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    return {name: full_of(p.grad) for name, p in model.named_parameters()}
 
 
 def policy(wire: torch.dtype, **options: Any) -> zerocore.MixedPrecision:
@@ -196,7 +197,7 @@ def accumulate(stage: int) -> None:
                 else:
                     with zerocore.no_sync(model):
                         backward(model, seed, FP32)
-            found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+            found = {name: full_of(p.grad) for name, p in model.named_parameters()}
             tolerance = 1e-6 if wire == FP32 else 2.0**-7
             for name, gradient in expected.items():
                 scale = float(gradient.abs().max())
@@ -259,7 +260,7 @@ def sum_rows(num_replicas: int) -> None:
     for module in (model.up, model):
         zerocore.fsdp.fully_shard(module, mesh=mesh, mp_policy=mixed)
     backward(model, 0, FP32)
-    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    found = {name: full_of(p.grad) for name, p in model.named_parameters()}
     assert_equal(found, expected, "rows")
 
 
@@ -277,7 +278,7 @@ def test_small_gradients_survive_many_ranks_in_float16(option: str) -> None:
         layer = nn.Linear(4, 64, bias=False)
         model = zerocore.shard(layer, stage=2, mixed_precision=mixed)
         (model(torch.ones(1, 4)).sum() * 2.0**-16).backward()
-        gradient = model.weight.grad.local()  # type: ignore[union-attr]
+        gradient = own_of(model.weight.grad)  # type: ignore[union-attr]
         assert gradient.numel() > 0
         assert bool((gradient == 2.0**-16).all())
 
@@ -290,7 +291,7 @@ def compare_with_fsdp2() -> tuple[float, float]:
     theirs: Any = make_net()
     fully_shard(theirs, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
     backward(theirs, 0, FP32)
-    by_torch = {name: p.grad.full_tensor() for name, p in theirs.named_parameters()}
+    by_torch = {name: full_of(p.grad) for name, p in theirs.named_parameters()}
     ours = sharded_gradients(policy(BF16, param_dtype=BF16), 3)
 
     def error(found: Gradients) -> float:

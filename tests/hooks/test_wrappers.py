@@ -88,7 +88,8 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 
 def change_places() -> None:
     for stage in (0, 3):
-        for change in CHANGES.values():
+        outside = ("tie", "list")  # of plain parameters other modules may be made
+        for change in (c for name, c in CHANGES.items() if stage > 0 or name not in outside):
             model = zerocore.shard(case_named("plain").seeded_build(), stage=stage)
             with pytest.raises(ValueError, match=r"blocks\.0\.linear\.\w+'.*[Cc]omplete|Tie"):
                 change(model.get_submodule("blocks.0.linear"))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
+from tests.distributed.values import full_of
 from tests.matrices.whole_matrices import assert_equal, full_parameters
 from zerocore.common.alarm import STALL_SECONDS
 from zerocore.matrices import Muon, muon_rounds, owned
@@ -85,7 +86,7 @@ def check_gradients(model: nn.Module, alone: nn.Module, step: int) -> None:
         (alone(batch(step, rank), both=rank != ODD) / dist.get_world_size()).backward()
     for (name, param), own in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert param.grad is not None, name
-        full = param.grad.full_tensor()
+        full = full_of(param.grad)
         torch.testing.assert_close(full, own.grad)
         own.grad = full
 

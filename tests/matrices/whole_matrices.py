@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocore
+from tests.distributed.values import full_of
 from zerocore.matrices import ownership
 
 SPLIT = {"*.qkv": 3}
@@ -169,7 +170,7 @@ def make_muon(model: nn.Module, **options: Any) -> zerocore.matrices.Muon:
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """On every rank."""
-    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    return {name: full_of(p.detach()) for name, p in model.named_parameters()}
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

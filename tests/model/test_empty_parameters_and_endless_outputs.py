@@ -13,6 +13,7 @@ import zerocore
 import zerocore.fsdp
 from tests.by_night import stage_3_by_day
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 
 
 class Empty(nn.Module):
@@ -49,7 +50,7 @@ def train_empty(stage: int | str) -> None:
             assert model.none.shape == (0,) and model.flat.shape == (0, 4)
             torch.testing.assert_close(model(x), plain(x))
     for own, right in zip(model.parameters(), plain.parameters(), strict=True):
-        grad = None if own.grad is None else own.grad.full_tensor()
+        grad = None if own.grad is None else full_of(own.grad)
         torch.testing.assert_close(grad, right.grad)
 
 
@@ -109,7 +110,7 @@ def train_endless(stage: int) -> None:
             net.zero_grad()
             loss_of(net(torch.ones(2, 4), kind), kind).backward()
         for own, right in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad.full_tensor(), right.grad)
+            torch.testing.assert_close(full_of(own.grad), right.grad)
 
 
 @stage_3_by_day

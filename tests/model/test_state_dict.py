@@ -107,6 +107,7 @@ def read_local(stage: int) -> dict[str, tuple[tuple[int, int], Tensor]]:
     return local
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_state_dict_holds_local_shards(stage: int) -> None:
     answers = run_ranks(read_local, 3, stage)
     for key, value in case_named("scalars").seeded_build().state_dict().items():
@@ -170,6 +171,7 @@ def write_full(stage: int) -> None:
         model.get_parameter("head.bias").zero_()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_changes_are_written_back_or_refused(stage: int) -> None:
     run_ranks(write_full, 3, stage)
 

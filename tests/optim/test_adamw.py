@@ -329,5 +329,18 @@ def test_states_that_do_not_fit_change_nothing() -> None:
     assert optimizer.state[own[0]]["step"] == 2
 
 
+def test_data_of_another_order_is_an_error() -> None:
+    """Moments lie in memory as the weight did before."""
+    params = make_params()
+    optimizer = AdamW(params)
+    set_grads(params, 0)
+    optimizer.step()
+    params[0].data = params[0].data.t().contiguous().t()
+    with pytest.raises(ValueError, match=r"exp_avg 0 has strides \[32, 1\]"):
+        optimizer.step()
+    params[0].data = params[0].data.contiguous()
+    optimizer.step()
+
+
 def test_it_is_exported() -> None:
     assert zerocore.optim.AdamW is AdamW

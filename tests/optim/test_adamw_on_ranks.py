@@ -26,7 +26,9 @@ from tests.distributed.training import (
     train_reference,
     train_sharded,
 )
+from tests.distributed.values import own_of
 from zerocore.optim import AdamW
+from zerocore.tensor.rows import shard_of
 
 CASES = ("scalars", "empty_shards", "mixed_dtypes")
 OPTIONS = {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}  # see training.adamw
@@ -106,7 +108,7 @@ def states_both_ways() -> None:
         for a, b in zip(own.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=1e-6)
             assert optimizer.state[a]["exp_avg"].shape == a.shape
-            assert optimizer.state[a]["exp_avg"].local().shape == a.local().shape
+            assert own_of(optimizer.state[a]["exp_avg"]).shape == own_of(a).shape
         assert_flat(optimizer)
 
 
@@ -116,9 +118,10 @@ def assert_flat(optimizer: Optimizer) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         storages: dict[Any, set[int]] = {}
         for param in params:
-            storage = optimizer.state[param][name].local().untyped_storage()
+            storage = own_of(optimizer.state[param][name]).untyped_storage()
             if storage.nbytes() > 0:
-                storages.setdefault((param.unit, param.dtype), set()).add(storage.data_ptr())
+                unit: Any = shard_of(param)
+                storages.setdefault((unit.unit, param.dtype), set()).add(storage.data_ptr())
         assert all(len(found) == 1 for found in storages.values())
         assert len(set().union(*storages.values())) == len(storages) > 1
 

@@ -14,6 +14,7 @@ import zerocore
 from tests.distributed.collectives import count_collectives
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, case_named, full_gradients, reference_gradients
+from tests.distributed.values import own_of
 
 CLIPS = {"torch": torch.nn.utils.clip_grad_norm_, "zerocore": zerocore.clip_grad_norm_}
 NORM_TYPES = (0.5, 1.0, 2.0, 3.0, math.inf)
@@ -28,13 +29,13 @@ def clip(stage: int) -> list[float]:
         model = zerocore.shard(case.seeded_build(), stage=stage)
         accumulate(model, case, 0)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        before = [gradient.local().clone() for gradient in gradients]
+        before = [own_of(gradient).clone() for gradient in gradients]
         expected = reference_gradients(case, dist.get_world_size())
         for index, norm_type in enumerate(NORM_TYPES):
             function = list(CLIPS)[(stage + number + index) % 2]
             print(name, norm_type, function, flush=True)  # shown if the rank fails
             for gradient, values in zip(gradients, before, strict=True):
-                gradient.local().copy_(values)
+                own_of(gradient).copy_(values)
             unclipped = _total_norm(expected, norm_type)
             norm = CLIPS[function](model.parameters(), 0.5 * unclipped, norm_type)
             assert norm.dim() == 0

@@ -15,6 +15,7 @@ import zerocore
 from tests.distributed.collectives import count_collectives
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, case_named
+from tests.distributed.values import own_of
 
 RANKS = 3
 
@@ -27,7 +28,7 @@ def spoiled(stage: int, value: float, rank: int) -> tuple[nn.Module, str]:
     case = case_named("empty_shards")
     model = zerocore.shard(case.seeded_build(), stage=stage)
     accumulate(model, case, 0)
-    names = [name for name, param in model.named_parameters() if param.local().numel() > 0]
+    names = [name for name, param in model.named_parameters() if own_of(param).numel() > 0]
     # Another rank may own none of what this one owns most of.
     owned: list[list[str]] = [[] for _ in range(RANKS)]
     dist.all_gather_object(owned, names)
@@ -35,12 +36,12 @@ def spoiled(stage: int, value: float, rank: int) -> tuple[nn.Module, str]:
     for name, param in model.named_parameters():
         if name in chosen and (stage == 0 or dist.get_rank() == rank):
             assert param.grad is not None
-            param.grad.local()[-1] = value
+            own_of(param.grad)[-1] = value
     return model, chosen[0]
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad.local().clone() for p in model.parameters() if p.grad is not None]
+    return [own_of(p.grad).clone() for p in model.parameters() if p.grad is not None]
 
 
 def name_it(stage: int) -> list[tuple[str, str | None, int | None]]:
@@ -79,7 +80,7 @@ def return_it(stage: int, function: str) -> list[str]:
             norms.append(str(norm))
             given = [param.grad for param in model.parameters() if param.grad is not None]
             for grad, values in zip(given, before, strict=True):  # which have been clipped
-                grad.local().copy_(values)
+                own_of(grad).copy_(values)
     return norms
 
 

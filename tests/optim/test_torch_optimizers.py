@@ -122,6 +122,7 @@ def look_at_shards(stage: int) -> tuple[list[tuple[int, int]], list[int]]:
     return ranges, [parameter.numel() for parameter in plain.values()]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_are_local_shards(stage: int, world_size: int) -> None:
     answers = run_ranks(look_at_shards, world_size, stage)
     numels = answers[0][1]

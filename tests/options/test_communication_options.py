@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerocore
 from tests.distributed.chain import WIDTH, Chain
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 from zerocore import Communication
 from zerocore.model.state import find_state
 
@@ -30,7 +31,7 @@ def reduce_at_a_time(world: int) -> None:
             for seed in range(2):
                 torch.manual_seed(10 * seed + dist.get_rank())
                 model(torch.randn(2, WIDTH)).sum().backward()
-            found.append([param.grad.full_tensor() for param in model.parameters()])
+            found.append([full_of(param.grad) for param in model.parameters()])
         for more in found[1:]:
             assert all(map(torch.equal, more, found[0])), (stage, options)
 
@@ -51,7 +52,7 @@ def register() -> None:
                 Chain(), stage=stage, communication=Communication(registered=registered)
             )
             model(torch.ones(2, WIDTH)).sum().backward()
-            found.append([param.grad.full_tensor() for param in model.parameters()])
+            found.append([full_of(param.grad) for param in model.parameters()])
             texts = zerocore.describe(model).title(), str(zerocore.report(model))
             offer = "registered memory: not offered by gloo"
             assert all((offer in text) is registered for text in texts)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 
 
 class Net(nn.Module):
@@ -114,7 +115,7 @@ def call_twice(model: nn.Module, rank: int, step: int) -> Tensor:
 
 def gradients(model: nn.Module) -> list[Tensor]:
     grads = [param.grad for param in model.parameters()]
-    return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
+    return [full_of(grad) if hasattr(grad, "full_tensor") else grad for grad in grads]
 
 
 def two_forwards_for_a_loss() -> None:
@@ -177,7 +178,7 @@ def divide_gradients() -> None:
                 total(sample(rank, 0)).square().mean().backward()
             for param, whole in zip(model.parameters(), total.parameters(), strict=True):
                 expected = whole.grad / (factor or 2)
-                torch.testing.assert_close(param.grad.full_tensor(), expected)
+                torch.testing.assert_close(full_of(param.grad), expected)
     for factor in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="gradient_divide_factor must be positive"):
             zerocore.shard(
@@ -212,4 +213,4 @@ def test_gradients_are_divided_as_asked() -> None:
     for net in (model, reference):
         net(sample(0, 0)).square().mean().backward()
     for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), whole.grad / 5.0)
+        torch.testing.assert_close(full_of(param.grad), whole.grad / 5.0)

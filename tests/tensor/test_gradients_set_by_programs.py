@@ -61,6 +61,7 @@ def full_of(shard: Any) -> Tensor:
     return full
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradients_that_differ_in_order(stage: int, world_size: int) -> None:
     run_ranks(set_gradients, world_size, stage)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 from zerocore.model.state import state_of
 
 F = nn.functional
@@ -100,7 +101,7 @@ def train(stage: int) -> None:
 
 def full_gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {
-        key: p.full_tensor().detach() * 0 if p.grad is None else p.grad.full_tensor()
+        key: full_of(p) * 0 if p.grad is None else full_of(p.grad)
         for key, p in model.named_parameters()
     }
 
@@ -242,6 +243,7 @@ def change(stage: int) -> None:
     torch.testing.assert_close(model(x), plain(x))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_data_is_changed_in_place(stage: int) -> None:
     run_ranks(change, 2, stage)
 

@@ -135,7 +135,7 @@ def compute(stage: int) -> None:
 
 
 @pytest.mark.one_by_day
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 3), (2, 2), (3, 1), (3, 4)])
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 3), (2, 2), (3, 1), (3, 4)])
 def test_elements_and_reductions(stage: int, world_size: int) -> None:
     run_ranks(compute, world_size, stage)
 
@@ -210,7 +210,7 @@ def outcome(function: Function, shard: Any, full: Tensor, other: Tensor) -> str:
     return "done"
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 2), (3, 3), (1, 4), (3, 4)])
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (3, 3), (1, 4), (3, 4)])
 def test_no_rank_multiplies_alone(stage: int, world_size: int) -> None:
     found = run_ranks(multiply, world_size, stage)
     assert all(each == found[0] for each in found)
@@ -320,6 +320,7 @@ def mix(stage: int) -> None:
             assert param.grad.max() <= 0
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_full_tensors_beside_shards(stage: int, world_size: int) -> None:
     run_ranks(mix, world_size, stage)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 
 Params = list[Any]
 
@@ -133,12 +134,12 @@ def load_between(stages: tuple[int, int]) -> None:
     one.target.load_state_dict(layers)
     expected = list(Pair(0).online.parameters())
     for param, right in zip(one.target.parameters(), expected, strict=True):
-        torch.testing.assert_close(param.full_tensor(), right.detach())
+        torch.testing.assert_close(full_of(param), right.detach())
     with torch.no_grad():
         for param, source in zip(other.target.parameters(), one.online.parameters(), strict=True):
             param.copy_(source)
     for param, right in zip(other.target.parameters(), expected, strict=True):
-        torch.testing.assert_close(param.full_tensor(), right.detach())
+        torch.testing.assert_close(full_of(param), right.detach())
 
 
 @pytest.mark.parametrize("stages", [(3, 3), (3, 0), (0, 3), (1, 2)])

@@ -57,7 +57,7 @@ def nest() -> None:
             assert not is_sharded(block)
             with zerocore.unsharded(block, write_back=True), torch.no_grad():
                 block.get_parameter("linear.weight").mul_(2)
-        assert is_sharded(block)
+        assert is_sharded(block) == (stage > 0)
         after = zerocore.full_state_dict(model, rank0_only=False)
         for key, value in before.items():
             assert torch.equal(after[key], value * (1 + (key == "blocks.1.linear.weight"))), key
@@ -113,7 +113,7 @@ def test_in_a_forward() -> None:
 
 
 def raise_inside() -> None:
-    for stage in range(4):
+    for stage in (1, 2, 3):
         case = case_named("plain")
         model = zerocore.shard(case.seeded_build(), stage=stage)
         before = zerocore.full_state_dict(model, rank0_only=False)

@@ -21,8 +21,7 @@ from zerocore.fsdp.root import ready_state
 from zerocore.fsdp.state import read_state, state_of
 from zerocore.install import hook_into_torch
 from zerocore.model.state import set_maker
-from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.rows import note_late
+from zerocore.tensor.rows import held_shard, note_late
 
 _OF_TORCH: Any = fully_shard_of_torch.__wrapped__  # type: ignore[attr-defined]
 
@@ -119,7 +118,7 @@ def _check_modules(modules: list[Any]) -> None:
                 "Each distinct composable distributed API can only be applied to a module once. "
                 f"fully_shard was called for this {type(module).__name__} before"
             )
-        if any(isinstance(param, ShardedParameter) for param in module.parameters()):
+        if any(held_shard(param) is not None for param in module.parameters()):
             raise TypeError(
                 f"fully_shard on a {type(module).__name__} that zerocore.shard has sharded; "
                 "use one of the two"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zerocore.common.patching import around
 from zerocore.model.casting import as_bytes
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.placed import shard_in
+from zerocore.tensor.rows import held_shard
 
 _Move = Callable[[Tensor], Tensor]
 _TO_EMPTY = [code for code in nn.Module.to_empty.__code__.co_consts if isinstance(code, CodeType)]
@@ -41,14 +41,14 @@ def leaves_shards_in_place(
 ) -> nn.Module:
     """Wraps ``nn.Module._apply``, which all moves and casts call, and leaves shards in place."""
     if not isinstance(fn, _Checked):
-        shards = {p: shard_in(p) for p in self.parameters(recurse)}
+        shards = {p: held_shard(p) for p in self.parameters(recurse)}
         fqns = {param: shard.fqn for param, shard in shards.items() if shard is not None}
         if not fqns:
             return move_all(self, fn, recurse)
         _check(self, fqns, fn)
         fn = _Checked(fn)
     params = self._parameters
-    sharded = {key: p for key, p in params.items() if shard_in(p) is not None}
+    sharded = {key: p for key, p in params.items() if held_shard(p) is not None}
     try:
         params.update(dict.fromkeys(sharded))  # torch does not move None
         move_all(self, fn, recurse)
@@ -89,8 +89,8 @@ def _take_values(param: Any, move: _Move) -> None:
         result = move(value)
         if result.shape != value.shape:
             raise TypeError(
-                f"the move changes the shape of parameter '{param.place.fqn}', which is sharded, "
-                f"from {tuple(value.shape)} to {tuple(result.shape)}; change it before "
+                f"the move changes the shape of parameter '{held_shard(param).fqn}' of a sharded "
+                f"model from {tuple(value.shape)} to {tuple(result.shape)}; change it before "
                 "zerocore.shard"
             )
         # All ranks must decide alike; the values of a shard differ from rank to rank.

@@ -19,7 +19,7 @@ from zerocore.common import late
 from zerocore.layout.place import Place
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.placed import Placed, local_of, shard_in
-from zerocore.tensor.rows import as_part
+from zerocore.tensor.rows import as_part, held_shard
 from zerocore.tensor.shard import as_shard
 
 _is_filled = ContextVar("is_filled", default=False)
@@ -52,7 +52,7 @@ _P = TypeVar("_P", bound=Tensor)
 
 
 def is_of_shards(optimizer: Optimizer) -> bool:
-    return any(isinstance(param, ShardedParameter) for param in params_of(optimizer))
+    return any(held_shard(param) is not None for param in params_of(optimizer))
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -16,7 +16,7 @@ from zerocore.integrations.common import ShardFolders, check_precision
 from zerocore.model.as_ddp import no_sync
 from zerocore.model.state import find_state
 from zerocore.state_dict import full_state_dict
-from zerocore.tensor.parameter import ShardedParameter
+from zerocore.tensor.rows import held_shard
 
 try:
     import accelerate
@@ -122,6 +122,6 @@ class Accelerator(accelerate.Accelerator):
 def _updates(optimizer: Any, model: nn.Module) -> bool:
     state = find_state(model)
     return any(
-        isinstance(param, ShardedParameter) and param.state_ref() is state
+        (shard := held_shard(param)) is not None and shard.state_ref() is state
         for param in params_of(optimizer)
     )

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from zerocore.common.patching import around
 from zerocore.options.precision import CAST_DTYPES
 from zerocore.tensor.parameter import ShardedParameter
-from zerocore.tensor.rows import local_part
+from zerocore.tensor.rows import held_shard, local_part
 from zerocore.tensor.wrapped import POST, PRE, gathers_itself, is_wrapped, wrapper_of
 
 
@@ -105,7 +105,7 @@ def elsewhere(param: ShardedParameter, name: str, owner: str) -> ValueError:
     """Returns the error for a shard that is registered in a module which does not unshard it."""
     return ValueError(
         f"parameter '{param.fqn}' is sharded and cannot be registered as '{name}' of a {owner}, "
-        "which would see this rank's shard only. Tie weights and register parametrizations before "
+        "for which zerocore does not gather it. Tie weights and register parametrizations before "
         "zerocore.shard"
     )
 
@@ -132,7 +132,7 @@ def refuse_fully_shard(module: nn.Module) -> None:
 def takes_no_sharded(validate: Any, module: Any, name: str, *args: Any) -> None:
     """Wraps FSDP2's check of a module: rejects one that holds a sharded model."""
     for root in module if isinstance(module, list | tuple) else [module]:
-        if any(isinstance(param, ShardedParameter) for param in root.parameters()):
+        if any(held_shard(param) is not None for param in root.parameters()):
             raise refusal(name, type(root).__name__)
     validate(module, name, *args)
 
@@ -140,7 +140,7 @@ def takes_no_sharded(validate: Any, module: Any, name: str, *args: Any) -> None:
 @around
 def wraps_no_shards(init: Any, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Wraps ``FullyShardedDataParallel.__init__``: rejects shards before its first collective."""
-    if any(isinstance(param, ShardedParameter) for param in module.parameters()):
+    if any(held_shard(param) is not None for param in module.parameters()):
         raise refusal("FullyShardedDataParallel", type(module).__name__)
     init(self, module, *args, **kwargs)
 
@@ -150,6 +150,6 @@ def takes_no_shard(
     init: Any, self: Any, modules: Any, original: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Wraps ``ParametrizationList.__init__``: rejects a shard before it computes with it."""
-    if isinstance(original, ShardedParameter):
-        raise elsewhere(original, "original", "ParametrizationList")
+    if (shard := held_shard(original)) is not None:
+        raise elsewhere(shard, "original", "ParametrizationList")
     init(self, modules, original, *args, **kwargs)

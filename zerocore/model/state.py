@@ -51,6 +51,11 @@ class Param:
         return not (isinstance(self.object, Placed) or hasattr(self.object, "_spec"))
 
     @property
+    def is_whole(self) -> bool:
+        """Whether programs always see the full parameter, at stage 0."""
+        return getattr(self.shard, "is_whole", False)
+
+    @property
     def shard(self) -> Any:
         """The ShardedParameter; a DTensor if shards are rows."""
         return self.hidden if self.is_full else self.object

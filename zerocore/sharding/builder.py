@@ -178,7 +178,7 @@ def bind_shard(
     """Binds the unit's next parameter to the engine. ``local``: the memory of a shard that is a
     DTensor; ``view``: the view that modules see instead of the full parameter."""
     engine, index, position = state.engine, unit.index, len(unit.params)
-    engine.bind(index, position, param.hidden, param.object, grad, local)
+    engine.bind(index, position, param.full, param.shard, grad, local, is_whole=param.is_full)
     if view is not None:
         engine.set_view(index, position, view.show)
         unit.views.append(view)

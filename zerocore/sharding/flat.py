@@ -62,14 +62,21 @@ def _make_shard(state: ShardState, unit: Unit, position: int, choice: ParamChoic
     engine, param = state.engine, choice.param
     types = types_of(choice, state.config)  # first: become_shard() changes the parameter
     memory = engine.make_full(unit.index, position)
-    kind: Any = type(param)
-    full: nn.Parameter = as_parameter(memory, shown_class(kind), param.requires_grad)
-    place = _place_of(state, unit, position, choice, full)
+    place = _place_of(state, unit, position, choice, memory)
     shard = engine.make_shard(unit.index, position)
-    grad = None
+    facts = _facts(state, unit, position, choice, place) | {"elements": shard.detach()}
+    spec, grad = engine.spec(unit.index, position), None
+    if _stays_whole(state.config, choice, facts):
+        from zerocore.tensor.whole import become_whole, grad_view  # late: of stage 0 alone
+
+        if param.is_floating_point():
+            grad = grad_view(engine, unit.index, position, memory)
+        hidden = become_whole(param, memory, shard, facts | {"grad_device": shard.device})
+        bound = Param(choice.fqns, choice.owners, param, hidden, spec, types)
+        return bind_shard(state, unit, bound, grad)
+    full = as_parameter(memory, shown_class(type(param)), param.requires_grad)
     if param.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place, ref(state))
-    facts = _facts(state, unit, position, choice, place) | {"elements": shard.detach()}
     facts["grad_device"] = shard.device if grad is None else grad.device
     become_shard(param, shard, full, facts)
     sharded: Any = param
@@ -77,12 +84,19 @@ def _make_shard(state: ShardState, unit: Unit, position: int, choice: ParamChoic
     if sharded.make_view is not None:
         owners = [(owner._parameters, name) for owner, name in choice.owners]
         view = ShownView(param, owners, sharded.shown)
-    spec = engine.spec(unit.index, position)
     bound = Param(choice.fqns, choice.owners, param, full, spec, types)
     bind_shard(state, unit, bound, grad, view=view)
     if grad is not None and place.group is not None:
         sharded.bind_sums()
     return bound
+
+
+def _stays_whole(config: ShardConfig, choice: ParamChoice, facts: dict[str, Any]) -> bool:
+    """Whether programs hold the full parameter itself: see Note [Whole parameters]."""
+    is_plain = choice.part is None and facts["make_view"] is None
+    types = types_of(choice, config)
+    is_kept = facts["model_weight"] is None and not (types.has_main or facts["on_host"])
+    return config.stage == 0 and is_plain and is_kept and types.model == choice.param.dtype
 
 
 def _facts(
@@ -105,7 +119,7 @@ def _facts(
 
 
 def _place_of(
-    state: ShardState, unit: Unit, position: int, choice: ParamChoice, full: nn.Parameter
+    state: ShardState, unit: Unit, position: int, choice: ParamChoice, full: Tensor
 ) -> Place:
     layout = state.engine.layout(unit.index)
     ranks, region = state.meshes[unit.mesh], layout.regions[layout.places[position].region]

@@ -64,6 +64,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
     on_host: bool = False  # it is on the host, with its optimizer's states
     on_disk: bool = False  # its host memory is mapped from a file
     grad_device: torch.device  # the device of its gradient
+    is_whole: bool = False  # programs hold the full parameter, and this is hidden
 
     def shown(self) -> Tensor:
         """Returns the tensor that modules see while the unit is unsharded: the full parameter, or a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -38,11 +38,13 @@ class RowShard:
     model_weight: Tensor | None = None
     on_host: bool = False
     on_disk: bool = False
+    is_whole: ClassVar[bool] = False
     # The other one of two objects that exchange their tensors. The hidden one refers weakly.
     other: Any = None
 
 
-_rows: Any = WeakTensorKeyDictionary()
+# By parameter that is no shard itself: a DTensor, or a whole one of stage 0.
+_shards: Any = WeakTensorKeyDictionary()
 # By group of a fully_shard call: the function that makes its engine. Not by parameter, because
 # torch does not swap a tensor that has a weak reference.
 _late: WeakKeyDictionary[Any, Callable[[Any], Any]] = WeakKeyDictionary()
@@ -50,19 +52,30 @@ _late: WeakKeyDictionary[Any, Callable[[Any], Any]] = WeakKeyDictionary()
 
 def note_rows(param: Tensor, hidden: Tensor, shard: RowShard) -> None:
     """Notes that ``param``, a DTensor, is a shard that exchanges its tensor with ``hidden``."""
-    _rows[param], _rows[hidden] = replace(shard, other=hidden), replace(shard, other=ref(param))
+    _shards[param], _shards[hidden] = replace(shard, other=hidden), replace(shard, other=ref(param))
+
+
+def note_whole(param: Tensor, shard: ShardedParameter) -> None:
+    """Notes the hidden shard of a parameter that programs hold in full."""
+    _shards[param] = shard
+
+
+def held_shard(param: Any) -> Any:
+    """Returns the shard of a parameter of a ``shard`` model, hidden or not; None for any other."""
+    shard = shard_of(param)
+    return shard if isinstance(shard, ShardedParameter) else None
 
 
 def forget_rows(*params: Tensor | None) -> None:
     """Forgets the two objects of a parameter, whose engine is gone."""
     for param in params:
-        _rows.pop(param, None)
+        _shards.pop(param, None)
 
 
 def seen_shard(full: Any) -> Any:
     """Returns the shard of a full parameter, if programs see this object. None for a hidden one,
     and while a pipeline schedule accumulates gradients in full parameters itself."""
-    known = _rows.get(full)
+    known = _shards.get(full)
     shard = vars(full).get(OTHER) if known is None else known.other
     if shard is None or isinstance(shard, ref):
         return None
@@ -73,7 +86,8 @@ def seen_shard(full: Any) -> Any:
 def shard_of(param: Any) -> ShardedParameter | RowShard | None:
     """Returns the shard, of either kind, of an engine's parameter; None for any other."""
     shard: Any = shard_in(param)
-    return _rows.get(current(param)) if shard is None else shard
+    is_other = shard is None and param is not None
+    return _shards.get(current(param)) if is_other else shard
 
 
 def note_late(group: Any, make: Callable[[Any], Any]) -> None:
@@ -89,7 +103,7 @@ def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
     for group, make in list(_late.items()):
         if any(row.param is param for row in group.params):
             make(group)
-            return _rows.get(param)
+            return _shards.get(param)
     return None
 
 
@@ -160,7 +174,7 @@ def own_elements(value: Any, reads_only: bool = False) -> Tensor:
     """Returns this rank's part of a shard or DTensor, or a whole plain tensor, on its memory and
     without a gradient; writes count as writes to ``value``. It also works while a parameter is
     full, from any thread."""
-    if (known := shard_of(value)) is not None:
+    if (known := shard_of(value)) is not None and not known.is_whole:
         (pending_host_updates.finish_updates if reads_only else pending_host_updates.finish)()
         return known.elements.detach()
     return local_of(value) if isinstance(value, Placed) else local_part(value).detach()
@@ -211,7 +225,9 @@ def place_of(param: Any) -> Place | None:
     without a shard of an engine, ValueError for a DTensor that tensor parallelism also cuts."""
     if isinstance(param, Placed):
         return param.place
-    shard = shard_of(param) if hasattr(param, "_spec") else None
+    shard = shard_of(param)
+    if isinstance(shard, ShardedParameter):
+        return shard.place
     if not isinstance(shard, RowShard):
         return None
     if len(_cut_dims(param)) != 1:
@@ -238,8 +254,8 @@ def own_place_of(param: Any, shard: RowShard) -> Place:
 
 def cuts_of(param: Any) -> list[int]:
     """Returns the dimensions along which other ranks have other parts of a larger tensor."""
-    if isinstance(param, ShardedParameter):
-        return [] if param.place.part is None else [param.place.part.dim]
+    if (shard := held_shard(param)) is not None:
+        return [] if shard.place.part is None else [shard.place.part.dim]
     return _cut_dims(param)[1:]
 
 
@@ -248,6 +264,8 @@ def elements_of(value: Any, param: Any) -> Tensor:
     place; on the same memory if the memory has this order."""
     if isinstance(param, ShardedParameter):
         return local_of(value)
+    if not hasattr(param, "_spec"):
+        return in_memory_order(value, param)
     return _rows_of(own_elements(value), param)
 
 
@@ -280,6 +298,15 @@ def as_rows(value: Any, param: Any) -> Any:
     dim, shape = _cut_dims(param)[0], local_part(param).shape
     sizes = (shape[dim], *shape[:dim], *shape[dim + 1 :])
     return as_part(local_of(value).view(sizes).movedim(0, dim), param)
+
+
+def in_memory_order(value: Tensor, param: Tensor) -> Tensor:
+    """Returns the elements of a plain tensor, 1-D, in the order of the parameter's memory; on the
+    same memory if that has this order."""
+    value = value.detach()
+    if value.stride() != param.stride():
+        value = torch.empty_like(param).copy_(value)
+    return value.as_strided((value.numel(),), (1,))
 
 
 def _rows_of(value: Tensor, param: Any) -> Tensor:

@@ -16,6 +16,7 @@ from zerocore._C import HostMemory, free_memory, move_window, take_memory
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.tensor.placed import leaves
 from zerocore.tensor.rows import own_elements
+from zerocore.tensor.whole import grad_view
 
 _ALIGNMENT = 256
 _MESSAGE = "this tensor is parked: leave `with zerocore.parked(...)` before you use it"
@@ -117,6 +118,11 @@ def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> list[Memory]:
             is_plain = not hasattr(local, "__tensor_flatten__")
             if local.device.type == state.device.type and is_plain and _differ(local, part):
                 memory.windows.append((local, part.detach()))
+            grad = param.object.grad if param.is_whole else None
+            if grad is not None and _differ(grad, part):
+                kept = grad_view(state.engine, unit.index, position, grad)
+                if kept.data_ptr() == grad.data_ptr():
+                    memory.windows.append((grad, kept))
     storages = {tensor.untyped_storage()._cdata for memory in units for tensor in memory.tensors}
     states = []
     for optimizer in optimizers:

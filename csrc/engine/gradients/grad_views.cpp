@@ -1,8 +1,31 @@
 #include "engine/gradients/grad_views.h"
 
+#include <memory>
+#include <utility>
+
 #include "engine/graph/autograd.h"
+#include "memory/bucket.h"
 
 namespace zerocore {
+
+const at::Tensor& own_gradient(const UnitParam& param) {
+  static const at::Tensor none;
+  return param.is_whole && !param.moved_grad ? none : gradient_of(param.full);
+}
+
+void move_seen_grad(UnitParam& param) {
+  if (param.is_whole && !std::exchange(param.moved_grad, true)) {
+    param.shard.mutable_grad() = std::exchange(param.full.mutable_grad(), at::Tensor());
+    move_accumulated_hooks(param.full, param.shard);
+  }
+}
+
+void return_seen_grad(UnitParam& param) {
+  if (std::exchange(param.moved_grad, false)) {
+    param.full.mutable_grad() = std::exchange(param.shard.mutable_grad(), at::Tensor());
+    move_accumulated_hooks(param.shard, param.full);
+  }
+}
 
 GradViews::GradViews(const Units& units, const UnitContext& context, Reduction& reduction)
     : units_(units),
@@ -18,18 +41,62 @@ GradViews::GradViews(const Units& units, const UnitContext& context, Reduction& 
 void GradViews::take_changes(UnitId unit) {
   for (int i = 0; i < static_cast<int>(params_[unit].size()); ++i) {
     const at::Tensor& current = gradient_of(units_[unit]->params()[i].shard);
-    const at::Tensor& sums = params_[unit][i].sums;
-    const at::Tensor& own = alone_[unit] && sums.defined() ? sums : grad(unit, i);
+    Param& param = params_[unit][i];
+    const at::Tensor& own = alone_[unit] && param.sums.defined() ? param.sums : param.grad;
+    const bool is_seen = shows(param, current);
+    if (param.seen.defined() && !is_seen) {
+      let_go(param);
+    }
     if (!current.defined() && context_.by_rows) {
       reduction_.set_valid(unit, i, false);
     } else if (!current.defined()) {
       reduction_.drop(unit, i);
-      params_[unit][i].used = false;
-    } else if (!current.is_same(own) && !current.is_same(grad(unit, i)) && own.defined()) {
+      param.used = false;
+    } else if (!is_seen && !current.is_same(own) && !current.is_same(grad(unit, i)) && own.defined()) {
       units_[unit]->memory().keep_grad(units_[unit]->layout().places()[i].region);
       own.copy_(current);
       reduction_.set_valid(unit, i, true);
     }
+  }
+}
+
+const at::Tensor& GradViews::seen(UnitId unit, int index) {
+  Param& param = params_[unit][index];
+  if (!units_[unit]->params()[index].is_whole) {
+    return param.grad;
+  }
+  if (!param.seen.defined()) {
+    param.seen = window_on(param.grad);
+    param.window = param.seen.storage().getWeakStorageImpl();
+  }
+  return param.seen;
+}
+
+// `p.grad.data = t` leaves the tensor, and gives it other memory; `p.grad = p.grad.detach()` leaves
+// the memory.
+bool GradViews::shows(const Param& param, const at::Tensor& current) {
+  return param.seen.defined() && current.defined() && current.layout() == at::kStrided &&
+      current.data_ptr() == param.grad.data_ptr() && current.sizes() == param.grad.sizes() &&
+      current.strides() == param.grad.strides();
+}
+
+bool GradViews::is_set(UnitId unit, int param) const {
+  const UnitParam& owner = units_[unit]->params()[param];
+  const at::Tensor& current = gradient_of(owner.full);
+  return owner.is_whole && current.defined() && !shows(params_[unit][param], current);
+}
+
+bool GradViews::takes_values(const at::Tensor& current) {
+  return current.layout() == at::kStrided && current.is_non_overlapping_and_dense();
+}
+
+void GradViews::let_go(Param& param) const {
+  param.seen.reset();
+  if (const auto storage = param.window->lock()) {
+    const at::Tensor values = param.grad.clone();
+    const auto owner = std::make_shared<c10::Storage>(values.storage());
+    c10::Storage(storage).set_data_ptr(
+        kept_memory(owner, values.mutable_data_ptr(), values.device()));
   }
 }
 
@@ -61,7 +128,7 @@ void GradViews::put_back(UnitId unit, bool adds) {
 
 void GradViews::note_used(UnitId unit) {
   for (size_t i = 0; i < params_[unit].size(); ++i) {
-    params_[unit][i].used |= gradient_of(units_[unit]->params()[i].full).defined();
+    params_[unit][i].used |= own_gradient(units_[unit]->params()[i]).defined();
   }
 }
 
@@ -123,8 +190,11 @@ void GradViews::show(UnitId unit, bool reduced, bool alone) {
     if (!had_grad && shown && held_back) {
       param.grad.zero_(); // a mark, see Note [Sums that were not reduced]
     }
-    const at::Tensor& view = alone && param.sums.defined() ? param.sums : param.grad;
-    if (shown && !gradient_of(owner.shard).is_same(view)) {
+    const at::Tensor& view = alone && param.sums.defined() ? param.sums : seen(unit, i);
+    const at::Tensor& current = gradient_of(owner.shard);
+    if (owner.is_whole && had_grad && !shows(param, current) && takes_values(current)) {
+      current.copy_(param.grad); // the program has set this tensor, and may hold it
+    } else if (shown && !current.is_same(view)) {
       owner.shard.mutable_grad() = view;
     }
     param.used = param.used && !reduced;

@@ -12,12 +12,19 @@
 // and 3 it is only a mark: if zero_grad() removes it, the unit drops the gradients that it holds
 // back. At stage 0 the gradient itself holds this rank's values. By rows `.grad` stays None, as
 // with FSDP2.
+//
+// Note [Gradients that programs keep]
+// A whole parameter's gradient is a plain tensor, and a program may keep it, or any tensor on its
+// memory, while the next backward writes new values. So what programs see has a storage of its own
+// over the kept gradients. When a program drops or replaces `.grad`, and something still holds that
+// storage, the storage gets a copy of the values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -25,6 +32,12 @@
 #include "plan/reduction.h"
 
 namespace zerocore {
+
+// Returns what autograd has accumulated for the parameter, and no reduction has taken yet.
+const at::Tensor& own_gradient(const UnitParam& param);
+// Move what programs see in `grad` of a whole parameter to the shard, and back.
+void move_seen_grad(UnitParam& param);
+void return_seen_grad(UnitParam& param);
 
 class GradViews {
  public:
@@ -64,17 +77,26 @@ class GradViews {
   void show(UnitId unit, bool reduced, bool alone);
   // Sets `.grad` to the averages again after a backward with sync, if the unit has no sums left.
   void show_averages(UnitId unit);
+  // Returns whether a program has set the gradient of a whole parameter.
+  bool is_set(UnitId unit, int param) const;
   // Forgets which parameters a failed backward used.
   void forget_used();
 
  private:
   struct Param {
     at::Tensor grad;
+    at::Tensor seen; // see Note [Gradients that programs keep]
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> window; // its storage
     at::Tensor sums; // see Note [Sums that were not reduced]
     bool used = false; // a backward since the last reduction used the parameter
     at::Tensor apart; // the gradient from before this backward; see set_apart()
   };
 
+  // Returns the tensor that becomes `shard.grad`.
+  const at::Tensor& seen(UnitId unit, int param);
+  static bool shows(const Param& param, const at::Tensor& current);
+  static bool takes_values(const at::Tensor& current);
+  void let_go(Param& param) const;
   bool lacks_any(const std::vector<bool>& reduced) const;
 
   const Units& units_;

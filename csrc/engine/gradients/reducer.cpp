@@ -14,7 +14,7 @@ namespace {
 
 // Returns the parameter's gradient, or null. Throws if it cannot be packed.
 const at::Tensor* checked_gradient(const UnitParam& param) {
-  const at::Tensor& grad = gradient_of(param.full);
+  const at::Tensor& grad = own_gradient(param);
   if (!grad.defined()) {
     return nullptr;
   }
@@ -152,6 +152,7 @@ void Reducer::reduce(UnitId id) {
 void Reducer::touch(UnitId id) {
   if (!touched_[id]) {
     offload_.recall(id);
+    std::ranges::for_each(units_[id]->params(), move_seen_grad);
     views_.take_changes(id);
     touched_[id] = true;
   }
@@ -171,7 +172,7 @@ bool Reducer::holds_back_any() const {
 
 bool Reducer::has_grads(UnitId id) const {
   return std::ranges::any_of(units_[id]->params(), [](const UnitParam& param) {
-    return gradient_of(param.full).defined();
+    return own_gradient(param).defined();
   });
 }
 
@@ -188,8 +189,23 @@ void Reducer::note_trainable(UnitId id) {
 
 void Reducer::clear_full_grads(UnitId id) {
   for (UnitParam& param : units_[id]->params()) {
-    if (gradient_of(param.full).defined()) {
+    if (own_gradient(param).defined()) {
       param.full.mutable_grad().reset();
+    }
+  }
+}
+
+void Reducer::move_seen_grads() {
+  for (const auto& unit : units_) {
+    std::ranges::for_each(unit->params(), move_seen_grad);
+  }
+}
+
+// A pipeline's schedule adds to `grad` itself until its end.
+void Reducer::return_seen_grads() {
+  for (const auto& unit : units_) {
+    if (!deferred_) {
+      std::ranges::for_each(unit->params(), return_seen_grad);
     }
   }
 }
@@ -214,6 +230,7 @@ std::vector<bool> Reducer::finish() {
       views_.show_averages(id);
     }
   }
+  return_seen_grads();
   std::vector<bool> reduced = reduced_;
   forget_backward();
   if (context_.by_rows && context_.lands_gradients()) {
@@ -246,6 +263,7 @@ void Reducer::reset() {
     clear_full_grads(id);
     views_.put_back(id, /*adds=*/false);
   }
+  return_seen_grads();
   views_.forget_used();
   forget_backward();
 }

@@ -72,7 +72,12 @@ class Reducer final : private Steps {
   // While deferred, reduce() does nothing and gradients stay on the full parameters.
   void set_deferred(bool deferred) {
     deferred_ = deferred;
+    if (deferred) {
+      move_seen_grads();
+    }
   }
+  // See Note [Whole parameters]: when a backward begins.
+  void move_seen_grads();
   bool deferred() const {
     return deferred_;
   }
@@ -100,6 +105,7 @@ class Reducer final : private Steps {
   void note_trainable(UnitId unit);
   void touch(UnitId unit);
   void clear_full_grads(UnitId unit);
+  void return_seen_grads();
   void after_reduce(UnitId unit);
   void forget_backward();
   void note_use(UnitId unit) const;

@@ -33,11 +33,12 @@ struct BackwardHook final : torch::autograd::FunctionPreHook {
   std::function<void()> run_;
 };
 
-struct AccumulatedHook final : torch::autograd::PostAccumulateGradHook {
+struct AccumulatedHook final : torch::autograd::FunctionPostHook {
   explicit AccumulatedHook(std::function<void()> run) : run_(std::move(run)) {}
 
-  void operator()(const at::Tensor& /*leaf*/) override {
+  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
     run_();
+    return outputs;
   }
 
   std::function<void()> run_;
@@ -127,6 +128,12 @@ void run_accumulated_hooks(const at::Tensor& leaf) {
   }
 }
 
+void move_accumulated_hooks(const at::Tensor& from, const at::Tensor& to) {
+  if (auto& hooks = torch::autograd::impl::post_acc_grad_hooks(from)) {
+    torch::autograd::impl::set_post_acc_grad_hooks(to, std::move(hooks));
+  }
+}
+
 void note_backward_call(const std::vector<at::Tensor>& roots) {
   const uint64_t next = next_node();
   uint64_t distances = roots.size();
@@ -192,9 +199,14 @@ void on_backward_of(
   }
 }
 
-void on_grad_accumulated(const at::Tensor& leaf, std::function<void()> run) {
-  torch::autograd::impl::set_post_acc_grad_hooks(
-      leaf, std::make_unique<AccumulatedHook>(std::move(run)));
+std::shared_ptr<void> on_grad_accumulated(
+    const at::Tensor& leaf,
+    std::function<void()> before,
+    std::function<void()> after) {
+  auto node = torch::autograd::impl::grad_accumulator(leaf);
+  node->add_pre_hook(std::make_unique<BackwardHook>(std::move(before)));
+  node->add_post_hook(std::make_unique<AccumulatedHook>(std::move(after)));
+  return std::make_shared<std::remove_const_t<decltype(node)>>(node); // its type depends on torch
 }
 
 int64_t current_backward() {

@@ -33,6 +33,8 @@ bool accumulates_into(const at::Tensor& leaf);
 std::shared_ptr<void> take_node_hooks(const at::Tensor& from, const at::Tensor& to);
 // Runs the leaf's post-accumulate-grad hooks.
 void run_accumulated_hooks(const at::Tensor& leaf);
+// Moves these hooks from a leaf to another.
+void move_accumulated_hooks(const at::Tensor& from, const at::Tensor& to);
 
 // A call of backward, as its thread sees it: the number of the thread's next node, and a hash of
 // how many nodes before that the roots of the backward were made.
@@ -75,8 +77,12 @@ void on_backward_of(
     uint64_t first,
     const std::function<void()>& run);
 
-// Calls `run` after a gradient was accumulated into the leaf.
-void on_grad_accumulated(const at::Tensor& leaf, std::function<void()> run);
+// Calls `before` and `after` around each accumulation of a gradient into the leaf. Returns the node
+// that accumulates, which the caller must keep alive.
+std::shared_ptr<void> on_grad_accumulated(
+    const at::Tensor& leaf,
+    std::function<void()> before,
+    std::function<void()> after);
 
 // Returns the id of the backward that runs on this thread, or -1. A nested backward (reentrant
 // checkpointing) has its own.

@@ -76,6 +76,8 @@ class Unit {
   // params(). With broadcast, rank 0's values win; other ranks' may be undefined. By rows all are
   // undefined: the shards stay zero until Python fills them.
   void materialize(const std::vector<at::Tensor>& full, bool broadcast);
+  // Points shards of whole parameters at the memory that programs have set as their data.
+  void follow_whole();
   // Returns the full parameters on every rank, in new memory: main weights if there are any.
   std::vector<at::Tensor> full_values() const;
 

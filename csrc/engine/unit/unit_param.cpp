@@ -150,13 +150,18 @@ int64_t all_writes(const UnitParam& param) {
 
 int64_t ParamVersions::told_of(size_t param) const {
   const UnitParam& counted = params_[param];
+  if (counted.is_whole) {
+    return count_of(counted.full);
+  }
   // torch may count a change of a DTensor in the DTensor or in its local tensor.
   const int64_t local = counted.local.defined() ? count_of(counted.local) : 0;
   return changes_[param] + count_of(counted.shard) + local;
 }
 
 int64_t ParamVersions::of_param(size_t param) const {
-  return told_of(param) + num_writes(params_[param].shard_writes) + written_[param];
+  const UnitParam& counted = params_[param];
+  const auto& writes = counted.is_whole ? counted.full_writes : counted.shard_writes;
+  return told_of(param) + num_writes(writes) + written_[param];
 }
 
 int64_t ParamVersions::of_shards() const {
@@ -184,22 +189,31 @@ int64_t ParamVersions::of_unit() const {
 }
 
 void ParamVersions::mark_changed() {
-  for (int64_t& changes : changes_) {
-    ++changes;
+  for (size_t param = 0; param < params_.size(); ++param) {
+    mark_changed(param);
+  }
+}
+
+void ParamVersions::mark_changed(size_t param) {
+  const UnitParam& changed = params_.at(param);
+  if (changed.is_whole) {
+    changed.full.unsafeGetTensorImpl()->bump_version();
+  } else {
+    ++changes_[param];
   }
 }
 
 void ParamVersions::mark_updated(const std::optional<std::vector<int>>& params) {
   if (params) {
     for (const int param : *params) {
-      ++changes_.at(param);
+      mark_changed(param);
       updated_[param] = true;
     }
     return;
   }
   for (size_t param = 0; param < params_.size(); ++param) {
     if (params_[param].shard.requires_grad()) {
-      ++changes_[param];
+      mark_changed(param);
       updated_[param] = true;
     }
   }
@@ -219,7 +233,7 @@ bool ParamVersions::are_all_updated() const {
 std::vector<int> ParamVersions::written() const {
   std::vector<int> found;
   for (size_t param = 0; param < params_.size(); ++param) {
-    if (full_versions_[param] != all_writes(params_[param])) {
+    if (!params_[param].is_whole && full_versions_[param] != all_writes(params_[param])) {
       found.push_back(static_cast<int>(param));
     }
   }
@@ -231,6 +245,11 @@ std::vector<int> ParamVersions::take_writes(bool keeps) {
   for (const int param : found) {
     full_versions_[param] = all_writes(params_[param]);
     written_[param] += keeps ? 1 : 0;
+  }
+  for (size_t param = 0; param < params_.size(); ++param) {
+    if (params_[param].is_whole) {
+      told_[param] = told_of(param); // autograd has counted what the call has written
+    }
   }
   return found;
 }
@@ -250,8 +269,10 @@ bool ParamVersions::tell_autograd() {
   for (size_t param = 0; param < params_.size(); ++param) {
     const int64_t version = told_of(param);
     if (std::exchange(told_[param], version) != version) {
-      params_[param].full.unsafeGetTensorImpl()->bump_version();
-      ++full_versions_[param];
+      if (!params_[param].is_whole) {
+        params_[param].full.unsafeGetTensorImpl()->bump_version();
+        ++full_versions_[param];
+      }
       any_trained = any_trained || params_[param].shard.requires_grad();
     }
   }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -38,6 +39,15 @@ inline int64_t num_writes(const c10::VariableVersion& counter) {
   return counter.enabled() ? counter.current_version() : 0;
 }
 
+// Note [Whole parameters]
+// At stage 0 without main weights or offload, programs hold the full parameter itself, as under
+// DistributedDataParallel: nothing is exchanged, and only the engine sees the shard. `full.grad` is
+// then both what autograd adds to and what programs see. When the first gradient of a backward
+// arrives, what programs see moves to `shard.grad`, where the reducer expects it, with their
+// post-accumulate-grad hooks, which wait for the average. When the backward has ended, both move
+// back. If a program sets `data`, the parameter lies in that memory from then on, and the shard
+// follows it.
+
 // One parameter of a unit, as tensors.
 struct UnitParam {
   ParamSpec spec;
@@ -46,12 +56,19 @@ struct UnitParam {
   at::Tensor shard; // the leaf that the optimizer sees: 1-D, or by rows a DTensor
   at::Tensor local; // by rows: the DTensor's local tensor
   c10::VariableVersion full_writes, shard_writes; // data counters, see Note [Writes through data]
+  bool is_whole = false; // see Note [Whole parameters]
+  bool moved_grad = false; // it is whole, and what programs saw in `full.grad` is in `shard.grad`
+  std::shared_ptr<void> node = {}; // accumulates gradients of `full`, and reports them
   bool lacks_main = false; // frozen and cast: it has no main weight to train
-  bool hooked = false; // `full` has a hook that reports its gradient
   bool trained = false; // requires_grad of both leaves when they last agreed
   const c10::StorageImpl* home = nullptr; // the storage that the shard must keep
   const c10::StorageImpl* full_home = nullptr; // the storage that the full parameter must keep
 };
+
+// Returns the leaf that programs see between calls.
+inline const at::Tensor& seen_leaf(const UnitParam& param) {
+  return param.is_whole ? param.full : param.shard;
+}
 
 // Returns the shard's memory, which all-gathers send.
 inline const at::Tensor& memory_of(const UnitParam& param) {
@@ -123,6 +140,7 @@ class ParamVersions {
   void mark_written(size_t param);
 
  private:
+  void mark_changed(size_t param);
   // Returns the part of a parameter's version that autograd hears of.
   int64_t told_of(size_t param) const;
 

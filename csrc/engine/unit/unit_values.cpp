@@ -4,6 +4,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -139,10 +140,15 @@ at::Tensor own_part(const Unit& unit, const Bucket& full, int region) {
 
 namespace {
 
+bool is_at_home(const UnitParam& param) {
+  return param.full.storage().unsafeGetStorageImpl() == param.full_home;
+}
+
 // Throws unless `given`, which the user has set as the parameter's data, fits into `home`.
-void check_data(const UnitParam& param, const at::Tensor& given, const at::Tensor& home) {
+void check_data(const UnitParam& param, const at::Tensor& given, at::IntArrayRef shape) {
+  const at::ScalarType dtype = param.shard.scalar_type();
   TORCH_CHECK_VALUE(
-      given.sizes() == home.sizes() && given.dtype() == home.dtype(),
+      given.sizes() == shape && given.scalar_type() == dtype,
       "parameter '",
       param.spec.fqn,
       "' is sharded: its data cannot become ",
@@ -150,9 +156,9 @@ void check_data(const UnitParam& param, const at::Tensor& given, const at::Tenso
       " of shape ",
       given.sizes(),
       " from ",
-      home.dtype(),
+      dtype,
       " of shape ",
-      home.sizes(),
+      shape,
       "; change it before zerocore.shard.");
 }
 
@@ -196,6 +202,14 @@ void Unit::take(const Bucket& staging) {
       bucket_.full(region).copy_(staging.full(region));
     }
   }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const UnitParam& param = params_[i];
+    if (param.is_whole && !is_at_home(param)) {
+      const ParamPlace& place = layout_.places()[i];
+      param.full.detach().copy_(
+          staging.view(place.region, place.offset, param.spec.shape, param.strides));
+    }
+  }
 }
 
 std::vector<at::Tensor> Unit::full_values() const {
@@ -209,7 +223,31 @@ std::vector<at::Tensor> Unit::full_values() const {
   if (context_.mesh.num_shards() > 1) {
     values.gather();
   }
-  return values.by_param();
+  const std::vector<at::Tensor> found = values.by_param();
+  for (size_t param = 0; param < params_.size(); ++param) {
+    if (params_[param].is_whole && !is_at_home(params_[param])) {
+      found[param].copy_(params_[param].full);
+    }
+  }
+  return found;
+}
+
+void Unit::follow_whole() {
+  const c10::InferenceMode normal(false);
+  const at::NoGradGuard no_grad;
+  for (UnitParam& param : params_) {
+    if (!param.is_whole || param.full.data_ptr() == param.shard.data_ptr()) {
+      continue;
+    }
+    const at::Tensor given = param.full.detach();
+    check_data(param, given, param.spec.shape);
+    if (given.strides() != param.strides) {
+      param.full.set_data(at::empty_strided(given.sizes(), param.strides, given.options()));
+      param.full.copy_(given);
+    }
+    const at::Tensor home = param.full.detach();
+    param.shard.set_data(home.as_strided({home.numel()}, {1}));
+  }
 }
 
 void Unit::cast_main() {
@@ -270,7 +308,7 @@ std::vector<int> Unit::take_back(bool keeps) {
   std::vector<int> found;
   for (size_t param = 0; param < params_.size(); ++param) {
     at::Tensor& full = params_[param].full;
-    if (full.storage().unsafeGetStorageImpl() == params_[param].full_home) {
+    if (params_[param].is_whole || is_at_home(params_[param])) {
       continue;
     }
     found.push_back(static_cast<int>(param));
@@ -278,7 +316,7 @@ std::vector<int> Unit::take_back(bool keeps) {
     const at::Tensor given = full.detach();
     full.set_data(home); // bumps no version of autograd
     if (keeps) {
-      check_data(params_[param], given, home);
+      check_data(params_[param], given, home.sizes());
       home.copy_(given);
       versions_.mark_written(param);
     }

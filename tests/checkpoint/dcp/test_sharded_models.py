@@ -215,7 +215,7 @@ def test_states_are_made_without_a_step() -> None:
 
 
 def full_round_trip() -> None:
-    for stage in (0, 2, 3):
+    for stage in (1, 2, 3):  # of plain tensors torch itself mixes up channels_last
         model, optimizer = trained(stage, "zerocore")
         expected = full_states(model, optimizer)
         offload = StateDictOptions(full_state_dict=True, cpu_offload=True)

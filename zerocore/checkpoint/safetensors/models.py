@@ -202,7 +202,7 @@ def _read_target(entry: Entry, target: Tensor) -> None:
     if isinstance(target, ShardedParameter):
         local_of(target).copy_(place.part_of(place.part_of_whole(full)))
     else:
-        own_elements(target).copy_(part_like(target, full))
+        own_elements(target).copy_(part_like(target, full) if hasattr(target, "_spec") else full)
 
 
 @operation("save_safetensors")

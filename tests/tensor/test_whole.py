@@ -1,0 +1,213 @@
+"""Stage 0: parameters, gradients and states are plain, as under DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zerocore
+from tests.distributed.harness import run_ranks
+from zerocore.tensor.rows import held_shard
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def look() -> None:
+    plain = net()
+    before = list(plain.parameters())
+    plain[0].weight.mark = "mine"
+    optimizer = torch.optim.AdamW(before)
+    model = zerocore.shard(plain, stage=0)
+    for param, other in zip(model.parameters(), before, strict=True):
+        assert param is other and type(param) is nn.Parameter
+        assert not zerocore.is_sharded(param)
+    assert model[0].weight.mark == "mine" and zerocore.is_sharded(model)
+    model(batch(0)).sum().backward()
+    assert all(type(param.grad) is Tensor and param.grad.is_leaf for param in before)
+    optimizer.step()
+    for state in optimizer.state.values():
+        assert all(type(value) is Tensor for value in state.values())
+    file = io.BytesIO()
+    torch.save([before, model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    params, state, _ = torch.load(file)
+    assert torch.equal(params[0], model[0].weight) and type(state["0.bias"]) is Tensor
+    assert torch.equal(copy.deepcopy(model[0].weight), model[0].weight)
+
+
+def test_programs_hold_plain_tensors() -> None:
+    run_ranks(look, 2)
+
+
+def look_at_exceptions() -> None:
+    """With main weights, or offload, parameters are shards at stage 0, too."""
+    mixed = zerocore.MixedPrecision(param_dtype=torch.bfloat16)
+    for options in ({"mixed_precision": mixed}, {"offload": zerocore.Offload()}):
+        model = zerocore.shard(net(), stage=0, **options)  # type: ignore[arg-type]
+        assert all(isinstance(p, zerocore.ShardedParameter) for p in model.parameters())
+
+
+def test_main_weights_and_offload_have_shards() -> None:
+    run_ranks(look_at_exceptions, 2)
+
+
+def set_data(p: Any, values: Tensor) -> None:
+    p.data = values
+
+
+def fill_row(p: Any, values: Tensor) -> None:
+    with torch.no_grad():
+        p[0] = 0.5
+
+
+def other_order(p: Any, values: Tensor) -> None:
+    p.data = values.t().contiguous().t() if values.dim() == 2 else values
+
+
+WRITES: dict[str, Callable[[Any, Tensor], None]] = {
+    "data=": set_data,
+    "row": fill_row,
+    "strides": other_order,
+    "copy_": lambda p, values: p.data.copy_(values),
+    "numpy": lambda p, values: p.detach().numpy().fill(0.25),
+}
+
+
+def write(name: str) -> None:
+    """The next forward, step and state dict see what a program has written."""
+    model, plain = zerocore.shard(net(), stage=0), net()  # DDP mixes up values of other strides
+    own = zerocore.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(4):
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            values = torch.full(param.shape, 0.1 * step).add_(torch.arange(param.shape[-1]))
+            WRITES[name](param, values.clone())
+            WRITES[name](other, values.clone())
+        full = zerocore.full_state_dict(model, rank0_only=False)
+        torch.testing.assert_close(full, dict(plain.state_dict()))
+        losses = [m(batch(step)).square().mean() for m in (model, plain)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        for param in plain.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        for each in (own, optimizer):
+            each.step()
+            each.zero_grad()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param, other)
+    loaded = {key: value * 0 + 3 for key, value in net().state_dict().items()}
+    zerocore.load_full_state_dict(model, loaded)
+    assert all(bool((param == 3).all()) for param in model.parameters())
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_of_a_program(name: str) -> None:
+    run_ranks(write, 2, name)
+
+
+def keep_gradients() -> None:
+    """Gradients, and what shares their memory, keep their values when they were dropped."""
+    model, ddp = zerocore.shard(net(), stage=0), DistributedDataParallel(net())
+    kept: list[list[Any]] = [[], []]
+    for step in range(3):
+        for held, each in zip(kept, (model, ddp), strict=True):
+            each(batch(step)).square().sum().backward()
+            grads = [p.grad for p in each.parameters()]
+            held += [*grads, *(g.data for g in grads), *(g.flatten()[1:] for g in grads)]
+            if step == 0:
+                each.zero_grad(set_to_none=False)  # zeroes what is kept as well
+            else:
+                for p in each.parameters():
+                    p.grad = p.grad.detach() if step == 1 else None
+        for own, right in zip(*kept, strict=True):
+            torch.testing.assert_close(own, right)
+
+
+def test_gradients_that_programs_keep() -> None:
+    run_ranks(keep_gradients, 2)
+
+
+def set_differing() -> None:
+    """Gradients that differ between ranks are an error of the next pass, on all ranks."""
+    model = zerocore.shard(net(), stage=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    params = list(model.parameters())
+    own = torch.autograd.grad(model(batch(0)).sum(), params)
+    for p, g in zip(params, own, strict=True):
+        p.grad = g
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"'0\.weight'.*\.grad was set.*dist\.all_reduce"):
+        model(batch(1)).sum().backward()
+    for p, g in zip(params, own, strict=True):
+        dist.all_reduce(g)
+        p.grad = g
+    optimizer.step()
+    model(batch(1)).sum().backward()
+
+
+def test_gradients_that_a_program_sets() -> None:
+    run_ranks(set_differing, 2)
+
+
+def hook_late() -> None:
+    """A post-accumulate-grad hook sees the average, and may step an optimizer."""
+    model, ddp = zerocore.shard(net(), stage=0), DistributedDataParallel(net())
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    expected = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        for each in (model, ddp):
+            each(batch(number)).square().mean().backward()
+        expected.step()
+        expected.zero_grad()
+        for own, right in zip(model.parameters(), ddp.parameters(), strict=True):
+            assert own.grad is None
+            torch.testing.assert_close(own, right)
+
+
+def test_hooks_see_averages() -> None:
+    run_ranks(hook_late, 2)
+
+
+def outlive() -> None:
+    """Parameters and graphs that outlive the model are those of a plain one."""
+    model = zerocore.shard(net(), stage=0)
+    params, loss = list(model.parameters()), model(batch(0)).sum()
+    del model
+    gc.collect()
+    plain = net()
+    plain(batch(0)).sum().backward()
+    loss.backward()
+    for own, right in zip(params, plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, right.grad)
+        assert held_shard(own) is None or held_shard(own).state_ref() is None
+        own.grad = None
+        own.data.mul_(2)
+
+
+def test_parameters_outlive_the_model() -> None:
+    run_ranks(outlive, 2)
