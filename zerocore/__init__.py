@@ -37,6 +37,7 @@ def load_core() -> None:
             "check_budget": "zerocore.planning.candidates",
             "make_group": "zerocore.emulation.backend",
             "probed_number": "zerocore.hooks.first_states",
+            "explain_norm": "zerocore.optim.non_finite",
         }
     )
 

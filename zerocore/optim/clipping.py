@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerocore._C import check_not_capturing
-from zerocore.common.alarm import operation, waiting
+from zerocore.common import late
+from zerocore.common.alarm import operation
 from zerocore.common.patching import around
 from zerocore.model.ranks import group_of
 from zerocore.tensor import pending_host_updates
@@ -97,7 +98,7 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type: expected p > 0 or inf, got {norm_type}")
     if not bound >= 0:
         raise ValueError(f"max_norm: expected 0 or more, got {max_norm}")
-    parts = _Parts(parameters)
+    parts = Parts(parameters)
     shards = (shard_of(param) for param in parts.params)
     for state in {shard.state_ref() for shard in shards if shard is not None} - {None}:
         check_not_capturing(state.device, "clip_grad_norm_ was called for a sharded model")
@@ -106,7 +107,7 @@ def clip_grad_norm_(
     if across is not None:
         total = reduce_norms(total, p, group_of(across, "across"))
     if error_if_nonfinite and not total.isfinite():
-        raise parts.explain(total)
+        raise late.call("explain_norm", parts, total)
     grads = [grad for grad in parts.grads if grad is not None]
     _scale(grads, torch.clamp(bound / (total + 1e-6), max=1.0))
     is_double = any(grad.dtype == torch.float64 for grad in grads)
@@ -128,7 +129,7 @@ def over_meshes(
     return clip_grad_norm_(params, max_norm, *args[:2], **kwargs)
 
 
-class _Parts:
+class Parts:
     """Parameters, each once, by the groups of ranks that hold their other parts."""
 
     def __init__(self, parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
@@ -166,49 +167,6 @@ class _Parts:
             self.norms[groups] = norm
         norms = list(self.norms.values()) or [torch.zeros((), dtype=torch.float64, device="cpu")]
         return torch.linalg.vector_norm(torch.stack(norms), p)
-
-    def explain(self, total: Tensor) -> NonFiniteGradError:
-        """Finds the first non-finite gradient; collective, see Note [One number]."""
-        first = [self._first_bad(g) for g, norm in self.norms.items() if not norm.isfinite()]
-        number, rank = min(first, default=(len(self.params), 0))
-        norm = total.item()
-        if number == len(self.params):
-            message = "every value is finite, only the norm is not; scale the loss down"
-            if all(norm.isfinite() for norm in self.norms.values()):
-                message = "the non-finite gradient is on another rank of across="
-            return _error(norm, message, None, None)
-        param = self.params[number]
-        shard, is_split = shard_of(param), len(tuple(groups_of(param))) > 0
-        name = f"parameters[{number}]" if shard is None else f"'{shard.fqn}'"
-        where = f", on rank {rank}" if is_split else ", on every rank"
-        where = " (not sharded)" if shard is None and not is_split else where
-        message = f"the first non-finite gradient belongs to {name}{where}"
-        fqn = None if shard is None else shard.fqn
-        return _error(norm, message, fqn, rank if is_split else None)
-
-    def _first_bad(self, groups: Groups) -> tuple[int, int]:
-        """Returns the index of the first such parameter, and the first rank with such elements."""
-        numbers, count = self.numbers[groups], len(self.params)
-        number = next((n for n in numbers if _is_bad(self.grads[n])), count)
-        num_ranks, rank = 1, 0
-        for group in groups:
-            num_ranks, rank = num_ranks * group.size(), rank * group.size() + group.rank()
-        first = self.norms[groups].new_tensor(number * num_ranks + rank, dtype=torch.int64)
-        for group in groups:
-            with waiting(group, "clip_grad_norm_"):
-                dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
-        return divmod(int(first), num_ranks)
-
-
-def _error(norm: float, message: str, fqn: str | None, rank: int | None) -> NonFiniteGradError:
-    advice = "No gradient was changed; skip this step with optimizer.zero_grad()"
-    text = f"the norm of the gradients is {norm}: {message}. {advice}"
-    return NonFiniteGradError(text, norm, fqn, rank)
-
-
-def _is_bad(grad: Tensor | None) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return grad is not None and not bool(grad.isfinite().all())
 
 
 def _norm(
