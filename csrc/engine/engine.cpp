@@ -5,7 +5,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "common/types.h"
@@ -151,11 +150,9 @@ void Engine::set_parked(bool parked) {
   if (parked) {
     const auto use = calls_.use();
     offload_.synchronize(); // gradients may be on their way to the host
+    reducer_.release_kept();
     for (const auto& unit : units_) {
       lifecycle_.refresh(unit->id());
-      if (std::ranges::any_of(unit->params(), &UnitParam::is_whole)) {
-        reducer_.views().take_changes(unit->id()); // gradients that programs keep get their copies
-      }
       if (!unit->context().mesh.shards_parameters) { // the parked memory is the full parameters
         hold_unsharded({unit->id()});
         release_unsharded({unit->id()}, /*write_back=*/false);

@@ -59,7 +59,7 @@ def look_at_exceptions() -> None:
     """With main weights, or offload, parameters are shards at stage 0, too."""
     mixed = zerocore.MixedPrecision(param_dtype=torch.bfloat16)
     for options in ({"mixed_precision": mixed}, {"offload": zerocore.Offload()}):
-        model = zerocore.shard(net(), stage=0, **options)  # type: ignore[arg-type]
+        model = zerocore.shard(net(), stage=0, **options)
         assert all(isinstance(p, zerocore.ShardedParameter) for p in model.parameters())
 
 
@@ -143,6 +143,30 @@ def keep_gradients() -> None:
 
 def test_gradients_that_programs_keep() -> None:
     run_ranks(keep_gradients, 2)
+
+
+def park() -> None:
+    """Gradients come back, those that a program keeps and those that it has set as well."""
+    model, ddp = zerocore.shard(net(), stage=0), DistributedDataParallel(net())
+    kept: list[list[Tensor]] = [[], []]
+    for held, each in zip(kept, (model, ddp), strict=True):
+        each(batch(0)).sum().backward()
+        params = list(each.parameters())
+        held += [p.grad.data for p in params[:2]]
+        params[0].grad = None
+        params[2].grad = params[2].grad * 2
+    with zerocore.parked(model):
+        pass
+    for each in (model, ddp):
+        each(batch(1)).sum().backward()
+    for own, right in zip(*kept, strict=True):
+        torch.testing.assert_close(own, right)
+    for own, right in zip(model.parameters(), ddp.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, right.grad)
+
+
+def test_parked_gradients() -> None:
+    run_ranks(park, 2)
 
 
 def set_differing() -> None:

@@ -47,11 +47,13 @@ class Memory:
 
     def bring(self, count: int | None = None, take: Callable[[Tensor], None] = take_memory) -> None:
         """Takes memory on the device for the first ``count`` tensors, and copies their values."""
+        brought = set()
         for tensor, copy in list(zip(self.tensors, self.copies, strict=False))[:count]:
             take(tensor)
             tensor.copy_(copy, non_blocking=True)
-        for window, part in self.windows if self.copies else ():
-            if window.nbytes > 0:
+            brought.add(tensor.untyped_storage()._cdata)
+        for window, part in self.windows:
+            if window.nbytes > 0 and part.untyped_storage()._cdata in brought:
                 move_window(window, part)
 
 
@@ -119,9 +121,9 @@ def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> list[Memory]:
             if local.device.type == state.device.type and is_plain and _differ(local, part):
                 memory.windows.append((local, part.detach()))
             grad = param.object.grad if param.is_whole else None
-            if grad is not None and _differ(grad, part):
+            if grad is not None:
                 kept = grad_view(state.engine, unit.index, position, grad)
-                if kept.data_ptr() == grad.data_ptr():
+                if kept.data_ptr() == grad.data_ptr():  # else the program has set it
                     memory.windows.append((grad, kept))
     storages = {tensor.untyped_storage()._cdata for memory in units for tensor in memory.tensors}
     states = []

@@ -52,7 +52,8 @@ void GradViews::take_changes(UnitId unit) {
     } else if (!current.defined()) {
       reduction_.drop(unit, i);
       param.used = false;
-    } else if (!is_seen && !current.is_same(own) && !current.is_same(grad(unit, i)) && own.defined()) {
+    } else if (
+        !is_seen && !current.is_same(own) && !current.is_same(grad(unit, i)) && own.defined()) {
       units_[unit]->memory().keep_grad(units_[unit]->layout().places()[i].region);
       own.copy_(current);
       reduction_.set_valid(unit, i, true);

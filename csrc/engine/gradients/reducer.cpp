@@ -171,9 +171,8 @@ bool Reducer::holds_back_any() const {
 }
 
 bool Reducer::has_grads(UnitId id) const {
-  return std::ranges::any_of(units_[id]->params(), [](const UnitParam& param) {
-    return own_gradient(param).defined();
-  });
+  return std::ranges::any_of(
+      units_[id]->params(), [](const UnitParam& param) { return own_gradient(param).defined(); });
 }
 
 // Users freeze and unfreeze parameters between steps.
@@ -199,6 +198,17 @@ void Reducer::move_seen_grads() {
   for (const auto& unit : units_) {
     std::ranges::for_each(unit->params(), move_seen_grad);
   }
+}
+
+void Reducer::release_kept() {
+  const at::NoGradGuard no_grad;
+  move_seen_grads();
+  for (const auto& unit : units_) {
+    if (std::ranges::any_of(unit->params(), &UnitParam::is_whole)) {
+      views_.take_changes(unit->id());
+    }
+  }
+  return_seen_grads();
 }
 
 // A pipeline's schedule adds to `grad` itself until its end.

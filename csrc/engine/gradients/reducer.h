@@ -78,6 +78,9 @@ class Reducer final : private Steps {
   }
   // See Note [Whole parameters]: when a backward begins.
   void move_seen_grads();
+  // Gives gradients that programs keep memory of their own, see Note [Gradients that programs
+  // keep].
+  void release_kept();
   bool deferred() const {
     return deferred_;
   }
