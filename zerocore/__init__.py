@@ -38,6 +38,7 @@ def load_core() -> None:
             "make_group": "zerocore.emulation.backend",
             "probed_number": "zerocore.hooks.first_states",
             "explain_norm": "zerocore.optim.non_finite",
+            "encode_changed": "zerocore.sharding.extensions",
         }
     )
 

@@ -183,6 +183,7 @@ void register_setup(py::class_<PyEngine>& engine) {
                 c10::fmap(full, [](const auto& value) { return value.value_or(at::Tensor()); });
             self.engine->materialize(unit, values, broadcast);
           })
+      .def("follow", [](PyEngine& self, UnitId unit) { self.engine->unit(unit).follow_whole(); })
       .def("full_values", method(&Engine::full_values), py::call_guard<py::gil_scoped_release>())
       .def(
           "bind",

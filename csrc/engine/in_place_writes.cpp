@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -29,6 +30,12 @@ int64_t checksum(const at::Tensor& values) {
     sum = mix(sum, static_cast<uint64_t>((chunk.to(at::kLong) * places).sum().item<int64_t>()));
   }
   return static_cast<int64_t>(sum >> 2);
+}
+
+// Returns the norm of the values on a logarithmic scale in steps of 0.1 %: ranks may round.
+int64_t magnitude(const at::Tensor& values) {
+  const double norm = values.norm().item<double>();
+  return std::isfinite(norm) && norm > 0.0 ? std::lround(1000.0 * std::log(norm)) : 0;
 }
 
 // Mixes `number` into `sum`, which becomes positive.
@@ -153,7 +160,7 @@ void InPlaceWrites::note_gradients(UnitId id, const GradViews& views) {
   for (size_t i = 0; i < unit.params().size(); ++i) {
     const at::Tensor& grad = gradient_of(unit.params()[i].full);
     if (views.is_set(id, static_cast<int>(i)) && grad.layout() == at::kStrided) {
-      mix_in(sums_[first_[id] + i], checksum(grad.flatten()));
+      mix_in(sums_[first_[id] + i], magnitude(grad));
     }
   }
 }

@@ -41,8 +41,8 @@ class InPlaceWrites {
   // optimizer's step, because their gradients are the same on all ranks.
   void note(UnitId unit, size_t param, int64_t number);
   bool takes_notes() const;
-  // Adds the gradients of whole parameters that a program has set, which a step is about to use:
-  // torch.autograd.grad, for one, does not average them.
+  // Adds the size of gradients of whole parameters that a program has set, which a step is about to
+  // use: torch.autograd.grad, for one, does not average them.
   void note_gradients(UnitId unit, const GradViews& views);
   void set_updating(bool updating) {
     updating_ = updating;

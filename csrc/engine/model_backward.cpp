@@ -60,6 +60,7 @@ void ModelCalls::begin_backward() {
       " of the model's ranks, so there is nothing to average this backward with. All ranks must "
       "skip it: let them agree on that before the backward.");
   for (const auto& unit : units_) {
+    unit->follow_whole();
     lifecycle_.trainable().sync(unit->id());
   }
   schedule_.begin_backward();

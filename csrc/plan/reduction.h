@@ -265,6 +265,11 @@ class Reduction {
   // Returns the elements of the parameter, as a range of the region, that a Pack adds to; it
   // overwrites the others. If it adds to none, the range is empty, at the parameter's begin.
   Range added(const Step& pack, int param) const;
+  // Sets whether the unit's gradients are averages. At stage 0 a gradient from before is then a
+  // part of the next average, on each rank its own, as under DistributedDataParallel.
+  void set_averages(UnitId unit, bool averages) {
+    averages_.at(unit) = averages;
+  }
   // Returns whether the unit's gradients are final in this step: its last reduction was with sync.
   bool is_final(UnitId unit) const {
     return final_.at(unit);
@@ -294,6 +299,7 @@ class Reduction {
 
   Memory target(Key key, bool holds) const;
   bool holds_bare(Key key) const;
+  bool averages_again(Key key) const;
   void pack(Key key, bool holds, Steps& steps);
   // Takes a block of the pool unless the region holds it.
   void take(Key key, Memory memory, Steps& steps);
@@ -318,6 +324,7 @@ class Reduction {
   ReductionFacts facts_;
   ReductionState state_;
   std::vector<bool> final_; // by unit
+  std::vector<bool> averages_; // by unit
   std::deque<std::vector<Key>> in_flight_; // regions of the units being reduced, oldest first
 };
 

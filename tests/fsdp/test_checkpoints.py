@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+import zerocore
 from tests.distributed.harness import run_ranks
 from tests.fsdp.both import ENGINES, full_params, loss_of, make_net, shard_blocks, tokens_of
 
@@ -107,6 +108,41 @@ def exchange_state_dicts() -> None:
         with torch.no_grad():
             model(tokens_of(0))  # the root's parameters stay unsharded
         assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embed(tokens))  # type: ignore[no-any-return]
+
+
+def assign_tied() -> None:
+    """A load with ``assign=True`` gives each name its own tensor; the engine ties them again."""
+    torch.manual_seed(0)
+    plain = Tied()
+    with torch.device("meta"):
+        model = Tied()
+    zerocore.fsdp.fully_shard(model)
+    values = {
+        key: distribute_tensor(plain.state_dict()[key], value.device_mesh, value.placements)
+        for key, value in model.state_dict().items()
+    }
+    model.load_state_dict(values, assign=True)
+    tokens = torch.arange(6)
+    loss, expected = model(tokens).square().sum(), plain(tokens).square().sum()
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    assert model.out.weight is model.embed.weight
+    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad)
+
+
+def test_tied_parameters_that_a_load_assigns() -> None:
+    run_ranks(assign_tied, 2)
 
 
 def test_checkpoints_go_from_one_to_the_other(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
 from tests.distributed.harness import run_ranks
-from zerocore.tensor.rows import held_shard
+from zerocore.tensor.rows import held_shard, shard_of
 
 
 def net() -> Any:
@@ -167,6 +169,108 @@ def park() -> None:
 
 def test_parked_gradients() -> None:
     run_ranks(park, 2)
+
+
+def square() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+
+
+def swap(m: Any) -> None:
+    m[0].weight.data, m[2].weight.data = m[2].weight.data, m[0].weight.data
+
+
+def turn(m: Any) -> None:
+    m[0].weight.data = m[0].weight.data.t()
+
+
+def own_memory(m: Any) -> None:
+    m[2].bias.data = torch.full((5,), 0.5)
+
+
+MOVES: dict[str, Callable[[Any], None]] = {"swap": swap, "turn": turn, "own memory": own_memory}
+
+
+def move(name: str, moment: str, folder: Path) -> None:
+    """Parameters lie where a program puts them, also within the engine's memory."""
+    model, plain = zerocore.shard(square(), stage=0), square()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(3):
+        losses = []
+        for m in (model, plain):
+            if moment == "before":
+                MOVES[name](m)
+            losses.append(m(batch(step)).square().mean())
+            if moment == "between" and step == 1:
+                MOVES[name](m)
+        if step == 2:
+            zerocore.save_safetensors(model, folder / "saved")
+            with zerocore.parked(model):
+                pass
+        for loss in losses:
+            loss.backward()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(other.grad)
+            other.grad /= dist.get_world_size()
+            torch.testing.assert_close(param.grad, other.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        full = zerocore.full_state_dict(model, rank0_only=False)
+        torch.testing.assert_close(full, dict(plain.state_dict()))
+    zerocore.load_safetensors(model, folder / "saved")
+    zerocore.load_full_state_dict(model, full)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param, full[shard_of(param).fqn])
+        torch.testing.assert_close(param, other)
+
+
+@pytest.mark.parametrize("moment", ["before", "between"])
+@pytest.mark.parametrize("name", MOVES)
+def test_parameters_that_a_program_moves(name: str, moment: str, tmp_path: Path) -> None:
+    if (name, moment) != ("own memory", "between"):  # autograd computes with the new values
+        run_ranks(move, 2, name, moment, tmp_path)
+
+
+def add_to_differing() -> None:
+    """A backward with sync averages what was in ``grad`` of each rank, as DDP does."""
+    for change in ("set", "in place", "dropped", "no_sync"):
+        model, ddp = zerocore.shard(net(), stage=0), DistributedDataParallel(net())
+        for each in (model, ddp):
+            with each.no_sync() if change == "no_sync" else nullcontext():
+                each(batch(0)).square().sum().backward()
+            for p in each.parameters():
+                if change == "set":
+                    p.grad = torch.full_like(p, float(dist.get_rank()))
+                elif change == "in place":
+                    p.grad.mul_(dist.get_rank() + 1)
+                elif change == "dropped" and dist.get_rank() == 1:
+                    p.grad = None
+            each(batch(1)).square().sum().backward()
+        for own, right in zip(model.parameters(), ddp.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, right.grad, msg=change)
+
+
+def test_gradients_of_each_rank_are_averaged() -> None:
+    run_ranks(add_to_differing, 2)
+    run_ranks(add_to_differing, 3)
+
+
+def keep_an_array() -> None:
+    model = zerocore.shard(nn.Linear(2000, 1000), stage=0)
+    model(torch.ones(1, 2000)).sum().backward()
+    array = model.weight.grad.numpy()
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 2000)).sum().backward()
+    del model
+    gc.collect()
+    torch.empty(3_000_000).fill_(7.0)  # may lie where freed memory was
+    assert (array == 1.0).all()
+
+
+def test_an_array_keeps_its_memory() -> None:
+    run_ranks(keep_an_array, 2)
 
 
 def set_differing() -> None:

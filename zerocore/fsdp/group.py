@@ -119,6 +119,8 @@ class RowParam:
         assert isinstance(new, nn.Parameter)
         if new is not old:
             self.param = new
+            for owner, name in self.owners[1:]:  # as FSDP2 does: the first one's is shared again
+                owner._parameters[name] = new
 
 
 class Root:

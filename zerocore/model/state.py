@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import TypeIs
 
 from zerocore._C import Engine, ParamSpec
+from zerocore.common import late
 from zerocore.common.eager import eager
 from zerocore.model.meters import Meters
 from zerocore.model.parameter_meshes import PartRanges
@@ -200,28 +201,9 @@ class ShardState:
         return [extension for unit in self.units for extension in unit.extensions]
 
     def encode(self) -> None:
-        """Encodes the parameters that gather themselves and have changed. If one raises, its rank
-        raises its error, and the other ranks raise a RuntimeError that names the parameter."""
-        stale = [extension for extension in self.extensions if extension.is_stale()]
-        if not stale:
-            return
-        errors: dict[str, Exception] = {}
-        for extension in stale:
-            try:
-                extension.encode()
-            except Exception as error:
-                errors[extension.fqn] = error
-        failed = self.engine.any_rank([extension.fqn in errors for extension in stale])
-        for extension in stale if any(failed) else ():
-            extension.encoded_version = -1  # on all ranks
-        for own_error in errors.values():
-            raise own_error
-        for extension, has_failed in zip(stale, failed, strict=True):
-            if has_failed:
-                raise RuntimeError(
-                    f"parameter '{extension.fqn}': another rank could not say what to gather for "
-                    "it; see that rank's error"
-                )
+        """Encodes the parameters that gather themselves and have changed."""
+        if self.extensions:
+            late.call("encode_changed", self)
 
     def several(self) -> list[str]:
         """Returns the names of frozen parameters of several tensors, which are not sharded."""

@@ -257,3 +257,28 @@ def _bind_several(engine: Engine, unit: Unit, extension: Extension) -> None:
     for owner, name in extension.owners:
         owner._parameters[name] = shard
     unit.encoded.append(Encoded(engine.spec(unit.index, position), None))
+
+
+def encode_changed(state: ShardState) -> None:
+    """Encodes the parameters that gather themselves and have changed. If one raises, its rank
+    raises its error, and the other ranks raise a RuntimeError that names the parameter."""
+    stale = [extension for extension in state.extensions if extension.is_stale()]
+    if not stale:
+        return
+    errors: dict[str, Exception] = {}
+    for extension in stale:
+        try:
+            extension.encode()
+        except Exception as error:
+            errors[extension.fqn] = error
+    failed = state.engine.any_rank([extension.fqn in errors for extension in stale])
+    for extension in stale if any(failed) else ():
+        extension.encoded_version = -1  # on all ranks
+    for own_error in errors.values():
+        raise own_error
+    for extension, has_failed in zip(stale, failed, strict=True):
+        if has_failed:
+            raise RuntimeError(
+                f"parameter '{extension.fqn}': another rank could not say what to gather for "
+                "it; see that rank's error"
+            )

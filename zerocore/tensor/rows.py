@@ -174,7 +174,10 @@ def own_elements(value: Any, reads_only: bool = False) -> Tensor:
     """Returns this rank's part of a shard or DTensor, or a whole plain tensor, on its memory and
     without a gradient; writes count as writes to ``value``. It also works while a parameter is
     full, from any thread."""
-    if (known := shard_of(value)) is not None and not known.is_whole:
+    known = shard_of(value)
+    if known is not None and known.is_whole:
+        follow(known)
+    elif known is not None:
         (pending_host_updates.finish_updates if reads_only else pending_host_updates.finish)()
         return known.elements.detach()
     return local_of(value) if isinstance(value, Placed) else local_part(value).detach()
@@ -262,6 +265,8 @@ def cuts_of(param: Any) -> list[int]:
 def elements_of(value: Any, param: Any) -> Tensor:
     """Returns this rank's elements of a value of the parameter's shape, 1-D, in the order of its
     place; on the same memory if the memory has this order."""
+    if (shard := held_shard(param)) is not None:
+        follow(shard)
     if isinstance(param, ShardedParameter):
         return local_of(value)
     if not hasattr(param, "_spec"):
@@ -298,6 +303,12 @@ def as_rows(value: Any, param: Any) -> Any:
     dim, shape = _cut_dims(param)[0], local_part(param).shape
     sizes = (shape[dim], *shape[:dim], *shape[dim + 1 :])
     return as_part(local_of(value).view(sizes).movedim(0, dim), param)
+
+
+def follow(shard: Any) -> None:
+    """Lets the hidden shard of a parameter follow the memory that a program has set as ``data``."""
+    if shard.is_whole and (state := shard.state_ref()) is not None:
+        state.engine.follow(shard.unit)
 
 
 def in_memory_order(value: Tensor, param: Tensor) -> Tensor:

@@ -118,7 +118,8 @@ def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> list[Memory]:
         for position, param in enumerate(unit.params):
             part, local = state.engine.make_shard(unit.index, position), own_elements(param.shard)
             is_plain = not hasattr(local, "__tensor_flatten__")
-            if local.device.type == state.device.type and is_plain and _differ(local, part):
+            is_there = is_plain and local.data_ptr() == part.data_ptr()  # no program has moved it
+            if local.device.type == state.device.type and is_there and _differ(local, part):
                 memory.windows.append((local, part.detach()))
             grad = param.object.grad if param.is_whole else None
             if grad is not None:

@@ -8,6 +8,17 @@
 
 namespace zerocore {
 
+namespace {
+
+// The values of a gradient that a program keeps, and their memory from before: an array of NumPy
+// has its address.
+struct KeptValues {
+  c10::Storage values;
+  c10::DataPtr before;
+};
+
+} // namespace
+
 const at::Tensor& own_gradient(const UnitParam& param) {
   static const at::Tensor none;
   return param.is_whole && !param.moved_grad ? none : gradient_of(param.full);
@@ -55,7 +66,7 @@ void GradViews::take_changes(UnitId unit) {
     } else if (
         !is_seen && !current.is_same(own) && !current.is_same(grad(unit, i)) && own.defined()) {
       units_[unit]->memory().keep_grad(units_[unit]->layout().places()[i].region);
-      own.copy_(current);
+      own.copy_(current.layout() == at::kStrided ? current : current.to_dense());
       reduction_.set_valid(unit, i, true);
     }
   }
@@ -84,7 +95,8 @@ bool GradViews::shows(const Param& param, const at::Tensor& current) {
 bool GradViews::is_set(UnitId unit, int param) const {
   const UnitParam& owner = units_[unit]->params()[param];
   const at::Tensor& current = gradient_of(owner.full);
-  return owner.is_whole && current.defined() && !shows(params_[unit][param], current);
+  const bool is_set = owner.is_whole && !alone_[unit] && current.defined();
+  return is_set && !shows(params_[unit][param], current);
 }
 
 bool GradViews::takes_values(const at::Tensor& current) {
@@ -95,9 +107,9 @@ void GradViews::let_go(Param& param) const {
   param.seen.reset();
   if (const auto storage = param.window->lock()) {
     const at::Tensor values = param.grad.clone();
-    const auto owner = std::make_shared<c10::Storage>(values.storage());
-    c10::Storage(storage).set_data_ptr(
-        kept_memory(owner, values.mutable_data_ptr(), values.device()));
+    const auto kept = std::make_shared<KeptValues>(KeptValues{values.storage(), {}});
+    kept->before = c10::Storage(storage).set_data_ptr(
+        kept_memory(kept, values.mutable_data_ptr(), values.device()));
   }
 }
 

@@ -77,7 +77,8 @@ class GradViews {
   void show(UnitId unit, bool reduced, bool alone);
   // Sets `.grad` to the averages again after a backward with sync, if the unit has no sums left.
   void show_averages(UnitId unit);
-  // Returns whether a program has set the gradient of a whole parameter.
+  // Returns whether a program has set the gradient of a whole parameter, behind a backward with
+  // sync.
   bool is_set(UnitId unit, int param) const;
   // Forgets which parameters a failed backward used.
   void forget_used();

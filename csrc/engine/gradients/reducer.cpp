@@ -143,6 +143,10 @@ void Reducer::reduce(UnitId id) {
   }
   note_trainable(id);
   views_.note_used(id);
+  const Unit& unit = *units_[id];
+  const double average = 1.0 / static_cast<double>(unit.context().mesh.divisor);
+  const bool has_whole = std::ranges::any_of(unit.params(), &UnitParam::is_whole);
+  reduction_.set_averages(id, has_whole && unit.settings().gradient_scale == average);
   const bool is_reduced = reduction_.reduce(id, sync, *this);
   units_[id]->runner().launch();
   clear_full_grads(id);

@@ -76,7 +76,8 @@ class Unit {
   // params(). With broadcast, rank 0's values win; other ranks' may be undefined. By rows all are
   // undefined: the shards stay zero until Python fills them.
   void materialize(const std::vector<at::Tensor>& full, bool broadcast);
-  // Points shards of whole parameters at the memory that programs have set as their data.
+  // Points shards of whole parameters at the memory that programs have set as their data. Copies
+  // values whose strides are others.
   void follow_whole();
   // Returns the full parameters on every rank, in new memory: main weights if there are any.
   std::vector<at::Tensor> full_values() const;
@@ -194,6 +195,8 @@ class Unit {
   const at::Tensor& model_shard(int region) const;
   const at::Tensor& updated_shard(int region) const;
   void allocate_persistent();
+  // Returns whether a whole parameter lies in memory that a program has set.
+  bool has_moved(size_t param) const;
   void take(const Bucket& staging);
   bool is_gathered(int region) const {
     return gathered_[region] == versions_.of_region(region);

@@ -140,10 +140,6 @@ at::Tensor own_part(const Unit& unit, const Bucket& full, int region) {
 
 namespace {
 
-bool is_at_home(const UnitParam& param) {
-  return param.full.storage().unsafeGetStorageImpl() == param.full_home;
-}
-
 // Throws unless `given`, which the user has set as the parameter's data, fits into `home`.
 void check_data(const UnitParam& param, const at::Tensor& given, at::IntArrayRef shape) {
   const at::ScalarType dtype = param.shard.scalar_type();
@@ -204,7 +200,7 @@ void Unit::take(const Bucket& staging) {
   }
   for (size_t i = 0; i < params_.size(); ++i) {
     const UnitParam& param = params_[i];
-    if (param.is_whole && !is_at_home(param)) {
+    if (has_moved(i)) {
       const ParamPlace& place = layout_.places()[i];
       param.full.detach().copy_(
           staging.view(place.region, place.offset, param.spec.shape, param.strides));
@@ -225,7 +221,7 @@ std::vector<at::Tensor> Unit::full_values() const {
   }
   const std::vector<at::Tensor> found = values.by_param();
   for (size_t param = 0; param < params_.size(); ++param) {
-    if (params_[param].is_whole && !is_at_home(params_[param])) {
+    if (has_moved(param)) {
       found[param].copy_(params_[param].full);
     }
   }
@@ -235,8 +231,13 @@ std::vector<at::Tensor> Unit::full_values() const {
 void Unit::follow_whole() {
   const c10::InferenceMode normal(false);
   const at::NoGradGuard no_grad;
-  for (UnitParam& param : params_) {
-    if (!param.is_whole || param.full.data_ptr() == param.shard.data_ptr()) {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    UnitParam& param = params_[i];
+    const at::Tensor& full = param.full;
+    if (!param.is_whole ||
+        (full.const_data_ptr() == param.shard.const_data_ptr() &&
+         full.sizes() == param.spec.shape && full.strides() == param.strides &&
+         full.dtype() == param.shard.dtype())) {
       continue;
     }
     const at::Tensor given = param.full.detach();
@@ -247,7 +248,17 @@ void Unit::follow_whole() {
     }
     const at::Tensor home = param.full.detach();
     param.shard.set_data(home.as_strided({home.numel()}, {1}));
+    versions_.mark_written(i);
   }
+}
+
+bool Unit::has_moved(size_t index) const {
+  const UnitParam& param = params_[index];
+  const ParamPlace& place = layout_.places()[index];
+  const auto home = [&] {
+    return bucket_.view(place.region, place.offset, param.spec.shape, param.strides);
+  };
+  return param.is_whole && param.full.const_data_ptr() != home().const_data_ptr();
 }
 
 void Unit::cast_main() {
@@ -308,7 +319,8 @@ std::vector<int> Unit::take_back(bool keeps) {
   std::vector<int> found;
   for (size_t param = 0; param < params_.size(); ++param) {
     at::Tensor& full = params_[param].full;
-    if (params_[param].is_whole || is_at_home(params_[param])) {
+    const bool is_at_home = full.storage().unsafeGetStorageImpl() == params_[param].full_home;
+    if (params_[param].is_whole || is_at_home) {
       continue;
     }
     found.push_back(static_cast<int>(param));
