@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import zerocore
+from tests.distributed.values import own_of
 from tests.gpu.training import VARIANTS, Branches, Stack, peers, run_step, shard, train
 
 Sharded = tuple[Stack, torch.optim.Optimizer]
@@ -28,7 +29,7 @@ def bits(model: Stack, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
     """Copies on the host of this rank's parameters and of the optimizer's states."""
     found = {}
     for name, param in model.named_parameters():
-        found[name] = param.local().detach().to("cpu", copy=True)
+        found[name] = own_of(param).detach().to("cpu", copy=True)
         states = optimizer.state[param]
         assert {"exp_avg", "exp_avg_sq"} <= set(states)
         for key, value in states.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.distributed.values import own_of
 from tests.gpu.delays import CYCLES, RandomDelays, sleep
 from tests.gpu.training import PRECISIONS, VARIANTS, Stack, Variant, peers, shard, train
 from zerocore.model.state import state_of
@@ -25,7 +26,7 @@ def train_delayed(
         losses = train(model, micro_batches=variant.micro_batches)
         if seed is not None:
             assert delays.num_delays > 3
-        shards = {name: p.local().cpu().clone() for name, p in model.named_parameters()}
+        shards = {name: own_of(p).cpu().clone() for name, p in model.named_parameters()}
         return losses, shards
 
 

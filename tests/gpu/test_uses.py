@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zerocore
 import zerocore.fsdp
+from tests.distributed.values import own_of
 from tests.gpu.checks import (
     assert_same_bits,
     bits,
@@ -108,7 +109,7 @@ def park(model: Stack, optimizer: torch.optim.Optimizer, device: torch.device) -
     if device.type == "cpu":
         with zerocore.parked(model, optimizer):
             return
-    shards = [param.local() for param in model.parameters()]
+    shards = [own_of(param) for param in model.parameters()]
     nbytes = sum(each.nbytes for each in shards if each.is_cuda)
     del shards
     held = torch.cuda.memory_allocated(device)

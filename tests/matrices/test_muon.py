@@ -17,8 +17,8 @@ from tests.matrices.whole_matrices import (
     Block,
     OneProcess,
     assert_equal,
-    cut_into_small_rounds,
     full_parameters,
+    in_small_rounds,
     is_for_muon,
     make_muon,
     seeded_model,
@@ -35,8 +35,8 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@in_small_rounds
 def train_all(cases: list[tuple[dict[str, Any], tuple[int, ...]]]) -> None:
-    cut_into_small_rounds()
     for options, stages in cases:
         expected = train_by_torch(3, **options)
         for stage in stages:
@@ -54,8 +54,8 @@ def test_options_are_torchs() -> None:
     run_ranks(train_all, 2, [(options, (3,)) for options in OPTIONS[1:]])
 
 
+@in_small_rounds
 def train_hybrid() -> None:
-    cut_into_small_rounds()
     expected = train_by_torch(3, lr=0.02)
     for stage in (0, 1, 3):
         for shape in ((2, 2), (4, 1)):

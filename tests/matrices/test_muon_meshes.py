@@ -20,8 +20,8 @@ from tests.matrices.whole_matrices import (
     Block,
     OneProcess,
     assert_equal,
-    cut_into_small_rounds,
     full_parameters,
+    in_small_rounds,
     is_for_muon,
     make_muon,
     seeded_model,
@@ -62,8 +62,8 @@ def muon_of(model: nn.Module) -> zerocore.matrices.Muon:
     return zerocore.matrices.Muon(named, lr=0.02, adamw=ADAMW, adamw_names=BIASES)
 
 
+@in_small_rounds
 def train_experts(stage: int, layout: str) -> None:
-    cut_into_small_rounds()
     model = sharded(*LAYOUTS[layout], stage)
     optimizer = muon_of(model)
     train_beside_one_process(model, optimizer, layout)
@@ -78,9 +78,9 @@ def test_experts_are_trained_as_in_one_process(stage: int, layout: str) -> None:
     run_ranks(train_experts, 4, stage, layout)
 
 
+@in_small_rounds
 def train_rows() -> None:
     """Of fully_shard: on one mesh, on two, and with replicas."""
-    cut_into_small_rounds()
     fully_shard = zerocore.fsdp.fully_shard
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
     for dense, experts in ((mesh._flatten(), mesh["edp"]), (mesh, mesh["edp"])):
@@ -104,8 +104,8 @@ def shard_on_two_meshes(stage: int) -> dict[str, Any]:
     return {"stage": stage, "groups": {"blocks.1.*": zerocore.ParameterMesh(mesh["edp"])}}
 
 
+@in_small_rounds
 def train_bare_parts() -> None:
-    cut_into_small_rounds()
     expected = train_by_torch(3, lr=0.02)
     for stage in (0, 1, 3):
         model, _ = train_sharded(partial(make_muon, lr=0.02), 3, **shard_on_two_meshes(stage))

@@ -15,8 +15,8 @@ import zerocore
 from tests.distributed.harness import run_ranks
 from tests.matrices.whole_matrices import (
     assert_equal,
-    cut_into_small_rounds,
     full_parameters,
+    in_small_rounds,
     seeded_model,
     take_steps,
     train_sharded,
@@ -86,8 +86,8 @@ def make_owned(kind: Kind, model: nn.Module) -> torch.optim.Optimizer:
     return zerocore.matrices.owned(cls, select(model.named_parameters()), **options)
 
 
+@in_small_rounds
 def train_all(stages: tuple[int, ...]) -> None:
-    cut_into_small_rounds()
     for kind in OPTIMIZERS:
         train_kind(kind, stages)
 
@@ -124,10 +124,10 @@ def test_steps_and_states_are_those_of_one_process(world_size: int) -> None:
     run_ranks(train_all, world_size, STAGES if world_size == 2 else (3,))
 
 
+@in_small_rounds
 def train_packaged() -> None:
     import pytorch_optimizer
 
-    cut_into_small_rounds()
     for cls, options in (
         (pytorch_optimizer.SOAP, {"lr": 0.02, "precondition_frequency": 1}),
         (pytorch_optimizer.Shampoo, {"lr": 0.02}),

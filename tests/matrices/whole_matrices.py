@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -60,9 +60,18 @@ class Model(nn.Module):
         return (x @ self.embed.weight.mT).float().logsumexp(-1).mean() + self.frozen.sum() * 0
 
 
-def cut_into_small_rounds() -> None:
-    """In this process; by default all matrices here go in one."""
-    ownership._MIN_ROUND_NBYTES = 512
+def in_small_rounds(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Cuts matrices into several rounds while `function` runs; by default all here go in one."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        before, ownership._MIN_ROUND_NBYTES = ownership._MIN_ROUND_NBYTES, 512
+        try:
+            return function(*args)
+        finally:  # the process runs other tests
+            ownership._MIN_ROUND_NBYTES = before
+
+    return run
 
 
 def seeded_model() -> Model:
