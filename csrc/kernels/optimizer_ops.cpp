@@ -65,7 +65,8 @@ void check_sized(
       weight.numel(),
       " of its weight");
   TORCH_CHECK_VALUE(
-      list[index].sizes() != weight.sizes() || list[index].strides() == weight.strides(),
+      weight.dim() < 2 || list[index].sizes() != weight.sizes() ||
+          list[index].strides() == weight.strides(),
       kOp,
       ": ",
       name,

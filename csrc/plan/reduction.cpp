@@ -149,7 +149,9 @@ void Reduction::reset(Steps& steps) {
   in_flight_.clear();
   for (const Key& key : state_.regions()) {
     RegionState& state = state_.of(key);
-    state.local = false;
+    // `.grad` shows them in the memory that stays, as under DistributedDataParallel.
+    const bool stays = state.local && !facts_.mesh_of(key.first).shards_gradients;
+    state.local = stays;
     state.across = false;
     state.result = Memory::Kept; // Reducer::reset() has waited for copies to the host
     steps.run(make_step(StepKind::Wait, key));
@@ -158,7 +160,8 @@ void Reduction::reset(Steps& steps) {
     }
     free_all(key, Memory::Kept, steps);
     for (const int param : facts_.region_of(key).params) {
-      state_.params(key.first)[param].local = false;
+      ParamState& own = state_.params(key.first)[param];
+      own.local = own.local && stays;
     }
   }
 }

@@ -244,7 +244,8 @@ class Reduction {
   bool reduce(UnitId unit, bool sync, Steps& steps);
   // Ends a backward: completes all reductions.
   void finish(Steps& steps);
-  // Forgets reductions and local sums. Gives back all blocks, whichever steps were carried out.
+  // Forgets reductions, and local sums that `.grad` does not show. Gives back all blocks, whichever
+  // steps were carried out.
   void reset(Steps& steps);
 
   // Sets whether the region's parameters get gradients; at first its layout says so.

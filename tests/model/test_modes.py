@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.distributed.training import (
     full_gradients,
     train_reference,
 )
+from tests.distributed.values import full_of
 from tests.zoo_case import Case
 
 CASES = ("plain", "tied", "mixed_dtypes", "encoder_decoder", "looped")
@@ -225,6 +227,34 @@ def recover(stage: int, name: str, hook: Callable[..., None], reset: bool) -> No
             accumulate(model, case, step)
             assert_gradients(model, case, step)
             model.zero_grad()
+
+
+def fail_behind_no_sync(stage: int, reset: bool) -> None:
+    """Sums of a micro-batch without sync are averaged later, as DDP's, also if a forward fails."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 1))
+    ddp = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    model = zerocore.shard(plain, stage=stage)
+    xs = torch.randn(3, dist.get_world_size(), 2, 5)[:, dist.get_rank()]
+    for each in (model, ddp):
+        with each.no_sync():
+            each(xs[0]).square().sum().backward()
+    handle = model[1].register_forward_hook(fail_forward)
+    with pytest.raises(Failure):
+        model(xs[1])
+    handle.remove()
+    if reset:
+        zerocore.reset(model)
+    for x in xs[1:]:
+        for each in (model, ddp):
+            each(x).square().sum().backward()
+        for own, right in zip(model.parameters(), ddp.parameters(), strict=True):
+            torch.testing.assert_close(full_of(own.grad), right.grad)
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["as_is", "reset"])
+def test_sums_stay_when_a_forward_fails(stage: int, reset: bool) -> None:
+    run_ranks(fail_behind_no_sync, 3, stage, reset)
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["as_is", "reset"])
