@@ -44,7 +44,7 @@ void check_counts(const AdamWTensors& tensors) {
   }
 }
 
-// Checks tensor `index` of a list as check_member() does, and that it lies in memory as its weight.
+// Checks tensor `index` of a list as check_member() does, and its size and strides: its weight's.
 void check_sized(
     const char* name,
     at::TensorList list,

@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 def in_small_rounds(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cuts matrices into several rounds while `function` runs; by default all here go in one."""
+    """Runs `function` with matrices sent in several rounds; these are small and would go in one."""
 
     @wraps(function)
     def run(*args: Any) -> Any:

@@ -233,7 +233,7 @@ def test_parameters_that_a_program_moves(name: str, moment: str, tmp_path: Path)
 
 
 def add_to_differing() -> None:
-    """A backward with sync averages what was in ``grad`` of each rank, as DDP does."""
+    """The next backward with sync averages also what each rank had in ``grad``, as DDP does."""
     for change in ("set", "in place", "dropped", "no_sync"):
         model, ddp = zerocore.shard(net(), stage=0), DistributedDataParallel(net())
         for each in (model, ddp):
@@ -274,7 +274,7 @@ def test_an_array_keeps_its_memory() -> None:
 
 
 def set_differing() -> None:
-    """Gradients that differ between ranks are an error of the next pass, on all ranks."""
+    """If the gradients that a program sets differ, all ranks raise in the next pass."""
     model = zerocore.shard(net(), stage=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     params = list(model.parameters())

@@ -58,8 +58,9 @@ def _missing(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any], dict[s
 def make_until_step(optimizer: Optimizer) -> None:
     """Makes the missing states for a state dict.
 
-    First states may depend on the values of parameters or of a first gradient. Such ones are not
-    made behind a step, and the first step drops them, unless somebody has loaded something.
+    Some optimizers take first states from the parameters' values or from a first gradient. Once the
+    optimizer has stepped, no such states are made. Before that they are, and the first step drops
+    them, unless the program has changed or loaded some.
     """
     if makes_all(optimizer):
         make_states(optimizer)

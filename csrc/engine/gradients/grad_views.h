@@ -33,7 +33,8 @@
 
 namespace zerocore {
 
-// Returns what autograd has accumulated for the parameter, and no reduction has taken yet.
+// Returns the gradient that autograd has accumulated for the parameter in this backward; undefined
+// if there is none, or a reduction has packed it.
 const at::Tensor& own_gradient(const UnitParam& param);
 // Move what programs see in `grad` of a whole parameter to the shard, and back.
 void move_seen_grad(UnitParam& param);
