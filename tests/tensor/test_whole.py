@@ -147,6 +147,37 @@ def test_gradients_that_programs_keep() -> None:
     run_ranks(keep_gradients, 2)
 
 
+def views_of(flat: Tensor, params: list[Any]) -> list[Tensor]:
+    parts = flat.split([p.numel() for p in params])
+    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
+
+
+def train_flat() -> None:
+    """Weights and gradients are views of two flat buffers, through which the program works."""
+    losses: list[list[Tensor]] = [[], []]
+    for found, sharded in zip(losses, (True, False), strict=True):
+        model = zerocore.shard(net(), stage=0) if sharded else DistributedDataParallel(net())
+        params: list[Any] = list(model.parameters())
+        weights = torch.cat([p.detach().flatten() for p in params])
+        grads = torch.zeros_like(weights)
+        pairs = zip(params, views_of(weights, params), views_of(grads, params), strict=True)
+        for p, weight, grad in pairs:
+            p.data, p.grad = weight, grad
+        for step in range(4):
+            loss = model(batch(step)).square().mean()
+            loss.backward()
+            norm = grads.norm()
+            weights.sub_(grads * torch.clamp(0.1 / norm, max=1.0)).mul_(0.9)
+            found += [loss.detach(), norm, weights.clone()]
+            grads.zero_()
+    torch.testing.assert_close(*losses)
+
+
+def test_flat_buffers_of_a_program() -> None:
+    run_ranks(train_flat, 2)
+    run_ranks(train_flat, 3)
+
+
 def park() -> None:
     """Gradients come back, those that a program keeps and those that it has set as well."""
     model, ddp = zerocore.shard(net(), stage=0), DistributedDataParallel(net())
