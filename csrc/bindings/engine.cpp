@@ -278,6 +278,7 @@ void register_steps(py::class_<PyEngine>& engine) {
           py::arg("total_nbytes"))
       .def("reset", method(&ModelCalls::reset), no_gil)
       .def("fail_backward", method(&ModelCalls::fail_backward), no_gil)
+      .def_property_readonly("in_backward_pass", method(&UnitLifecycle::in_backward_pass))
       .def("mark_forked", method(&Engine::mark_forked))
       .def("check_process", method(&Engine::check_process))
       .def_property("sync", method(&Reducer::sync), method(&Reducer::set_sync));

@@ -211,13 +211,37 @@ def test_training_goes_on_afterwards(emulated: None) -> None:
     optimizer.step()
 
 
-def test_a_backward_without_sharded_models_is_left_alone() -> None:
-    x = torch.ones(2, requires_grad=True)
-    y = x.clone()
-    y.register_hook(lambda grad: torch.empty(HUGE))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_through_no_sharded_model_is_left_alone(emulated: None, stage: int) -> None:
+    model, _ = make(stage)  # it is alive, and at stage 0 its parameters are always full
+    model(torch.randn(2, WIDTH)).sum().backward()
     with pytest.raises(RuntimeError, match="allocate") as caught:
-        y.sum().backward()
+        fail_backward(torch.ones(2, requires_grad=True))
     assert not isinstance(caught.value, zerocore.reporting.OutOfMemory)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_through_one_of_two_models(emulated: None, stage: int) -> None:
+    other, _ = make(3 - stage)
+    model, _ = make(stage)
+    model[1].linear.register_forward_hook(lambda _layer, _args, y: allocate_in_backward(y))
+    with pytest.raises(zerocore.reporting.OutOfMemory, match="in the backward") as caught:
+        (other(torch.randn(2, WIDTH)) + model(torch.randn(2, WIDTH))).sum().backward()
+    with pytest.raises(zerocore.reporting.OutOfMemory, match="in the backward") as caught:
+        model(torch.randn(2, WIDTH)).sum().backward()
+    held = caught.value.diagnosis.held
+    assert held["parameters"] == zerocore.memory_usage(model).parameters
+    other(torch.randn(2, WIDTH)).sum().backward()
+
+
+def allocate_in_backward(x: Tensor) -> None:
+    x.register_hook(lambda grad: torch.empty(HUGE))
+
+
+def fail_backward(x: Tensor) -> None:
+    y = x.clone()
+    allocate_in_backward(y)
+    y.sum().backward()
 
 
 def test_backward_is_wrapped_once(emulated: None) -> None:

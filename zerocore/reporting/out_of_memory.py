@@ -28,7 +28,7 @@ class Diagnosis:
     """Where memory ran out on this rank and what held it, in bytes.
 
     Attributes:
-        unit: names of the units in use, empty between units.
+        unit: names of the units in use; empty between units, and where nothing is gathered.
         phase: ``forward``, ``backward``, ``recomputed forward``, ``optimizer step``, or
             ``optimizer step or other`` in :func:`explain_out_of_memory`.
         requested: the bytes that could not be allocated; None if the error does not say.
@@ -110,9 +110,10 @@ def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | N
 
 
 def explain_backward(error: BaseException, state: ShardState) -> OutOfMemory | None:
-    """Returns an explanation of an error in a backward; None if no unit of the model is in use."""
-    units = _units_in_use(state)
-    return _explain(error, state, "backward", units) if units else None
+    """Returns an explanation of an error in a backward; None if it did not reach the model."""
+    if not state.engine.in_backward_pass:
+        return None
+    return _explain(error, state, "backward", _units_in_use(state))
 
 
 def _explain(
@@ -163,12 +164,14 @@ def _held(state: ShardState) -> dict[str, int]:
 
 
 def _units_in_use(state: ShardState) -> list[Unit]:
-    """Returns the units whose modules hold full parameters."""
+    """Returns the units that hold full parameters for now, in place of shards."""
     return [unit for unit in state.units if any(_shows_full(unit))]
 
 
 def _shows_full(unit: Unit) -> Iterator[bool]:
     for param in unit.params:
+        if param.is_whole:
+            continue
         yield param.is_full
         for owner, name in param.owners:
             found = owner._parameters.get(name)  # it may be a view of the full one
