@@ -39,6 +39,10 @@ def load_core() -> None:
             "probed_number": "zerocore.hooks.first_states",
             "explain_norm": "zerocore.optim.non_finite",
             "encode_changed": "zerocore.sharding.extensions",
+            "receive": "zerocore.tensor.receiving",
+            "view_of": "zerocore.model.copied_views",
+            "check_weights": "zerocore.model.copied_views",
+            "check_grads": "zerocore.model.copied_views",
         }
     )
 

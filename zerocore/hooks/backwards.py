@@ -14,6 +14,7 @@ from zerocore._C import forget_backward_call, note_backward_call
 from zerocore.common import late
 from zerocore.model.state import live_states
 from zerocore.tensor.implicit_unshard import call_with_full
+from zerocore.tensor.noted_writes import copied_views
 from zerocore.tensor.parameter import KINDS
 from zerocore.tensor.placed import PlacedParameter, leaves
 
@@ -32,6 +33,9 @@ def notes_backward(function: Callable[..., Any]) -> Callable[..., Any]:
             args = (args[0], _full(args[1]), *args[2:])
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = _full(kwargs["inputs"])
+        elif copied_views and function.__name__ == "backward":
+            for state in live_states():
+                late.call("check_grads", state)
         note_backward_call(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
         try:
             return function(*args, **kwargs)

@@ -24,6 +24,7 @@ from zerocore.model.traced import TracedParam
 from zerocore.model.unit_call import unit_call_of
 from zerocore.options.config import ShardConfig
 from zerocore.options.precision import BYTES, ParamTypes
+from zerocore.tensor.noted_writes import copied_views
 from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import shard_of
 
@@ -178,6 +179,8 @@ class ShardState:
     @eager
     def begin_pass(self) -> None:
         """Notes that a root forward begins."""
+        if copied_views:
+            late.call("check_weights", self)
         self.meters.begin_pass()
 
     def traced_params(self) -> list[TracedParam]:

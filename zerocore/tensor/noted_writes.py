@@ -10,12 +10,15 @@ from typing import Any
 from zlib import crc32
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from zerocore.common import late
 from zerocore.common.agreement import checksum
 from zerocore.layout.place import Place
 from zerocore.tensor.functions import is_foreach
 from zerocore.tensor.placed import Placed, PlacedParameter, local_of
 
+copied_views: Any = WeakIdKeyDictionary()  # of larger tensors, by parameter or gradient
 _SAMPLE = 1 << 20  # the most elements of a tensor that are compared
 
 
@@ -42,6 +45,13 @@ def note_full(param: Any, value: Tensor) -> None:
     state = param.state_ref()
     if state is not None and state.engine.takes_notes:
         state.engine.note_write(param.unit, param.position, _sum_of(value))
+
+
+def note_copied(shard: Any, value: Tensor) -> None:
+    """Notes that a parameter or gradient has copied ``value``, which may be a larger one's view."""
+    copied_views.pop(shard, None)
+    if not isinstance(value, Placed) and value.untyped_storage().nbytes() > value.nbytes:
+        copied_views[shard] = late.call("view_of", shard, value)
 
 
 def _param_of(shard: Any) -> Any:

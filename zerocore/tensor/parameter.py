@@ -20,7 +20,7 @@ from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates, rules
 from zerocore.tensor.functions import Args, Function, Kwargs
 from zerocore.tensor.implicit_unshard import call_with_full, in_call, is_recorded
-from zerocore.tensor.noted_writes import note_writes
+from zerocore.tensor.noted_writes import note_copied, note_writes
 from zerocore.tensor.placed import (
     GRADIENT,
     IS_ROWS,
@@ -117,17 +117,22 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
     def _assign_grad(self, value: Tensor) -> None:
         """Sets ``grad`` to a tensor; C++ calls it."""
         with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(self.grad, UnreducedGrad):
-                _grad.__set__(self, self.grad.replaced_by(value, self))
-                return
-            state = self.state_ref()
-            sums = state is not None and state.engine.has_sums(self.unit, self.position)
-            if not sums or self.place.group is not None:
-                self._check_averaged(value, ".grad")
-            value = self._part_of(value, ".grad")
-            if not isinstance(value, ShardedGrad):
-                value = ShardedGrad.make(value.as_subclass(Tensor), self.place, self.state_ref)
-            _grad.__set__(self, value)
+            grad = self._as_grad(value)
+            _grad.__set__(self, grad)
+            if grad is not value:
+                note_copied(grad, value)
+
+    def _as_grad(self, value: Tensor) -> ShardedGrad:
+        if isinstance(self.grad, UnreducedGrad):
+            return self.grad.replaced_by(value, self)
+        state = self.state_ref()
+        sums = state is not None and state.engine.has_sums(self.unit, self.position)
+        if not sums or self.place.group is not None:
+            self._check_averaged(value, ".grad")
+        value = self._part_of(value, ".grad")
+        if isinstance(value, ShardedGrad):
+            return value
+        return ShardedGrad.make(value.as_subclass(Tensor), self.place, self.state_ref)
 
     @property
     def data(self) -> Tensor:
@@ -157,6 +162,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
                     self._let_go(local.clone())
                 local.copy_(part)
                 note_writes("data=", [self], [value])
+                note_copied(self, value)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Registers a hook as under DistributedDataParallel: it gets this rank's own full gradient,
@@ -322,6 +328,7 @@ class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
             self._check_data(value)
             self._check_averaged(value, ".grad")
             local_of(self).copy_(self._part_of(value, ".grad"))
+            note_copied(self, value)
 
 
 def _nothing() -> None:

@@ -17,7 +17,7 @@ from zerocore.layout.cuts import Cut
 from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.earlier import current
-from zerocore.tensor.noted_writes import note_full
+from zerocore.tensor.noted_writes import note_copied, note_full
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.placed import IS_ROWS, OTHER, Placed, leaf_of, local_of, shard_in
 from zerocore.tensor.shard import LocalShard, as_shard
@@ -143,6 +143,7 @@ def _own_part(param: Any, value: Any) -> Tensor:
     if not hasattr(value, "_spec") and facts == (param.shape, param.dtype):
         if (shard := shard_of(param)) is not None:
             note_full(shard, value)
+        note_copied(param, value)
         return part_like(param, value)
     if facts != (param.shape, param.dtype) or value._spec.placements != param._spec.placements:
         name = getattr(shard_of(param), "fqn", "of zerocore.fsdp")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from zerocore.common import late
 from zerocore.common.patching import around
 from zerocore.tensor import functions, pending_host_updates
 from zerocore.tensor.elementwise import NotLocal, apply, apply_operator, draw, fit, get_items
@@ -30,7 +31,7 @@ from zerocore.tensor.placed import (
     outline_of,
     refuse,
 )
-from zerocore.tensor.received import receive, receives
+from zerocore.tensor.received import receives
 from zerocore.tensor.reductions import foreach_norm, norm, reduce, unscale
 
 _TEMPLATES = ("view_as", "reshape_as", "expand_as")
@@ -66,7 +67,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if params and any(in_call(param) for param in params):
             return call_with_full(func, args, kwargs, params)
         if receives(func, args, kwargs):
-            return receive(func, args, kwargs)
+            return late.call("receive", func, args, kwargs)
         if name in functions.FACTORIES and not _reads_shard(args, kwargs):
             return func(*args, **kwargs)
         if name in functions.MEMORY:

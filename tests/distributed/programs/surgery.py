@@ -273,3 +273,56 @@ def moments_by_hand(run: Run) -> None:
             moment.mul_(0.5)
             optimizer.state[p]["exp_avg_sq"].mul_(0.9)
         optimizer.zero_grad()
+
+
+def views_of(flat: Tensor, params: list[Any]) -> list[Tensor]:
+    parts = flat.split([p.numel() for p in params])
+    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
+
+
+@program("gradients that are views of a flat buffer, which the program clips and zeroes")
+def flat_gradients(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer, params = sgd(model), list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in params))
+    for p, view in zip(params, views_of(flat, params), strict=True):
+        p.grad = view
+    for x in run.batches():
+        loss = mean_square(model(x))
+        loss.backward()
+        run.average(model)
+        run.record(loss, flat.norm())
+        flat.mul_(0.1 / flat.norm())
+        optimizer.step()
+        flat.zero_()
+
+
+@program("weights that are views of a flat buffer, which the program decays")
+def flat_weights(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer, params = sgd(model), list(model.parameters())
+    flat = torch.linspace(-0.5, 0.5, sum(p.numel() for p in params))
+    for p, view in zip(params, views_of(flat, params), strict=True):
+        p.data = view
+    for x in run.batches():
+        loss = mean_square(model(x))
+        loss.backward()
+        run.average(model)
+        optimizer.step()
+        flat.mul_(0.9)
+        optimizer.zero_grad()
+        run.record(loss, flat.norm())
+
+
+@program("weights set to views of one vector, to try steps along a line")
+def line_search(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer, params = sgd(model), list(model.parameters())
+    vector = torch.linspace(-0.5, 0.5, sum(p.numel() for p in params))
+    x = run.tensor(4, 8)
+    for scale in (1.0, 0.9, 0.8):
+        nn.utils.vector_to_parameters(vector * scale, params)
+        run.record(mean_square(model(x)).detach())
+    mean_square(model(x)).backward()
+    run.average(model)
+    optimizer.step()

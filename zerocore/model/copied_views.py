@@ -1,0 +1,100 @@
+"""Views of larger tensors that programs have set parameters and gradients to.
+
+In plain torch ``p.data = view`` makes a parameter part of the larger tensor: a change of either
+changes the other. A shard copies the view, so a program that then works through the larger tensor
+would train wrong. It gets an error before a forward or backward in which the two would differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zerocore.common.agreement import checksum
+from zerocore.model.state import ShardState
+from zerocore.tensor.noted_writes import copied_views
+from zerocore.tensor.parameter import ShardedGrad
+from zerocore.tensor.rows import shard_of
+
+
+@dataclass
+class CopiedView:
+    """A view whose values a shard took, and what both were then. It keeps no memory."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    geometry: tuple[int, torch.Size, tuple[int, ...]]  # offset, shape, strides
+    values: int  # a checksum
+    version: int | None  # of the parameter; if it had no engine, in the first forward
+
+    def has_other_values(self) -> bool:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            return False
+        view = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return int(checksum(view.set_(storage, *self.geometry))) != self.values
+
+
+def view_of(copy: Any, value: Tensor) -> CopiedView:
+    """Returns what is kept of the view ``value``, which a parameter or gradient has copied."""
+    shard = None if isinstance(copy, ShardedGrad) else shard_of(copy)
+    state = None if shard is None else shard.state_ref()
+    version = None
+    if shard is not None and state is not None:
+        version = state.engine.param_version(shard.unit, shard.position)
+    geometry = (int(value.storage_offset()), value.shape, value.stride())
+    storage = StorageWeakRef(value.untyped_storage())
+    return CopiedView(storage, value.dtype, geometry, int(checksum(value)), version)
+
+
+def check_weights(state: ShardState) -> None:
+    """Checks before a forward that parameters and the views that they were set to are equal.
+
+    Raises:
+        RuntimeError: one of them has changed since.
+    """
+    for unit in state.units:
+        for position, param in enumerate(unit.params):
+            view = _living(param.object)
+            if view is None:
+                continue
+            version = state.engine.param_version(unit.index, position)
+            if view.version is None:
+                view.version = version
+            if view.version != version or view.has_other_values():
+                raise RuntimeError(
+                    f"parameter '{param.fqn}' was set to a view of a larger tensor, and one of the "
+                    f"two has changed since: {_advice(state, '.data')}"
+                )
+
+
+def check_grads(state: ShardState) -> None:
+    """Checks before a backward that no gradient that it may add to was set to a view.
+
+    Raises:
+        RuntimeError: one was, and the larger tensor still exists.
+    """
+    for param in state.params():
+        if _living(param.object.grad) is not None:
+            raise RuntimeError(
+                f".grad of parameter '{param.fqn}' was set to a view of a larger tensor, and a "
+                f"backward would change only one of the two: {_advice(state, '.grad')}. Or drop "
+                "it before the backward, with zero_grad()"
+            )
+
+
+def _living(shard: Any) -> CopiedView | None:
+    view: CopiedView | None = None if shard is None else copied_views.get(shard)
+    return None if view is None or view.storage.expired() else view
+
+
+def _advice(state: ShardState, what: str) -> str:
+    return (
+        f"at stage {state.config.stage} {what} = view copies the values, and neither follows the "
+        f"other. If the program uses the larger tensor no more, set {what} = view.clone(); if it "
+        f"works through it, use stage=0 without main weights and offload, where {what} is the view"
+    )
