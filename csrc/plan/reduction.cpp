@@ -71,19 +71,16 @@ bool sum_in_order(const ReductionFacts& facts, Step last, Steps& steps) {
 } // namespace
 
 Reduction::Reduction(const ReductionOptions& options, std::vector<ReducedUnit> units)
-    : facts_(options, std::move(units)),
-      state_(facts_),
-      final_(facts_.units.size()),
-      averages_(facts_.units.size()) {}
+    : facts_(options, std::move(units)), state_(facts_), final_(facts_.units.size()) {}
 
-bool Reduction::reduce(UnitId unit, bool sync, Steps& steps) {
+bool Reduction::reduce(UnitId unit, bool sync, Steps& steps, bool averages) {
   const bool holds = this->holds(unit, sync);
   final_[unit] = sync;
   complete_until(most_beside(unit), steps);
   const std::vector<Key> keys = state_.trained_regions(unit);
   for (const Key& key : keys) {
     wait_across(key, steps);
-    pack(key, holds, steps);
+    pack(key, holds, averages, steps);
   }
   if (!holds && facts_.mesh_of(unit).communicates()) {
     order({unit, 0}, steps);
@@ -181,16 +178,16 @@ bool Reduction::holds_bare(Key key) const {
       ((!mesh.shards_optimizer && !mesh.shards_across) || !state_.any_valid(key));
 }
 
-// Returns whether the kept gradients enter the next average from every rank, see set_averages().
-bool Reduction::averages_again(Key key) const {
+// Returns whether the kept gradients can enter the next average from every rank.
+bool Reduction::can_average_again(Key key) const {
   const UnitMesh& mesh = facts_.mesh_of(key.first);
   const bool is_replicated =
       !mesh.shards_gradients && !mesh.shards_optimizer && !mesh.shards_across;
-  return averages_[key.first] && is_replicated && !facts_.is_wired(key) &&
-      !facts_.offloads_grads() && state_.any_valid(key);
+  return is_replicated && !facts_.is_wired(key) && !facts_.offloads_grads() &&
+      state_.any_valid(key);
 }
 
-void Reduction::pack(Key key, bool holds, Steps& steps) {
+void Reduction::pack(Key key, bool holds, bool averages, Steps& steps) {
   RegionState& state = state_.of(key);
   state.kept = true;
   steps.run(make_step(StepKind::Take, key));
@@ -202,7 +199,7 @@ void Reduction::pack(Key key, bool holds, Steps& steps) {
     take(key, Memory::FullGrad, steps);
   }
   if (!state.local || !state_.any_summed(key)) {
-    state.is_bare = (holds && holds_bare(key)) || averages_again(key);
+    state.is_bare = (holds && holds_bare(key)) || (averages && can_average_again(key));
   }
   const bool to_wire = step.to == Memory::Wire;
   const bool splits = facts_.splits_scale(key);

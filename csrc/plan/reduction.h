@@ -240,8 +240,9 @@ class Reduction {
   Reduction& operator=(const Reduction&) = delete;
 
   // Packs the unit's gradients and starts their reduction. Returns false if, without sync, they are
-  // only summed on this rank.
-  bool reduce(UnitId unit, bool sync, Steps& steps);
+  // only summed on this rank. With `averages`, a gradient of stage 0 from before is a part of the
+  // next average, on each rank its own, as under DistributedDataParallel.
+  bool reduce(UnitId unit, bool sync, Steps& steps, bool averages = false);
   // Ends a backward: completes all reductions.
   void finish(Steps& steps);
   // Forgets reductions, and local sums that `.grad` does not show. Gives back all blocks, whichever
@@ -266,11 +267,6 @@ class Reduction {
   // Returns the elements of the parameter, as a range of the region, that a Pack adds to; it
   // overwrites the others. If it adds to none, the range is empty, at the parameter's begin.
   Range added(const Step& pack, int param) const;
-  // Sets whether the unit's gradients are averages. At stage 0 a gradient from before is then a
-  // part of the next average, on each rank its own, as under DistributedDataParallel.
-  void set_averages(UnitId unit, bool averages) {
-    averages_.at(unit) = averages;
-  }
   // Returns whether the unit's gradients are final in this step: its last reduction was with sync.
   bool is_final(UnitId unit) const {
     return final_.at(unit);
@@ -300,8 +296,8 @@ class Reduction {
 
   Memory target(Key key, bool holds) const;
   bool holds_bare(Key key) const;
-  bool averages_again(Key key) const;
-  void pack(Key key, bool holds, Steps& steps);
+  bool can_average_again(Key key) const;
+  void pack(Key key, bool holds, bool averages, Steps& steps);
   // Takes a block of the pool unless the region holds it.
   void take(Key key, Memory memory, Steps& steps);
   // Gives all blocks back; `copied` is still copied to the host if gradients are kept there.
@@ -325,7 +321,6 @@ class Reduction {
   ReductionFacts facts_;
   ReductionState state_;
   std::vector<bool> final_; // by unit
-  std::vector<bool> averages_; // by unit
   std::deque<std::vector<Key>> in_flight_; // regions of the units being reduced, oldest first
 };
 

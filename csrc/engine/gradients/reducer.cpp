@@ -145,9 +145,8 @@ void Reducer::reduce(UnitId id) {
   views_.note_used(id);
   const Unit& unit = *units_[id];
   const double average = 1.0 / static_cast<double>(unit.context().mesh.divisor);
-  const bool has_whole = std::ranges::any_of(unit.params(), &UnitParam::is_whole);
-  reduction_.set_averages(id, has_whole && unit.settings().gradient_scale == average);
-  const bool is_reduced = reduction_.reduce(id, sync, *this);
+  const bool averages = unit.has_whole() && unit.settings().gradient_scale == average;
+  const bool is_reduced = reduction_.reduce(id, sync, *this, averages);
   units_[id]->runner().launch();
   clear_full_grads(id);
   reduced_[id] = reduced_[id] || is_reduced;
@@ -208,7 +207,7 @@ void Reducer::release_kept() {
   const at::NoGradGuard no_grad;
   move_seen_grads();
   for (const auto& unit : units_) {
-    if (std::ranges::any_of(unit->params(), &UnitParam::is_whole)) {
+    if (unit->has_whole()) {
       views_.take_changes(unit->id());
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <algorithm>
 
 #include <future>
 #include <memory>
@@ -40,6 +41,9 @@ class Unit {
   }
   const std::vector<UnitParam>& params() const {
     return params_;
+  }
+  bool has_whole() const {
+    return std::ranges::any_of(params_, &UnitParam::is_whole);
   }
   const UnitContext& context() const {
     return context_;
