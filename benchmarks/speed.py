@@ -41,6 +41,8 @@ ROWS = (
     Row("host, clip + step of AdamW", "host/clip", "fake", "host", 10),
     Row("save, 10 M, stage 3", "disk/save", "gloo", "disk", 2, True),
     Row("load, 10 M, stage 3", "disk/load", "gloo", "disk", 2, True),
+    Row("export, 29 M, shard", "export/shard", "gloo", "export", 4, True),
+    Row("export, 29 M, fsdp", "export/fsdp", "gloo", "export", 4, True),
 )
 QUICK = ("step, 29 M, stage 3", "host, block of 9 parameters")
 BLOCKS = 32  # blocks of the model in the host rows
@@ -56,7 +58,8 @@ NOTES = (
     "noise: after more runs the interval still reaches 2 % to each side, and does not leave out "
     "all ratios within 1.5 % of 1.",
     "29 M: GPT, 8 blocks of width 512; 12 narrow: GPT, 12 blocks of width 128; 2 gloo ranks with a "
-    "thread each. host: collectives return at once. save, load: to a file system in memory.",
+    "thread each. host: collectives return at once. save, load: to a file system in memory. "
+    "export: all weights to each rank, a bucket at a time.",
     "peak MiB: a rank's resident memory in the timed steps, less the memory before the model.",
 )
 

@@ -115,6 +115,24 @@ def checkpoint_case(kind: str, folder: Path) -> Case:
     return Case(lambda: loaded[0].load(), forget, warmup=1)
 
 
+def export_case(kind: str) -> Case:
+    """Makes an export of all weights to every rank, of `shard` or `fsdp`."""
+    zerocore: Any = importlib.import_module("zerocore")
+    model, blocks = _gpt("29m")
+    if kind == "shard":
+        zerocore.shard(model, stage=3, units=[*blocks])
+    else:
+        fully_shard = importlib.import_module("zerocore.fsdp").fully_shard
+        for module in (*blocks, model):
+            fully_shard(module)
+
+    def export() -> None:
+        for _ in zerocore.export(model):
+            pass
+
+    return Case(export, warmup=2)
+
+
 def _gpt(size_name: str) -> tuple[GPT, Any]:
     torch.manual_seed(0)
     model = GPT(GPT_SIZES[size_name])
@@ -122,12 +140,15 @@ def _gpt(size_name: str) -> tuple[GPT, Any]:
 
 
 def make_case(name: str, rendezvous: Path) -> Case:
-    """Makes a case: `29m/STAGE`, `small/STAGE`, `first`, `host/block`, `disk/save`, ..."""
+    """Makes a case: `29m/STAGE`, `small/STAGE`, `first`, `host/block`, `disk/save`,
+    `export/fsdp`, ..."""
     group, _, which = name.partition("/")
     if group == "first":
         return first_case()
     if group == "host":
         return host_case(which)
+    if group == "export":
+        return export_case(which)
     if group == "disk":
         return checkpoint_case(which, rendezvous.parent / which)
     return step_case(group, int(which))
