@@ -13,24 +13,24 @@ from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent.resolve()
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"]
-# Rounding is the same on every processor, square roots need no check of errno, and at::parallel_for
-# has threads; the OpenMP library is the one that torch has loaded, so none is linked.
+# -ffp-contract=off: all processors round alike. -fno-math-errno: square roots need not set errno.
+# -fopenmp: at::parallel_for has threads. Torch has loaded the OpenMP library, so none is linked.
 CXX_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fopenmp"]
 HOST_FLAGS = "-fvisibility=hidden,-Wall,-Wextra"  # of the compiler behind nvcc
-# -fmad=false: a GPU rounds as the CPU does, which has -ffp-contract=off. Kernels wait for memory.
+# -fmad=false: a GPU then rounds as the CPU does. It costs no time: memory bounds these kernels.
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-Xcompiler", HOST_FLAGS]
-# GCC looks for memory to free at 128 MiB and at each doubling from then on, which is a tenth of
-# the time of a unit that reads torch's headers; from 512 MiB on it looks once or twice.
+# GCC collects garbage at 128 MiB and at each doubling, a tenth of the time to compile a file with
+# torch's headers. From 512 MiB on, it collects once or twice.
 MEMORY_FLAGS = ["--param", "ggc-min-heapsize=524288"]
-# For the checks before a change lands, not for installs: other compilers warn of other things.
+# For the checks before a change lands, not for installs: other compilers warn about other things.
 if os.environ.get("ZEROCORE_WERROR") == "1":
     CXX_FLAGS.append("-Werror")
     NVCC_FLAGS.append("-Werror=all-warnings")
-DEFAULT_CUDA_ARCHS = "8.0;9.0;10.0+PTX"  # A100, H100, B200 and what comes later
+DEFAULT_CUDA_ARCHS = "8.0;9.0;10.0+PTX"  # A100, H100, B200 and later GPUs
 
 
 def find_cuda_home() -> str | None:
-    """The toolkit's folder: CUDA_HOME, or where the compiler on PATH says that it lives."""
+    """Returns the CUDA toolkit's folder: CUDA_HOME, or the folder that the nvcc on PATH reports."""
     nvcc = shutil.which("nvcc")
     if "CUDA_HOME" in os.environ or nvcc is None:
         return os.environ.get("CUDA_HOME")
@@ -42,14 +42,14 @@ def find_cuda_home() -> str | None:
 
 
 def use_ccache() -> None:
-    """Compiles through ccache where it is installed, which knows what other checkouts compiled."""
+    """Compiles through ccache if it is installed: checkouts then share their object files."""
     compilers = [
         path for path in map(Path, ("/usr/lib/ccache", "/usr/lib64/ccache")) if path.is_dir()
     ]
     if shutil.which("ccache") is None or not compilers:
         return
     os.environ["PATH"] = f"{compilers[0]}{os.pathsep}{os.environ['PATH']}"
-    os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))  # another checkout's names are the same
+    os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))  # all checkouts get the same names
     os.environ.setdefault("CCACHE_NOHASHDIR", "1")
     if "CUDA_HOME" in os.environ:
         os.environ.setdefault("PYTORCH_NVCC", f"ccache {os.environ['CUDA_HOME']}/bin/nvcc")
@@ -65,7 +65,7 @@ from torch.utils import cpp_extension  # noqa: E402
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """Keeps object files between builds, editable ones too: ninja compiles only what changed."""
+    """A build_ext that keeps object files, also editable ones: ninja compiles only changed files."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -74,7 +74,7 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 def wants_cuda() -> bool:
-    """ZEROCORE_CUDA=0|1 decides; without it, whether torch was built for CUDA and nvcc is found."""
+    """Returns whether to build for CUDA: as ZEROCORE_CUDA=0|1, else if torch and nvcc support it."""
     toolkit = cpp_extension.CUDA_HOME or ""
     can_build = torch.version.cuda is not None and Path(toolkit, "bin", "nvcc").exists()
     choice = os.environ.get("ZEROCORE_CUDA") or str(int(can_build))
@@ -90,14 +90,14 @@ def wants_cuda() -> bool:
 
 
 def read_sources() -> list[list[str]]:
-    """Paths in csrc/sources.txt by line, the CUDA ones only where they are to be built."""
+    """Returns the paths in csrc/sources.txt by line; CUDA files only if they are compiled."""
     lines = (ROOT / "csrc" / "sources.txt").read_text().splitlines()
     groups = [line.split() for line in lines if line.strip() and not line.startswith("#")]
     return [group for group in groups if not group[0].endswith(".cu") or wants_cuda()]
 
 
 def join_sources(group: list[str]) -> str:
-    """One source for those of a line; written only where it changes, so that objects are kept."""
+    """Returns a source that joins a line's sources; rewrites it only if it changes, to keep objects."""
     if len(group) == 1:
         return group[0]
     path = Path("build", "grouped", Path(group[0]).relative_to("csrc"))
@@ -112,7 +112,7 @@ def join_sources(group: list[str]) -> str:
 
 
 def describe_cuda_build() -> str:
-    """The toolkit's version and what is compiled for: ``"13.0 for compute_90 sm_80 sm_90"``."""
+    """Returns the toolkit's version and the targets: ``"13.0 for compute_90 sm_80 sm_90"``."""
     nvcc = str(Path(cpp_extension.CUDA_HOME or "", "bin", "nvcc"))
     answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     release = re.search(r"release ([\d.]+)", answer)
@@ -121,7 +121,7 @@ def describe_cuda_build() -> str:
 
 
 def define_macros(has_cuda: bool) -> list[tuple[str, str]]:
-    """Facts of this build for ``python -m zerocore env``; no paths."""
+    """Returns facts of this build for ``python -m zerocore env``; no paths."""
     facts = {"ZEROCORE_CXX_FLAGS": " ".join(CXX_FLAGS)}
     if has_cuda:
         facts["ZEROCORE_CUDA_BUILD"] = describe_cuda_build()
@@ -129,7 +129,7 @@ def define_macros(has_cuda: bool) -> list[tuple[str, str]]:
 
 
 def make_extension() -> Extension:
-    """The one extension module: a CUDA extension only if there are CUDA sources to compile."""
+    """Makes the one extension module: a CUDA extension only if there are CUDA sources to compile."""
     groups = read_sources()
     sources = [path for group in groups for path in group]
     has_cuda = any(path.endswith(".cu") for path in sources)
@@ -153,7 +153,7 @@ def make_extension() -> Extension:
 
 
 def torch_requirement() -> str:
-    """The releases of torch that the extension loads into: those of the one it is built with."""
+    """Returns the releases of torch that can load the extension, given the one it is built with."""
     major, minor = torch.__version__.split(".")[:2]
     return f"torch=={major}.{minor}.*"
 

@@ -1,6 +1,6 @@
-"""The entry of ``python -m zerocore`` and of the ``zerocore`` script.
+"""Entry point of ``python -m zerocore`` and of the ``zerocore`` script.
 
-It prints the list of commands and the version without torch, whose import takes seconds.
+Prints the list of commands and the version without importing torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def help_text() -> str:
 
 
 def main() -> None:
-    """Runs the command line; without its libraries, says which extra has them."""
+    """Runs the command line; if its libraries are missing, names the extra that installs them."""
     arguments = sys.argv[1:]
     if arguments in ([], ["--help"], ["--version"]):
         print(zerocore.__version__ if arguments == ["--version"] else help_text())

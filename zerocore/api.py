@@ -43,16 +43,16 @@ def shard(
 
     Afterwards ``model.parameters()`` are this rank's shards (:class:`ShardedParameter`, with the
     full shape). They are the same objects as before, so optimizers and lists stay valid. During
-    forward and backward they are the full parameters; at stage 0, without main weights and offload,
-    they always are, and plain tensors. Gradients are averaged over the ranks, unless
+    forward and backward they are the full parameters. At stage 0, without main weights and offload,
+    they are full, plain tensors at all times. Gradients are averaged over the ranks, unless
     ``communication`` has a ``gradient_divide_factor``.
 
     Args:
         model: any module; on the meta device it is initialised unit by unit.
         stage: 0 replicates all (all-reduce); 1 shards optimizer states, 2 also gradients, 3 also
             parameters.
-        group: process group or 1-D DeviceMesh. None takes the default group, and initialises it
-            under torchrun; without torch.distributed, the world has one rank. A 2-D DeviceMesh is
+            group: process group or 1-D DeviceMesh. None takes the default group, and initialises it
+                under torchrun; without torch.distributed, the only rank is this process. A 2-D DeviceMesh is
             hybrid sharding: replicas along the first dimension, shards along the second. Gradients
             are reduce-scattered over the second, then all-reduced over the replicas, which may
             share the optimizer's states (``Communication(replicas_share="optimizer")``).
@@ -77,7 +77,7 @@ def shard(
     Raises:
         ValueError, TypeError: an invalid model or option, by name; on every rank, before ranks
             could hang.
-        MemoryError: ``offload=`` wants more of the host's memory than this rank can have;
+            MemoryError: ``offload=`` needs more of the host's memory than this rank can have;
             RuntimeError with its text on other ranks.
     """
 
@@ -85,7 +85,7 @@ def shard(
         options = Communication() if communication is None else communication
         return ShardConfig(stage, options, sync_params, mixed_precision, offload)
 
-    hook_into_torch()  # first: it makes all ranks agree on names of new groups
+    hook_into_torch()  # first: all ranks then agree on the names of new groups
     ranks = find_ranks(group, model, device)
     state = shard_model(
         model,
@@ -108,9 +108,9 @@ def shard(
 def unsharded(module: nn.Module, write_back: bool = False) -> Iterator[None]:
     """Unshards ``module`` (a sharded model or a part of it) within the block.
 
-    All ranks must enter; the model may be one of :mod:`zerocore.fsdp`. ``write_back`` keeps
-    changes, even if an exception follows. Make the same change on every rank: each rank keeps its
-    own part of it. Blocks may be nested.
+    All ranks must enter the block; ``module`` may be a model of :mod:`zerocore.fsdp`.
+    ``write_back`` keeps changes, even if an exception follows. Make the same change on every rank:
+    each rank keeps its own part of the change. Blocks may be nested.
 
     Raises:
         ValueError: the model is not sharded.
@@ -151,7 +151,7 @@ def _check_write_back(units: list[Unit], write_back: bool) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Makes ``module.<name>(...)`` unshard the module's parameters, as a call of it does.
+    """Makes ``module.<name>(...)`` unshard the module's parameters, as calling the module does.
 
     Raises:
         ValueError: the module is not sharded, or has no such method.
@@ -165,8 +165,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def reset(model: nn.Module) -> None:
     """Drops the remains of a failed step: gathered parameters, graphs, unreduced gradients.
 
-    The next forward does this by itself after a forward or backward that raised. Call it to free
-    the memory at once. If a backward failed during accumulation, the gradients are not
+    After a forward or backward that raised, the next forward drops them, too. Call ``reset`` to
+    free the memory at once. If a backward failed during accumulation, the gradients are not
     meaningful: call ``optimizer.zero_grad()``.
 
     Raises:

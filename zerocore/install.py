@@ -16,8 +16,8 @@ from zerocore.optim.clipping import over_meshes
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.shard import rebuild_shard
 
-# Modules of torch.distributed.checkpoint, attributes below torch.distributed that are replaced when
-# they are imported, and wrappers. If a torch lacks one, the shards' rules reject what it would do.
+# Rows: a module of torch.distributed.checkpoint; an attribute below torch.distributed, replaced when
+# that module is imported; its wrapper. If a torch lacks one, the shards' rules reject its operation.
 _CHECKPOINTS = (
     ("staging", "_state_dict_utils._create_cpu_state_dict", "copies"),
     ("staging", "checkpoint.staging._create_cpu_state_dict", "copies"),
@@ -47,8 +47,8 @@ MORE_PATCHES = (
 
 
 def register(modules: Mapping[str, str]) -> None:
-    """Tells torch about shards and the emulated backend, and the core about functions in other
-    ``modules``, when ``zerocore`` is imported. Replaces nothing in torch."""
+    """Registers shards and the emulated backend with torch, and functions of other ``modules`` with
+    the core. Runs when ``zerocore`` is imported, and replaces nothing in torch."""
     late.modules.update(modules)
     define_grad(ShardedParameter)
     torch.serialization.add_safe_globals([rebuild_shard])

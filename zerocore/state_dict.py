@@ -70,8 +70,8 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
 
 
 def param_keys(model: nn.Module, state: ShardState, by_name: bool = False) -> Keys:
-    """Returns each parameter's names in ``model.state_dict()``, which wrappers may change.
-    ``by_name``: finds a parameter by its FQN if a hook has replaced its tensor there."""
+    """Returns each parameter's names in ``model.state_dict()``, which wrappers may change. With
+    ``by_name``, finds a parameter by its FQN if a hook has replaced its tensor there."""
     objects = {id(param.object): param for param in state.params()}
     keys: dict[Param, list[str]] = {param: [] for param in state.params()}
     for key, value in model.state_dict(keep_vars=True).items():
@@ -84,7 +84,7 @@ def param_keys(model: nn.Module, state: ShardState, by_name: bool = False) -> Ke
 
 
 def _several(unit: Unit, encoded: list[Tensor]) -> dict[str, Tensor]:
-    """Returns full parameters of several tensors, made from a unit's encoded ones."""
+    """Returns full values of parameters that consist of several tensors, from encoded ones."""
     full: dict[str, Tensor] = {}
     for extension in unit.extensions:
         count = len(extension.kinds)

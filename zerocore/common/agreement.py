@@ -19,7 +19,7 @@ from zerocore.common.groups import check_exists
 T = TypeVar("T")
 Groups = Sequence[dist.ProcessGroup]
 _COMPARISON = "a comparison of the ranks"
-_BLOCK = 2**20  # elements that are summed at a time
+_BLOCK = 2**20  # elements that one sum covers
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
@@ -42,7 +42,7 @@ def agree(
         groups: groups that reach all ranks, one after the other; simulated ones are skipped.
         error: this rank's error so far.
         facts: small picklable values, in the same order on all ranks.
-        device: of the model, if known. NCCL sends objects from the current device, which is the
+        device: the model's device, if known. NCCL sends objects from the current device, which is the
             first one on every rank if the script never sets it.
 
     Returns:
@@ -82,7 +82,7 @@ def highest(groups: Groups, numbers: list[int], device: torch.device | None) -> 
 
 
 def _compare(groups: Groups, facts: list[Any], digest: int, device: torch.device | None) -> None:
-    """Raises ValueError if facts differ. Rank 0 sends its facts, and one rank per other digest."""
+    """Raises ValueError if facts differ. Rank 0 and one rank for each other digest send facts."""
     digests = gather_objects(groups, [digest], device)
     expected = from_rank(groups, facts, device)
     for rank in sorted({digests.index(value) for value in digests} - {0}):
@@ -168,7 +168,7 @@ def from_rank(groups: Groups, value: T, device: torch.device | None = None, rank
 
 
 def _on(device: torch.device | None) -> AbstractContextManager[None]:
-    """Makes a CUDA device the current one, from which NCCL sends objects; else does nothing."""
+    """Makes a CUDA device current, because NCCL sends objects from it; does nothing for others."""
     return torch.cuda.device(device.index if device is not None and device.type == "cuda" else -1)
 
 

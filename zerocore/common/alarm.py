@@ -54,7 +54,7 @@ def operation(name: str) -> Iterator[None]:
 def waiting(group: dist.ProcessGroup, what: str) -> Waiting:
     """Returns a context for a collective: the alarm watches it like the engine's collectives.
 
-    ``what`` names it without an :func:`operation`. An error of the collective raises the alarm.
+    ``what`` names the collective outside an :func:`operation`. If it fails, the alarm goes off.
     """
     check_exists(group)
     return Waiting(_operation.get() or what, group.group_name)

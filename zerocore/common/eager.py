@@ -42,9 +42,9 @@ def mark_eager() -> None:
 
 
 def leave_out_of_graphs(function: Any) -> None:
-    """Tells torch.compile to compile the functions that ``function`` calls, but not itself.
+    """Tells torch.compile to compile the functions that ``function`` calls, but not ``function``.
 
-    It cannot trace into the engine, and would try again for every module and kind of input.
+    Dynamo cannot trace into the engine, and would retry for every module and kind of input.
     """
     from torch._dynamo.decorators import skip  # late: takes a second
 

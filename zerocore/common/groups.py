@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerocore.common.patching import around
 
-# Counts per default group: ranks that join a new one have not made the same groups before.
+# Counts per default group: a rank that joins a new one has not made the same groups before.
 _num_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 _name: ContextVar[str] = ContextVar("name", default="")  # of the group that is being made
 
@@ -22,7 +22,7 @@ _shared: dict[tuple[str, Any], dist.ProcessGroup] = {}
 
 
 def shared_group(key: Any, members: Sequence[int], what: str, **options: Any) -> dist.ProcessGroup:
-    """Returns the group of that key and description; makes it by :func:`new_group` if need be."""
+    """Returns the group of that key and description; calls :func:`new_group` if there is none."""
     group = _shared.get((what, key))
     existing = dist.distributed_c10d._world.pg_map
     if group is None or group not in existing:
@@ -33,7 +33,7 @@ def shared_group(key: Any, members: Sequence[int], what: str, **options: Any) ->
 
 
 def new_group(members: Sequence[int], what: str, **options: Any) -> dist.ProcessGroup:
-    """Makes a group of these ranks, in ascending order; only they must call.
+    """Makes a group of these ranks, in ascending order; they call it, and no other rank does.
 
     Torch names such a group by the number of groups that its rank is in. If these numbers differ,
     as after ``dist.new_group([0])``, ranks would wait for each other forever.
@@ -60,7 +60,7 @@ def new_group(members: Sequence[int], what: str, **options: Any) -> dist.Process
 
 @around
 def named_by_thread(original: Any, *args: Any, **kwargs: Any) -> str:
-    """Names a new group: :func:`new_group`'s name in its thread, else torch's."""
+    """Returns a new group's name: the one from :func:`new_group` in its thread, else torch's."""
     return _name.get() or original(*args, **kwargs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-modules: dict[str, str] = {}  # by function name: the module that has it
+modules: dict[str, str] = {}  # the module that has a function, by the function's name
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:

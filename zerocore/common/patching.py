@@ -1,4 +1,4 @@
-"""Writes replacements of torch's functions as functions of the original and its arguments."""
+"""Writes a replacement of a torch function as a function of the original and its arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def around(body: Callable[..., Any]) -> Callable[[Any], Any]:
     """Makes a wrapper of an original function from ``body(original, *args, **kwargs)``.
 
-    It adds one Python call, so functions that run often in a step do not use it.
+    A wrapper adds one Python call, so functions that run often in a step do not use it.
     """
 
     @wraps(body)

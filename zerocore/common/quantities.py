@@ -26,7 +26,7 @@ def parse_seconds(value: str | float) -> float:
 
 
 def parse_flops(value: str | float) -> float:
-    """Returns floating-point operations per second from a number or such as ``"400TFLOP/s"``."""
+    """Returns floating-point operations per second from a number or text like ``"400TFLOP/s"``."""
     rate = parse(value, "flops", _RATES, "400TFLOP/s")
     if rate == 0:
         raise ValueError(f"flops must be positive, got {value!r}")
@@ -52,7 +52,7 @@ def _format(value: float, unit: str, prefixes: str) -> str:
 
 
 def format_number(digits: int, scale: float = 1.0) -> Callable[[float | None], str]:
-    """Returns a formatter of numbers times ``scale`` with so many decimals; ``-`` for None."""
+    """Returns a formatter of numbers times ``scale`` with ``digits`` decimals; ``-`` for None."""
     return lambda value: "-" if value is None else f"{value * scale:,.{digits}f}"
 
 

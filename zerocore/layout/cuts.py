@@ -19,11 +19,11 @@ class Cut:
     """
 
     numel: int
-    slot_numel: int  # elements of a slot; shards are slots in another order
-    offset: int = 0  # of the parameter in the first slot
+    slot_numel: int  # elements of a slot; a slot is a shard, but slots may have another order
+    offset: int = 0  # offset of the parameter's first element in the first slot
     num_shards: int = 1
     num_across: int = 1  # distance in slots between consecutive shards of one replica
-    slices: tuple[range, ...] = ()  # taken of the parameter, a vector, one of the other
+    slices: tuple[range, ...] = ()  # of the flat parameter: each slice is one of the slice before
 
     @staticmethod
     def whole(numel: int) -> Cut:
@@ -49,7 +49,7 @@ class Cut:
         return min(max(begin, 0), end), end
 
     def ranges(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """Yields ``(shard, begin, end)`` of the shards that own elements in a range, in order."""
+        """Yields ``(shard, begin, end)`` of shards that own elements of ``begin:end``, in order."""
         end = self.numel if end is None else end
         if begin >= end:
             return
@@ -61,7 +61,7 @@ class Cut:
 
     @cached_property
     def spans(self) -> tuple[Range, ...]:
-        """Each shard's range of the last slice, (0, 0) if it has none."""
+        """Each shard's range of the last slice; (0, 0) if it has none of it."""
         spans = tuple(or_none(*self.owned(shard)) for shard in range(self.num_shards))
         for items in self.slices:
             spans = tuple(or_none(*taken(items, span)) for span in spans)
@@ -69,7 +69,7 @@ class Cut:
 
 
 def taken(items: range, span: Range) -> Range:
-    """Returns which items of a slice are in a range of the sliced vector."""
+    """Returns the range of the items of a slice that lie in ``span`` of the sliced vector."""
     begin, end = (len(range(items.start, min(items.stop, at), items.step)) for at in span)
     return begin, end
 

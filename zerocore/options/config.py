@@ -1,4 +1,4 @@
-"""The options of how a model is sharded: frozen dataclasses that validate themselves."""
+"""The options for sharding a model: frozen dataclasses that validate themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Communication:
     Attributes:
         prefetch: the number of units gathered ahead of the one that computes, at stage 3.
         reductions_in_flight: the number of units whose gradients are reduced at a time during the
-            backward, at stages 2 and 3. Each one's full gradients stay in the pool until then.
+            backward, at stages 2 and 3. A unit's full gradients stay in the pool until its reduction ends.
         accumulate: ``"sharded"`` reduces gradients in every backward (stages 2 and 3, also under
             ``no_sync``); ``"full"`` holds full gradients under ``no_sync`` and communicates once.
         regather: at stage 3, ranks with fast links, such as the ranks of a node: a process group or
@@ -39,14 +39,14 @@ class Communication:
             each rank updates its part of its replica's shard, and the first gather after a step
             collects the updated parts. Other gathers stay within a replica, and read a copy of its
             shard beside the rank's own part.
-        overlap_reductions: at stage 3, reductions have a communicator of their own if a
-            communicator runs its collectives in turn (NCCL), so that none waits for a gather. It
-            takes device memory of its own. If False, reductions and gathers share one.
+            overlap_reductions: at stage 3, reductions get their own communicator, so that none waits for
+                a gather, if a communicator runs its collectives in turn (NCCL). It takes device memory.
+                If False, reductions and gathers share one communicator.
         retain_last: at stage 3, the last unit of a forward stays unsharded for its backward, which
             needs it first. If False, it is gathered again, and the loss is computed without its
             full parameters in memory.
         static_graph: a promise that in each pass all ranks call the same units and use the same
-            parameters, and none raises alone. Ranks then exchange no control messages once they
+            parameters, and no rank raises alone. Ranks then exchange no control messages once they
             have agreed on a pass; a rank that breaks the promise gets the alarm's error.
         gradient_divide_factor: divides the sum of the ranks' gradients; None averages, 1 sums.
         sync_buffers: broadcast rank 0's buffers when DistributedDataParallel does: before the first
@@ -126,8 +126,8 @@ def shard_options(
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """The options of :func:`zerocore.shard`, which explains them. Raises ValueError for one that is
-    out of range, TypeError for one of the wrong type."""
+    """The options of :func:`zerocore.shard`, which explains them. Raises ValueError if one is out of
+    range, TypeError if one has the wrong type."""
 
     stage: int = 3
     communication: Communication = field(default_factory=Communication)

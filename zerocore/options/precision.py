@@ -1,4 +1,4 @@
-"""Mixed precision: the dtypes in which a parameter is computed with, updated, reduced and kept."""
+"""Mixed precision: the dtypes in which parameters are computed with, updated, reduced and kept."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "main_dtype", "grad_dt
 class ParamTypes:
     """The dtypes of one parameter."""
 
-    model: torch.dtype  # of the weights that layers compute with and all-gathers move
-    main: torch.dtype  # of the weights that the optimizer updates: a copy if not ``model``
-    reduce: torch.dtype  # of gradients on the wire
-    grad: torch.dtype  # of gradients as they are kept and accumulated
-    gather: torch.dtype | None = None  # of one byte, gathered with scales; None for ``model``
+    model: torch.dtype  # dtype of the weights that layers compute with and all-gathers move
+    main: torch.dtype  # dtype of the weights that the optimizer updates: a copy if not ``model``
+    reduce: torch.dtype  # dtype of gradients on the wire
+    grad: torch.dtype  # dtype of gradients as they are kept and accumulated
+    gather: torch.dtype | None = None  # one-byte dtype, gathered with scales; None for ``model``
 
     @property
     def has_main(self) -> bool:
@@ -128,7 +128,7 @@ class MixedPrecision:
         return any(_matches(name, fqn) for name in self.keep_fp32)
 
     def encodes(self, fqn: str, dims: int, owners: Iterable[tuple[nn.Module, str]]) -> bool:
-        """Whether gathers move a parameter of the modules ``owners`` in ``gather_dtype``."""
+        """Whether gathers move a parameter in ``gather_dtype``; ``owners`` are its modules."""
         if self.gather_dtype is None or self.keeps(fqn):
             return False
         if self.gather_exact is not None:
@@ -158,8 +158,8 @@ def check_cast(name: str, value: object) -> None:
 
 
 def check_wire(wire: torch.dtype | None, reduce: torch.dtype | None, gather: object) -> None:
-    """Rejects dtypes that a policy cannot have: both of the first two, or a ``gather`` that is not
-    in :data:`GATHER_DTYPES`."""
+    """Rejects dtypes that a policy cannot have: both ``wire`` and ``reduce``, or a ``gather`` that is
+    not in :data:`GATHER_DTYPES`."""
     check_cast("wire_dtype", wire)
     if wire is not None and reduce is not None:
         raise ValueError(
