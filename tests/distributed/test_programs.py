@@ -77,24 +77,26 @@ def page() -> Page:
 
 def allowed_refusals(text: str) -> dict[str, str]:
     """Programs that docs/behaviour.md lists as refused where FSDP2 is exact, with the reasons."""
-    listed = re.search(r"\*\*Refused where FSDP2 is exact[\s\S]*?\n((?:- .*\n(?:  .*\n)*)+)", text)
-    return dict(re.findall(r"^- `(\w+)`: (.+)", listed[1], re.MULTILINE)) if listed else {}
+    listed = re.search(r"\*\*Refused where FSDP2 is exact[\s\S]*?\n((?:\| .*\n|\|-.*\n)+)", text)
+    rows = re.findall(r"^\| (.+) \| .+ \| (.+) \|$", listed[1], re.MULTILINE) if listed else []
+    return {name: why for does, why in rows for name in re.findall(r"\(`(\w+)`\)", does)}
 
 
 def test_the_list_of_refusals_is_read() -> None:
     text = """
-**Refused where FSDP2 is exact**, each with
+**Refused where FSDP2 is exact.** Each has
 its reason:
 
-- `one`: a reason
-  on two lines.
-- `two_b`: another.
+| a program does this | at stages | reason |
+|---|---|---|
+| `f(x)` (`one`), (`two_b`) | 3 | a reason |
+| another (`three`) | 1 to 3 | another |
 
-Other text.
-
-- `three`: is another list.
+| another table |
+|---|
+| (`four`) | 1 | no reason |
 """
-    assert allowed_refusals(text) == {"one": "a reason", "two_b": "another."}
+    assert allowed_refusals(text) == {"one": "a reason", "two_b": "a reason", "three": "another"}
     assert allowed_refusals("nothing") == {}
 
 
