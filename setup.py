@@ -65,7 +65,7 @@ from torch.utils import cpp_extension  # noqa: E402
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """A build_ext that keeps object files, also editable ones: ninja compiles only changed files."""
+    """A build_ext that keeps object files between builds: ninja compiles only changed files."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -74,7 +74,7 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 def wants_cuda() -> bool:
-    """Returns whether to build for CUDA: as ZEROCORE_CUDA=0|1, else if torch and nvcc support it."""
+    """Returns whether to build for CUDA: as ZEROCORE_CUDA=0|1 says, else if torch and nvcc can."""
     toolkit = cpp_extension.CUDA_HOME or ""
     can_build = torch.version.cuda is not None and Path(toolkit, "bin", "nvcc").exists()
     choice = os.environ.get("ZEROCORE_CUDA") or str(int(can_build))
@@ -97,7 +97,7 @@ def read_sources() -> list[list[str]]:
 
 
 def join_sources(group: list[str]) -> str:
-    """Returns a source that joins a line's sources; rewrites it only if it changes, to keep objects."""
+    """Returns a source that joins a line's; rewrites it only if it changes, to keep its object."""
     if len(group) == 1:
         return group[0]
     path = Path("build", "grouped", Path(group[0]).relative_to("csrc"))
@@ -129,7 +129,7 @@ def define_macros(has_cuda: bool) -> list[tuple[str, str]]:
 
 
 def make_extension() -> Extension:
-    """Makes the one extension module: a CUDA extension only if there are CUDA sources to compile."""
+    """Makes the extension module: a CUDA extension only if there are CUDA sources to compile."""
     groups = read_sources()
     sources = [path for group in groups for path in group]
     has_cuda = any(path.endswith(".cu") for path in sources)

@@ -52,8 +52,8 @@ def shard(
         stage: 0 replicates all (all-reduce); 1 shards optimizer states, 2 also gradients, 3 also
             parameters.
             group: process group or 1-D DeviceMesh. None takes the default group, and initialises it
-                under torchrun; without torch.distributed, the only rank is this process. A 2-D DeviceMesh is
-            hybrid sharding: replicas along the first dimension, shards along the second. Gradients
+                under torchrun; without torch.distributed, the world has one rank. A 2-D DeviceMesh is
+                hybrid sharding: replicas along the first dimension, shards along the second. Gradients
             are reduce-scattered over the second, then all-reduced over the replicas, which may
             share the optimizer's states (``Communication(replicas_share="optimizer")``).
         groups: ranks of parameters that not all ranks of ``group`` share, by patterns of their

@@ -16,8 +16,8 @@ from zerocore.optim.clipping import over_meshes
 from zerocore.tensor.parameter import ShardedParameter
 from zerocore.tensor.shard import rebuild_shard
 
-# Rows: a module of torch.distributed.checkpoint; an attribute below torch.distributed, replaced when
-# that module is imported; its wrapper. If a torch lacks one, the shards' rules reject its operation.
+# Rows: a module of torch.distributed.checkpoint, an attribute below torch.distributed to replace on
+# its import, and the wrapper. If a torch lacks one, the shards' rules reject the operation.
 _CHECKPOINTS = (
     ("staging", "_state_dict_utils._create_cpu_state_dict", "copies"),
     ("staging", "checkpoint.staging._create_cpu_state_dict", "copies"),

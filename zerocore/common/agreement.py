@@ -42,7 +42,7 @@ def agree(
         groups: groups that reach all ranks, one after the other; simulated ones are skipped.
         error: this rank's error so far.
         facts: small picklable values, in the same order on all ranks.
-        device: the model's device, if known. NCCL sends objects from the current device, which is the
+        device: the model's, if known. NCCL sends objects from the current device, which is the
             first one on every rank if the script never sets it.
 
     Returns:

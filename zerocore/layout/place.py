@@ -16,7 +16,7 @@ from zerocore.layout.cuts import Cut
 def spread(
     group: dist.ProcessGroup, value: Tensor | None, shape: torch.Size, like: Tensor
 ) -> Tensor:
-    """Broadcasts the first rank's ``value``, which has ``shape``; collective. ``like``: its dtype."""
+    """Broadcasts the first rank's ``value`` of ``shape``, in the dtype of ``like``; collective."""
     sent = torch.empty(shape, dtype=like.dtype, device=like.device)
     if value is not None:
         sent.copy_(value)

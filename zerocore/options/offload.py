@@ -23,7 +23,7 @@ class Offload:
 
     Attributes:
         states: the optimizer's states, and the weights that it updates. With ``"cpu"``,
-            ``model.parameters()`` are on the host. ``zerocore.optim.AdamW`` updates them unit by unit
+            ``model.parameters()`` are, too. ``zerocore.optim.AdamW`` updates them unit by unit
             during the next forward, other element-wise optimizers in their step. With ``"disk"``,
             they are the mapped memory of a file, and only ``zerocore.optim.AdamW`` can update them.
         gradients: the gradients between steps, at stages 2 and 3; not on ``"disk"``.

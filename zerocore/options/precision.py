@@ -158,8 +158,8 @@ def check_cast(name: str, value: object) -> None:
 
 
 def check_wire(wire: torch.dtype | None, reduce: torch.dtype | None, gather: object) -> None:
-    """Rejects dtypes that a policy cannot have: both ``wire`` and ``reduce``, or a ``gather`` that is
-    not in :data:`GATHER_DTYPES`."""
+    """Rejects dtypes that a policy cannot have: both ``wire`` and ``reduce``, or a ``gather`` that
+    is not in :data:`GATHER_DTYPES`."""
     check_cast("wire_dtype", wire)
     if wire is not None and reduce is not None:
         raise ValueError(
