@@ -51,9 +51,9 @@ def shard(
         model: any module; on the meta device it is initialised unit by unit.
         stage: 0 replicates all (all-reduce); 1 shards optimizer states, 2 also gradients, 3 also
             parameters.
-            group: process group or 1-D DeviceMesh. None takes the default group, and initialises it
-                under torchrun; without torch.distributed, the world has one rank. A 2-D DeviceMesh is
-                hybrid sharding: replicas along the first dimension, shards along the second. Gradients
+        group: process group or 1-D DeviceMesh. None takes the default group, and initialises it
+            under torchrun; without torch.distributed, the world has one rank. A 2-D DeviceMesh is
+            hybrid sharding: replicas along the first dimension, shards along the second. Gradients
             are reduce-scattered over the second, then all-reduced over the replicas, which may
             share the optimizer's states (``Communication(replicas_share="optimizer")``).
         groups: ranks of parameters that not all ranks of ``group`` share, by patterns of their
@@ -77,7 +77,7 @@ def shard(
     Raises:
         ValueError, TypeError: an invalid model or option, by name; on every rank, before ranks
             could hang.
-            MemoryError: ``offload=`` needs more of the host's memory than this rank can have;
+        MemoryError: ``offload=`` needs more of the host's memory than this rank can have;
             RuntimeError with its text on other ranks.
     """
 

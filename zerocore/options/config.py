@@ -23,8 +23,8 @@ class Communication:
 
     Attributes:
         prefetch: the number of units gathered ahead of the one that computes, at stage 3.
-        reductions_in_flight: the number of units whose gradients are reduced at a time in the
-            backward, at stages 2 and 3. Until then, a unit's full gradients stay in the pool.
+        reductions_in_flight: at stages 2 and 3, the number of units whose gradients are reduced at
+            a time in the backward. The pool keeps a unit's full gradients until its reduction ends.
         accumulate: ``"sharded"`` reduces gradients in every backward (stages 2 and 3, also under
             ``no_sync``); ``"full"`` holds full gradients under ``no_sync`` and communicates once.
         regather: at stage 3, ranks with fast links, such as the ranks of a node: a process group or
@@ -39,9 +39,9 @@ class Communication:
             each rank updates its part of its replica's shard, and the first gather after a step
             collects the updated parts. Other gathers stay within a replica, and read a copy of its
             shard beside the rank's own part.
-            overlap_reductions: at stage 3, reductions get their own communicator if a communicator
-                runs its collectives in turn (NCCL), so that none waits for a gather. It takes device
-                memory. If False, reductions and gathers share one communicator.
+        overlap_reductions: at stage 3, reductions get their own communicator if a communicator
+            runs its collectives in turn (NCCL), so that none waits for a gather. It takes device
+            memory. If False, reductions and gathers share one communicator.
         retain_last: at stage 3, the last unit of a forward stays unsharded for its backward, which
             needs it first. If False, it is gathered again, and the loss is computed without its
             full parameters in memory.
