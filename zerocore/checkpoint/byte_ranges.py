@@ -1,4 +1,4 @@
-"""Copies bytes between files and tensors, casts them in small pieces, and does so in threads."""
+"""Copies bytes between files and tensors in threads, and casts them in small pieces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def num_threads() -> int:
 def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yields the results of ``call`` for the items, in order; raises an item's error at its turn.
 
-    ``call`` must release the interpreter while it reads or writes. All calls end before this ends.
+    ``call`` must release the interpreter while it reads or writes. Results end after all calls.
     """
     with ThreadPoolExecutor(num_threads(), "checkpoint-io") as pool:
         yield from pool.map(call, items)
@@ -41,7 +41,7 @@ def read_into(file: int, offset: int, dtype: torch.dtype, values: Tensor) -> Non
     fewer. ``values`` is plain, 1-D and contiguous, of any dtype and device."""
     if dtype == values.dtype and values.device.type == "cpu":
         _read(file, offset, values)
-        values[:0].zero_()  # raises the version, which the read has not done
+        values[:0].zero_()  # counts the write, which the read does not
         return
     for piece in values.split(_PIECE_NUMEL):
         buffer = torch.empty(piece.numel(), dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Reads files of a checkpoint, and compares their bytes with the checksums of their folder."""
+"""Reads files of a checkpoint, and compares their bytes with the checksums of its folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerocore.checkpoint import safe_files
 from zerocore.checkpoint.byte_ranges import num_threads
 from zerocore.checkpoint.checksums import NAME, Checksums, DamagedError, FileSums
 
-MAX_SMALL_NBYTES = 1 << 30  # of one read
+MAX_SMALL_NBYTES = 1 << 30  # the most bytes of one read
 DAMAGED = "is damaged: checksum mismatch: the file changed after it was written"
 _STEP = 64  # blocks between two reports of progress
 KeysIn = Callable[[list[range]], list[str]]
@@ -51,7 +51,7 @@ def check_blocks(
 
 
 def read_sums(folder: Path) -> Checksums | None:
-    """Reads the list of a folder; None if it has none, ValueError if the list is broken."""
+    """Reads a folder's checksums; None if it has none, ValueError if the list of them is broken."""
     path = folder / NAME
     if not path.exists():
         return None
@@ -82,7 +82,7 @@ def read_range(path: Path, sums: FileSums | None, offset: int, nbytes: int) -> b
     """Reads bytes of a file from ``offset`` on, fewer at its end. Compares their blocks with its
     ``sums``, if there are any; a ValueError names the file."""
     if nbytes > MAX_SMALL_NBYTES:
-        raise ValueError(f"{path}: such a part cannot have {nbytes} bytes")
+        raise ValueError(f"{path}: a header or a plain value cannot have {nbytes} bytes")
     with safe_files.opened(path) as file:
         if sums is None:
             return os.pread(file.fileno(), nbytes, offset)
@@ -94,7 +94,7 @@ def read_range(path: Path, sums: FileSums | None, offset: int, nbytes: int) -> b
 
 
 def read_checked(path: Path, sums: Checksums | None, most_nbytes: int = MAX_SMALL_NBYTES) -> bytes:
-    """Reads a small file, and compares it with the list if there is one; a ValueError names it."""
+    """Reads a small file, and checks it if ``sums`` are given; a ValueError names it."""
     data = safe_files.read_small(path, most_nbytes)
     if sums is not None and FileSums.of(data) != sums.get(path.name):
         raise ValueError(f"{path} {DAMAGED}")

@@ -44,8 +44,8 @@ class PendingSave:
 
     Attributes:
         step: the step whose state is saved.
-        stall_seconds: how long training has waited for it so far: in ``save``, and in an optimizer
-            step that came before all was copied.
+        stall_seconds: how long training has waited for this save so far: in ``save``, and in an
+            optimizer step that came before all tensors were copied.
         held_nbytes: the most bytes that its copies have taken at a time on this rank.
     """
 
@@ -60,7 +60,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, with or without an error."""
+        """Whether the save has ended, with or without an error."""
         return self._written.done()
 
     def wait_read(self) -> None:
@@ -140,7 +140,7 @@ class Checkpoints:
         self._set_state(ready_state_of(model))
 
     def _set_state(self, state: ShardState) -> None:
-        self._state_ref = ref(state)  # a zerocore.fsdp model must be able to drop its state
+        self._state_ref = ref(state)  # weak: a zerocore.fsdp model may drop its state
         self._writer, self._kept = writer_of(state), KeptPlan(state)
 
     def _ready_state(self) -> ShardState:
@@ -206,7 +206,7 @@ class Checkpoints:
             return PendingSave(step, written)
         watch = save.saved.watch_changes(state)
         copy = StreamedCopy(save.saved.parts(), self._budget, state.device, watch)
-        # Started last: the threads take the interpreter from this one.
+        # Started last: the threads would take the interpreter from this one.
         pending = PendingSave(step, self._writer.writes.submit(self._write, save, copy), copy)
         state.readers.append(pending.wait_read)
         return pending
@@ -231,9 +231,9 @@ class Checkpoints:
                 and a warning says what is damaged. Without it, raise DamagedError.
 
         Raises:
-            FileNotFoundError: there is no checkpoint of this step, or the folder is itself one.
-            DamagedError: it cannot be read; a ValueError with file and key, on every rank.
-            ValueError: it does not fit the model; with file and key, on every rank.
+            FileNotFoundError: there is no checkpoint of this step, or ``folder`` is a checkpoint.
+            DamagedError: a file cannot be read; a ValueError with file and key, on every rank.
+            ValueError: the checkpoint does not fit the model; with file and key, on every rank.
         """
         state = self._ready_state()
         finish_writes()
@@ -264,7 +264,7 @@ class Checkpoints:
         return None
 
     def _collect(self, step: int, state: ShardState) -> tuple[SavedState, bytes]:
-        """Returns this rank's shards, and the bytes of the file with its own values."""
+        """Returns this rank's shards, and the bytes of the file with its other values."""
         check_plain(state, "Checkpoints")
         nested = training_state.training_state(self._model, self._optimizers)
         buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
@@ -300,7 +300,7 @@ def changes_counted() -> Iterator[None]:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Disables automatic garbage collection: with torch imported, one takes a tenth of a second."""
+    """Disables automatic garbage collection: one takes a tenth of a second, with torch imported."""
     were_enabled = gc.isenabled()
     gc.disable()
     try:

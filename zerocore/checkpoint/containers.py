@@ -1,4 +1,4 @@
-"""Containers with tensors in an optimizer's state: outlines of them in a file, and back."""
+"""Saves containers with tensors in an optimizer's state: as outlines in a file, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTAINER = "zerocore.container"  # first item of an outline's tuple in a file
 
 def outline(value: Any, key: str, where: str, flat: dict[str, Any]) -> Any:
     """Moves the tensors of a container to keys of their own in ``flat``, which begin with ``key``.
-    Returns what replaces the container."""
+    Returns the outline that replaces the container."""
     kind = type(value)
     if isinstance(value, Tensor):
         while key in flat:

@@ -34,7 +34,7 @@ class Weights:
     """Tensors that can be read one by one."""
 
     kind: str  # "dcp", "safetensors" or "torch"
-    facts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each
+    facts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of tensors
     read: Callable[[str], Tensor]  # returns a tensor by name, on the CPU
 
     @property

@@ -34,14 +34,14 @@ from zerocore.tensor.shard import as_shard
 
 
 def check_parts(model: nn.Module, objects: Mapping[str, Any], saved_on: int, ranks: int) -> None:
-    """Rejects parts of parameters in loaded states of objects that are not this rank's part now
-    (ValueError)."""
+    """Raises ValueError if the loaded state of an object holds a part of a parameter that is not
+    this rank's part now."""
     places: Any = {p.place.fqn: p.place for p in model.parameters() if isinstance(p, Placed)}
     for name, value in objects.items():
         for part in (v for v in leaves(value) if isinstance(v, Placed) and not v.place.is_whole):
             own = places.get(part.place.fqn)
             if own is not None and own.global_shape != part.place.global_shape:
-                own = None  # of another model
+                own = None  # a parameter of another model
             if saved_on != ranks or (own is not None and own.elements != part.place.elements):
                 now = "" if own is None else f", and this rank's are now {own.text}"
                 raise ValueError(
@@ -135,11 +135,11 @@ def fit_optimizers(
     metadata: Metadata,
     folder: object,
 ) -> State:
-    """Returns memory for the states that the checkpoint has, and its ``groups``; an option that
-    these lack keeps its value. A ValueError names folder and key.
+    """Returns memory for the checkpoint's states, and its ``groups``. Options that these lack keep
+    their values. A ValueError names folder and key.
 
-    Makes missing states (``new``) with uninitialised memory, and leaves them if it raises. The
-    checkpoint may lack all states of a parameter.
+    Makes the missing states of parameters ``new`` with uninitialised memory; an error leaves these
+    states. The checkpoint may lack all states of a parameter.
     """
     if not groups:
         raise ValueError(f"{folder} holds no optimizer's state")
@@ -166,8 +166,8 @@ def fit_optimizers(
 
 
 def _check_keys(optimizer: Optimizer, params: State, saved: State, trouble: str) -> None:
-    """Rejects a checkpoint that lacks a state which a parameter's first step makes. The step of a
-    vector shows which; a matrix may have other states instead."""
+    """Rejects a checkpoint that lacks a state which a parameter's first step makes. A step of a
+    vector shows these states; a matrix may have other states instead."""
     needed = first_keys(optimizer)
     saved_keys = {key for name in params for key in saved[name]}
     for name, param in params.items():
@@ -197,8 +197,8 @@ def _targets(optimizer: Optimizer, params: State, own_states: State, saved: Stat
 
 
 def _unsharded_keys(params: State, saved: State) -> set[str]:
-    """Returns the keys of states that do not have a parameter's elements: for some parameter, their
-    shape differs."""
+    """Returns the keys of states that are not element-wise: for some parameter, the state's shape
+    is not the parameter's."""
     return {
         key
         for name, param in params.items()

@@ -74,7 +74,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def text_key(key: Any, where: str) -> str:
-    """Returns the key; raises TypeError if it is not text, which a file would make of it."""
+    """Returns the key; raises TypeError unless it is text, as which a file would save any key."""
     if isinstance(key, str):
         return key
     raise TypeError(f"{where} has the key {key!r}: a checkpoint keeps keys of text only")
@@ -94,7 +94,7 @@ def as_leaf(value: Any, where: str) -> Any:
 
 
 def leaf_value(leaf: Any) -> Any:
-    """Returns the value that :func:`as_leaf` took."""
+    """Returns the value from which :func:`as_leaf` made ``leaf``."""
     return leaf[1] if is_marked(leaf, _VALUE) else leaf
 
 

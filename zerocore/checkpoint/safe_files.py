@@ -53,14 +53,14 @@ def read_small(path: Path, most_nbytes: int = _MAX_TEXT_NBYTES) -> bytes:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether it is a file's name in a folder, and not a path that leads elsewhere."""
+    """Whether a name is that of a file in its folder, not a path that leads elsewhere."""
     if not isinstance(name, str) or not name.isprintable() or name in ("", ".", ".."):
         return False
     return not {"/", "\\"} & set(name) and len(name.encode()) < 256
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is an integer that a size or an offset may have."""
+    """Whether a value is an integer that a size or an offset may have."""
     return type(value) is int and 0 <= value < _MAX_COUNT
 
 

@@ -24,8 +24,8 @@ Optimizers = Sequence[Optimizer]
 
 
 def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimizers:
-    """Returns one, several or no optimizers as a list, without what wraps them. Raises TypeError
-    for other objects, ValueError if two share a parameter."""
+    """Returns one, several or no optimizers as a list, without their wrappers. Raises TypeError for
+    other objects, ValueError if two share a parameter."""
     entries = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     optimizers: list[Optimizer] = []
     seen: set[int] = set()
@@ -66,7 +66,7 @@ def check_stateful(objects: Mapping[str, Any]) -> None:
 def training_state(model: nn.Module, optimizers: Optimizers) -> State:
     """Returns ``{"model": ..., "optim": ...}`` on the memory of both, with torch's names.
 
-    Several optimizers appear as one that has the groups of all.
+    Several optimizers appear as one, which has the groups of all.
     """
     values, owners = model.state_dict(), model.state_dict(keep_vars=True)
     state: State = {"model": {key: as_range(v, owners[key]) for key, v in values.items()}}

@@ -36,14 +36,14 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Returns the steps of a folder's checkpoints, in order, without a look at their contents."""
+    """Returns the steps of a folder's checkpoints, in order, without reading their contents."""
     matches = (_STEP.fullmatch(path.name) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in matches if match and is_checkpoint(folder / match[0]))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a save of zerocore or torch has completed the folder. It may have lost one of both
-    files since."""
+    """Whether a save of zerocore or torch has completed the folder. One of the two files may have
+    been lost since."""
     return (path / METADATA).exists() or (path / NAME).exists()
 
 
@@ -96,7 +96,7 @@ def begin(temporary: Path) -> None:
 
 
 def _has_ended(path: Path) -> bool:
-    """Whether the save is known to have ended; raises RuntimeError if another process writes."""
+    """Whether a save has surely ended; raises RuntimeError if a process of this host writes."""
     if path in _writing:
         return False
     try:

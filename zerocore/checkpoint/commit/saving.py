@@ -27,9 +27,9 @@ _log = logging.getLogger("zerocore")
 class Save:
     """A checkpoint that is being written."""
 
-    final: Path  # its name when all is on disk
+    final: Path  # the checkpoint's name when all is on disk
     saved: SavedState  # this rank's parts
-    own: bytes  # this rank's own values, such as buffers and random streams
+    own: bytes  # this rank's other values, such as buffers and random streams
     groups: Sequence[dist.ProcessGroup]  # of the ranks; empty for one rank
     keep: int | None  # how many checkpoints to keep; None for all
     # By checkpoint: whether it is good. A damaged one may be replaced, and ``keep`` ignores it.
@@ -105,8 +105,8 @@ class Save:
 
     def _write_files(self, temporary: Path, copies: Iterable[Tensor] | None) -> Checksums:
         """Writes this rank's files, and on the first rank the metadata; returns their checksums.
-        A thread writes small files alongside the large one. They are flushed after it, because its
-        flush does most of their work, too."""
+        A thread writes small files alongside the large one. They are flushed after the large file,
+        whose flush does most of the work for them."""
         small: list[int] = []
         sums = Checksums()
 

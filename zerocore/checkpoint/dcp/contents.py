@@ -99,8 +99,8 @@ class Contents:
         }
 
     def sums_of(self, name: str) -> checksums.FileSums | None:
-        """Returns a file's checksums; None if the folder has none, ValueError if only it lacks
-        them."""
+        """Returns a file's checksums; None if the folder has none, ValueError if this file alone
+        lacks them."""
         if self.sums is not None and name not in self.sums:
             raise ValueError(f"{self.folder / name} is not in {checksums.NAME}")
         return None if self.sums is None else self.sums[name]
@@ -128,8 +128,8 @@ class Contents:
         way: StreamWay = StreamWay.ANY,
         advance: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Compares the checksums of a part of all bytes, as ``check_files``. Torch's files only
-        have checksums in their chunks; the first part compares all of these."""
+        """Compares the checksums of one of ``parts`` parts of all bytes, as ``check_files`` does.
+        Torch's files have only checksums in their chunks; the first part compares all of these."""
         if self.sums is not None:
             sums = dict(sorted(self.sums.items()))
             checked_reads.check_files(self.folder, sums, part, parts, way, self.keys_in, advance)

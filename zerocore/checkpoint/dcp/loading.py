@@ -34,8 +34,8 @@ _log = logging.getLogger("zerocore")
 
 
 class TrainingLoad:
-    """A load of model and optimizers, in steps that all ranks take together. ``checksums``: whether
-    to compare them first; ``budget``: bytes that it may keep beside the model until then."""
+    """The load of one checkpoint, in steps that all ranks take together. ``checksums``: whether to
+    compare them first. ``budget``: bytes that a load may keep beside the model until then."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class TrainingLoad:
         self.own: State = {}  # this rank's own values
 
     def run(self, stateful: Mapping[str, Any], rng: bool) -> None:
-        """Loads both, and this rank's own values; collective. DamagedError if files cannot be read,
-        ValueError with file and key if they do not fit; before it changes anything, if it compares
-        checksums."""
+        """Loads model, optimizers and this rank's own values; collective. Raises DamagedError if
+        files cannot be read, ValueError with file and key if they do not fit: before any change,
+        if checksums are compared."""
         try:
             have_own = self._together(lambda: self._prepare(stateful))
             self._bring(self._contents)
@@ -93,7 +93,7 @@ class TrainingLoad:
         contents.check_sizes()
 
     def _prepare(self, stateful: Iterable[str]) -> bool:
-        """Compares names, shapes and sizes; returns whether this rank's file has what it needs."""
+        """Compares names, shapes and sizes; returns whether this rank needs only its own file."""
         with reading(self._folder):
             self._contents = contents = Contents(self._folder)
             names = loaded_state.names_by_hooks(self._model, contents.metadata)
@@ -106,7 +106,7 @@ class TrainingLoad:
                 group["params"] = [names.get(name, name) for name in group["params"]]
             buffers = self.own["buffers"]
             self.own["buffers"] = {names.get(key, key): buffers[key] for key in buffers}
-            # Begun only now: the small files would have waited for these reads.
+            # Only now: earlier, the reads of small files would have waited for these.
             if self._checksums and self.own["world_size"] == self._state.world_size:
                 self._file.begin()
         self._check_stateful(set(stateful))

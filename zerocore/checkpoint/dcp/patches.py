@@ -1,7 +1,7 @@
-"""Patches of ``torch.distributed.checkpoint``: its helpers support DTensors, and here also shards.
+"""Patches helpers of ``torch.distributed.checkpoint`` to support shards.
 
-Its plans ask every tensor for its chunks. Its helpers do not ask: they copy, gather and make states
-only for plain tensors and DTensors. ``zerocore.install`` has the table.
+Its plans ask every tensor for its chunks. Its helpers do not ask: without the patches, they copy,
+gather and make states only for plain tensors and DTensors. ``zerocore.install`` has the table.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gathers(original: Any, state_dict: Any, *args: Any, **options: Any) -> Any:
 
 @around
 def makes_states(original: Any, optim: Any, *args: Any) -> Any:
-    """Makes states of shards without a step; torch would take one, and leave it counted."""
+    """Makes states of shards without a step; torch would take a step, and leave it counted."""
     if not is_of_shards(optim):
         return original(optim, *args)
     # Late: few programs save states before a step.
@@ -106,7 +106,7 @@ class _Part:
 @around
 def plans(original: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     read: list[Any] = [value for value in state_dict.values() if isinstance(value, Placed)]
-    torch.autograd.graph.increment_version(read)  # also of a rank whose part is empty
+    torch.autograd.graph.increment_version(read)  # also on a rank whose part is empty
     shown = {
         key: _Part(value) if isinstance(value, Placed) and value.place.part else value
         for key, value in state_dict.items()

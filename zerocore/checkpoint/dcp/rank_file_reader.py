@@ -44,8 +44,8 @@ class Target:
     key: str  # of the state
     memory: Tensor  # plain, 1-D and contiguous, on the CPU
     form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, sizes, strides to expect
-    # Memory to fill before all files are verified: ``memory`` itself if it is new, or as much
-    # beside it; None without either.
+    # Memory to fill before all files are verified: ``memory`` itself if it is new, else a buffer of
+    # its size if the budget has room, else None.
     landing: Tensor | None
     fits: bool = False  # the chunk has the expected form
     is_read: bool = False  # ``landing``, and finally ``memory``, has the values of the file

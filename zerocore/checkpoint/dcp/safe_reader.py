@@ -177,7 +177,7 @@ def _listed_parts(tail: bytes) -> dict[str, tuple[int, int]]:
     if end < 0 or len(tail) < end + 20:
         return parts
     nbytes, _ = struct.unpack_from("<2I", tail, end + 12)
-    at = tail.find(b"PK\1\2", max(0, end - nbytes - 100))  # a longer end may stand between
+    at = tail.find(b"PK\1\2", max(0, end - nbytes - 100))  # a zip64 end may lie between
     while 0 <= at <= end - _CENTRAL.size and tail[at : at + 4] == b"PK\1\2":
         facts = _CENTRAL.unpack_from(tail, at)
         method, size, lengths, header = facts[4], facts[9], facts[10:13], facts[16]
@@ -227,7 +227,7 @@ _DTYPE_OF_STORAGE = {
 
 def _dtype_of(pid: Any) -> torch.dtype | None:
     """Returns the dtype in a storage's persistent id; None if unknown."""
-    if type(pid) is not tuple or type(pid[1]) is not str:  # the hash of another type may not end
+    if type(pid) is not tuple or type(pid[1]) is not str:  # hashing another type may never end
         raise ValueError("a storage has no type")
     return _DTYPE_OF_STORAGE.get(pid[1])
 

@@ -63,8 +63,8 @@ class Piece:
 
     key: str
     box: Box
-    offset: int  # of its chunk in the file
-    nbytes: int  # of its elements
+    offset: int  # offset of its chunk in the file
+    nbytes: int  # bytes of its elements
 
 
 @dataclass(frozen=True)

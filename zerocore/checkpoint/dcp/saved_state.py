@@ -33,7 +33,7 @@ from zerocore.model.parameter_meshes import check_has_places
 from zerocore.model.state import ShardState
 from zerocore.tensor.placed import Placed, local_of
 
-PART_NBYTES = 8 << 20  # of one copy and one write
+PART_NBYTES = 8 << 20  # bytes of one copy and one write
 _SMALL_NBYTES = 64 << 10
 
 Facts = Mapping[str, tuple[torch.dtype, Place | torch.Size]]  # each tensor's dtype, place or shape
