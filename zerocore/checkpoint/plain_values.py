@@ -74,7 +74,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def text_key(key: Any, where: str) -> str:
-    """Returns the key; raises TypeError unless it is text, as which a file would save any key."""
+    """Returns a key of text; raises TypeError for others, which a file would turn into text."""
     if isinstance(key, str):
         return key
     raise TypeError(f"{where} has the key {key!r}: a checkpoint keeps keys of text only")

@@ -54,7 +54,7 @@ def operation(name: str) -> Iterator[None]:
 def waiting(group: dist.ProcessGroup, what: str) -> Waiting:
     """Returns a context for a collective: the alarm watches it like the engine's collectives.
 
-    ``what`` names the collective outside an :func:`operation`. If it fails, the alarm goes off.
+    ``what`` names it outside an :func:`operation`. If the collective fails, the alarm is set off.
     """
     check_exists(group)
     return Waiting(_operation.get() or what, group.group_name)

@@ -1,4 +1,4 @@
-"""Wraps torch's entries to autograd: backward, grad, and functions that take parameters."""
+"""Wraps torch's entry points of autograd: backward, grad, functions that take parameters."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ _CONTAINERS = frozenset({list, tuple, dict})
 
 
 def reads_in_full(apply: Any) -> Any:
-    """Returns the ``apply`` that unshards parameters first.
+    """Returns an ``apply`` that unshards parameters first.
 
-    It replaces the base class's, so that references to ``Function.apply`` taken earlier reach it.
+    It replaces ``apply`` of the base class, so that earlier references to it reach this one.
     """
     return classmethod(_apply_with_full)
 

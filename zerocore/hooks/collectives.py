@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from zerocore.common.patching import around
 from zerocore.tensor.placed import Placed, leaves
 
-# Before 2.13 these collectives do not dispatch to ``__torch_function__`` of their tensors.
+# Before torch 2.13, these collectives do not dispatch to ``__torch_function__`` of their tensors.
 UNASKED = (
     *("all_gather_coalesced", "all_reduce_coalesced", "all_to_all", "broadcast", "gather"),
     *("irecv", "isend", "recv", "reduce", "reduce_scatter", "scatter", "send"),

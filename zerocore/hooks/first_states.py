@@ -29,7 +29,7 @@ from zerocore.tensor.placed import Placed, leaves
 from zerocore.tensor.rows import own_elements
 from zerocore.tensor.shard import as_shard
 
-_BEFORE = {"step": 0, "mu_product": 1}  # before a first step, which a probe has taken
+_BEFORE = {"step": 0, "mu_product": 1}  # values before a first step; a probe's are from after it
 
 
 def make_states(optimizer: Optimizer) -> None:
@@ -58,9 +58,9 @@ def _missing(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any], dict[s
 def make_until_step(optimizer: Optimizer) -> None:
     """Makes the missing states for a state dict.
 
-    Some optimizers take first states from the parameters' values or from a first gradient. Once the
-    optimizer has stepped, no such states are made. Before that they are, and the first step drops
-    them, unless the program has changed or loaded some.
+    Some optimizers derive first states from the parameters' values or from a first gradient. Such
+    states are made only if the optimizer has not stepped yet; its first step drops them, unless the
+    program has changed or loaded some.
     """
     if makes_all(optimizer):
         make_states(optimizer)
@@ -109,7 +109,7 @@ def _noted(states: Mapping[Any, Any]) -> list[tuple[Any, ...]]:
 def _changes_nothing(
     optimizer: Optimizer, group: dict[str, Any], param: Any, probed: dict[str, Any]
 ) -> bool:
-    """Whether a step from the first states is a step from no states."""
+    """Whether a step from the states that would be made equals a step without states."""
     ends = []
     for state in ({}, probed):
         probe = _probe(own_elements(param))
@@ -129,7 +129,7 @@ def _is_same(value: Any, other: Any) -> bool:
 def _own_states(
     optimizer: Optimizer, group: dict[str, Any], param: Any, probed: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the states of a parameter's elements after a step of them without a gradient."""
+    """Returns the states of a parameter's elements after a step with zero gradients."""
     local = own_elements(param)
     probe = nn.Parameter(local.clone())
     probe.grad = torch.zeros_like(probe)
@@ -169,7 +169,7 @@ def tried(probe: Callable[..., Any], *args: Any) -> Any:
 def probed_number(
     optimizer: Optimizer, number: int, key: str, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether the state ``key`` of parameters in the group of that number is one number."""
+    """Whether the state ``key`` of the parameters in group ``number`` is one number."""
     like = torch.empty(0, dtype=dtype, device=device)
     states = tried(_probed, optimizer, optimizer.param_groups[number], like) or {}
     value = states.get(key)
@@ -228,11 +228,11 @@ def stepped(
     state: dict[str, Any] | None = None,
 ) -> Any:
     """Returns a twin after a step of ``probe`` with its ``grad``, from ``state``; leaves the
-    optimizer, its parameters and torch's random streams as they are. Raises TypeError if its
-    groups are those of another object."""
+    optimizer, its parameters and torch's random streams as they are. Raises TypeError if the
+    groups belong to another object."""
     kind = type(optimizer)
     if any(hasattr(getattr(kind, name, None), "__set__") for name in ("param_groups", "state")):
-        raise TypeError(f"{kind.__name__} shows the groups of another optimizer: pass that one")
+        raise TypeError(f"{kind.__name__} wraps another optimizer: pass the inner optimizer")
     twin: Any = object.__new__(kind)
     twin.__dict__.update(_attributes_for(twin, optimizer))
     twin.param_groups = [{**deepcopy(options_of(group)), "params": [probe]}]
@@ -243,7 +243,7 @@ def stepped(
         with _without_gradients(optimizer), torch.random.fork_rng(_devices_of(probe)):
             twin.step()
     finally:
-        optimizer.state.pop(probe, None)  # of a function that knows only the optimizer
+        optimizer.state.pop(probe, None)  # made if ``step`` is bound to the optimizer itself
     return twin
 
 
@@ -265,7 +265,7 @@ def _attributes_for(twin: Any, optimizer: Optimizer) -> dict[str, Any]:
             memo = {**params, **{id(leaf): leaf for leaf in kept}, id(optimizer): twin}
             try:
                 own[name] = deepcopy(value, memo)
-            except Exception:  # it holds a thing that cannot be copied
+            except Exception:  # some part of the value cannot be copied
                 own[name] = copy(value)
     return own
 

@@ -20,7 +20,7 @@ _PLAIN = (nn.Module._load_from_state_dict, _NORM._load_from_state_dict)
 
 
 def has_extra_state(model: nn.Module) -> bool:
-    """Whether some module saves more than tensors."""
+    """Whether some module saves other values than tensors."""
     return any(type(m).set_extra_state is not nn.Module.set_extra_state for m in model.modules())
 
 

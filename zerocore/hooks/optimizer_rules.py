@@ -77,7 +77,7 @@ def prepare(optimizer: Optimizer) -> None:
     if not sharded:
         return
     _refuse(optimizer, sharded)
-    # A wrapper may lack hooks; those of the optimizer inside it run.
+    # A wrapper may lack hooks; then the hooks of the optimizer inside it run.
     hooks = vars(optimizer).get("_optimizer_state_dict_post_hooks")
     if hooks is not None and wrap_states not in hooks.values():
         optimizer.register_state_dict_post_hook(wrap_states)
@@ -101,7 +101,7 @@ def earlier_optimizers(params: Iterable[Tensor]) -> list[tuple[Optimizer, dict[s
 
 
 def take_over(earlier: Sequence[tuple[Optimizer, dict[str, Any]]], ranks: Ranks) -> None:
-    """Shards the states of ``earlier_optimizers`` after their parameters; collective. An
+    """Shards the states from :func:`earlier_optimizers` as their parameters are; collective. An
     optimizer that cannot update shards raises in its next step."""
     with together(ranks.groups) as facts:
         facts += [f"a {type(opt).__name__} with states" for opt, saved in earlier if saved["state"]]

@@ -41,9 +41,9 @@ def state_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return make(numel, dtype=dtype, device=device)
 
 
-# States that are one number: for a 0-dim parameter their shape does not tell them from elements.
+# States that are one number: for a 0-dim parameter, states of elements have the same shape.
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-AVERAGE = "weights_average"  # the state of an EMA, beside those of an optimizer
+AVERAGE = "weights_average"  # the state of an EMA, beside an optimizer's states
 
 # Attributes of an optimizer that ``first_states`` sets.
 ADDED = "_zerocore_added_options"  # options that steps add to groups, by group
@@ -68,8 +68,8 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     inner = unwrapped(inner)
     if _keys_of(optimizer.state_dict()) != _keys_of(inner.state_dict()):
         raise TypeError(
-            f"optimizer: {type(optimizer).__name__} wraps a {type(inner).__name__}, and its "
-            f"state_dict is another one, with {list(optimizer.state_dict())}. Pass the inner "
+            f"optimizer: {type(optimizer).__name__} wraps a {type(inner).__name__}, but its "
+            f"state_dict differs: it has {list(optimizer.state_dict())}. Pass the inner "
             "optimizer, and save the wrapper's own state yourself"
         )
     return inner

@@ -268,7 +268,7 @@ def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
 def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     show_device_gradients(optimizer)
     casts = _known(optimizer).casts_model_weights
-    # Version counters show in-place updates, not those an optimizer makes through `.data`.
+    # Version counters show in-place updates, not updates that an optimizer makes through `.data`.
     for updated in _updates[optimizer][1]:
         if (state := updated.state_ref()) is not None:
             if state.engine.end_update(updated.parts, casts):

@@ -1,7 +1,7 @@
 """All patches and hooks that the first ``shard`` or ``fully_shard`` installs in the process.
 
-A patch of a module that few programs import waits until a program imports it. So does the module of
-zerocore with its wrapper.
+A patch of a module that few programs import waits until a program imports it. Only then is the
+module of zerocore with the wrapper imported, too.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _apply(targets: Sequence[tuple[Patch, Any, Any]]) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Applies patches when the modules that they wait for have been imported."""
+    """An import hook that applies patches when the modules that they wait for are imported."""
 
     def __init__(self, patches: Iterable[Patch]) -> None:
         self._waiting: dict[str, list[Patch]] = {}

@@ -1,4 +1,4 @@
-"""Backwards of pipeline stages: full weights for them, and one reduction for all micro-batches.
+"""Runs backwards of pipeline stages with full weights, and reduces once for all micro-batches.
 
 Zero-bubble pipelines compute the gradients of inputs and of weights in separate backwards. A
 backward for weights sets the gradients of the tensors passed to it, and no backward is complete.
@@ -55,7 +55,7 @@ def reduces_at_the_end(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     engines = []
     actions = filter(None, chain.from_iterable(self.pipeline_order.values()))  # None: a bubble
     if any(action.computation_type.name == "BACKWARD_INPUT" for action in actions):
-        states = [find_state(stage.submod) for stage in self._stages]  # torch tells fsdp's itself
+        states = [find_state(stage.submod) for stage in self._stages]  # torch tells fsdp's stages
         engines = [state.engine for state in states if state is not None]
     for engine in engines:
         engine.begin_deferred()

@@ -136,7 +136,7 @@ def _watch_saves(model: nn.Module, state: ShardState) -> None:
             module.register_state_dict_post_hook(end)
 
 
-recording = ContextVar("recording", default=False)  # a load that only notes what it would copy
+recording = ContextVar("recording", default=False)  # within a load that only records values
 
 
 def is_our_hook(hook: Any) -> bool:
@@ -147,8 +147,8 @@ def is_our_hook(hook: Any) -> bool:
 def _check(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """Rejects shards of other elements, even if as many. Makes ``assign=True`` copy instead: a full
-    value is then copied in part."""
+    """Rejects shards of other elements, even of the same number. Makes ``assign=True`` copy: of a
+    full value, it copies this rank's part."""
     assigns = metadata.pop("assign_to_params_buffers", False)
     for name, param in module._parameters.items():
         if isinstance(param, ShardedParameter):

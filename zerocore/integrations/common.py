@@ -55,18 +55,18 @@ def _dtype_of(name: str) -> torch.dtype | None:
 
 
 class ShardFolders:
-    """Saves one model and its optimizer under ``name`` in any folder, and loads them.
+    """Folders in which one model and its optimizer are saved under ``name``, and loaded again.
 
     The trainer saves everything else in its own files, also the states of random generators.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, name: str = "zerocore"):
-        # One object serves all folders, as each Checkpoints has a process group of its own.
+        # One object serves all folders, because each Checkpoints has its own process group.
         self._checkpoints = Checkpoints(name, model, optimizer, keep=1, background=False, rng=False)
         self._name = name
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Saves; a second save to a folder replaces the first. All ranks must call."""
+        """Saves both; a second save to a folder replaces the first. All ranks must call."""
         self._checkpoints.folder = Path(folder, self._name)
         steps = self._checkpoints.steps()
         self._checkpoints.save(steps[-1] + 1 if steps else 0)

@@ -30,7 +30,7 @@ except ModuleNotFoundError:
 
 
 class _Sharding:
-    """The common base of both strategies: options of ``shard``, of which precision is one."""
+    """The common base of both strategies: it has the options of ``shard``, such as precision."""
 
     _PLACES = ("accelerator", "parallel_devices", "cluster_environment", "process_group_backend")
 

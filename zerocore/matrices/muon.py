@@ -196,8 +196,8 @@ class Muon(ShardOptimizer):
     def describe(self) -> Choice:
         """Returns the parameters of Muon and AdamW, the matrices' owners and the bytes of a step.
 
-        In that step every trainable parameter has a gradient. ``str()`` is a table. The experts in
-        it are those of this rank's mesh.
+        In that step every trainable parameter has a gradient. ``str()`` is a table. Of experts, it
+        lists only those of this rank's mesh.
         """
         pairs = self._muon_params()
         plan = self._plan_for(tuple(param.requires_grad for param, _ in pairs))

@@ -62,10 +62,10 @@ def owned(optimizer_class: type[Optimizer], params: Any, **options: Any) -> Owne
 
 
 class OwnedOptimizer(ShardOptimizer):
-    """The result of :func:`owned`: an optimizer of shards around one of full parameters.
+    """The result of :func:`owned`: an optimizer of shards around an optimizer of full parameters.
 
     ``param_groups`` hold the shards and the options; the next step uses changed options.
-    ``state_dict()`` is the one of ``optimizer_class`` in one process, on the CPU of every rank.
+    ``state_dict()`` returns what ``optimizer_class`` returns in one process, on each rank's CPU.
 
     Attributes:
         inner: the optimizer of the full parameters that this rank owns.
@@ -100,7 +100,7 @@ class OwnedOptimizer(ShardOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as ``torch.optim.Optimizer.add_param_group`` does; all ranks must call."""
-        if not hasattr(self, "inner"):  # the constructor calls it
+        if not hasattr(self, "inner"):  # the base class's constructor calls this
             super().add_param_group(param_group)
             return
         [group] = groups_of([param_group])
@@ -166,7 +166,7 @@ class OwnedOptimizer(ShardOptimizer):
             own.update(options_of(inner))
 
     def _update(self) -> None:
-        """Steps; raises ValueError on every rank if a parameter lacks a gradient on some ranks."""
+        """Takes a step; raises ValueError on every rank if a gradient is missing on some ranks."""
         self._follow_model()
         used = used_in_step(self._model, self._name, params_of(self))
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""Finds the matrices in parameters, those that Muon can update, and those with gradients."""
+"""Finds matrices in parameters: all, the ones Muon can update, the ones with gradients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_sharded(
             )
         known = state
     if known is None:
-        raise ValueError(f"{optimizer} got no parameters; pass those of a sharded model")
+        raise ValueError(f"{optimizer} got no parameters; pass the parameters of a sharded model")
     if known.ranks.levels is not None:
         raise ValueError(
             f"{optimizer} does not support replicas_share='optimizer'; use "

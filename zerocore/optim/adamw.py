@@ -62,7 +62,7 @@ class AdamW(ShardOptimizer):
             changes nothing, and no tensor's ``step`` counts it.
 
     Raises:
-        OutOfMemory: a step of shards has no memory; the first step makes the states.
+        OutOfMemory: a step of shards runs out of memory; the first step makes the states.
         ValueError: an option is out of range, or a parameter is not dense in memory.
         TypeError: a parameter is not float32, bfloat16, float16 or float64.
     """
@@ -116,7 +116,7 @@ class AdamW(ShardOptimizer):
     def _update(self) -> None:
         """Updates all parameters; explains an out-of-memory error (the first step makes states)."""
         try:
-            # Saves Python's look-up of rules for gradients of shards, which are a subclass.
+            # Gradients of shards are a subclass; this skips Python's look-up of their rules.
             with torch._C.DisableTorchFunctionSubclass():
                 self.update(None)
         except (RuntimeError, MemoryError) as error:

@@ -218,7 +218,7 @@ def _in_order(batches: list[Batch]) -> list[Batch]:
 
 
 def squares_of(params: Sequence[Tensor], grads: Sequence[Any]) -> Squares:
-    """Returns where the squares of which gradients are summed."""
+    """Returns the gradients whose squares each sequence of groups sums, by index."""
     squares: Squares = {}
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         groups, device = groups_of(param), param.device

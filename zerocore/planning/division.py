@@ -11,7 +11,7 @@ from zerocore.options.offload import Offload
 from zerocore.options.stages import Placements, placements_of
 
 Part = tuple[int, int, int]
-"""Of a part of the model: ranks that share its state, replicas, and the index of this shard."""
+"""A part of the model: ranks that share its state, replicas, and the index of this shard."""
 
 
 def parts_of(meshes: Sequence[Ranks]) -> tuple[Part, ...]:

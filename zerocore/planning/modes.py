@@ -23,7 +23,7 @@ _VIEW, _NEW, _OTHER = "view of the first argument", "new tensors", "other"
 
 
 class StorageTracker:
-    """Follows every storage from the operator that makes it until it is freed.
+    """A tracker of every storage, from the operator that makes it until it is freed.
 
     It does not count the tensors in ``known``. ``live`` has the bytes alive now, ``highest`` the
     most in each moment, ``work`` each moment's ``flops`` and the fields of :class:`Work`.
@@ -252,7 +252,7 @@ _WITHOUT_KERNEL = {"aten::_unsafe_view", "aten::empty", "aten::empty_like", "ate
 
 
 class FusedAttention(TorchFunctionMode):
-    """Runs attention as a GPU does: by a fused kernel that saves its inputs, its output and one
+    """A mode that runs attention as a GPU does, by a fused kernel: it saves inputs, output and one
     number a row. On the CPU the dispatcher would choose another kernel."""
 
     def __torch_function__(

@@ -68,7 +68,7 @@ class PlannerUnit:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans one model's bytes for any stage and number of ranks.
+    """A planner of one model's bytes, for any stage and number of ranks.
 
     Attributes:
         units: the model's units.

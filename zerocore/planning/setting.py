@@ -47,7 +47,7 @@ class Workload:
             ``"muon"`` trains all matrices, chosen by shape; its bytes count, its time does not.
         rank: the rank whose step is planned, numbered replica by replica; rank 0 owns the most.
         micro_batch: samples in a forward, for Hugging Face models.
-        seq_len: tokens in a sample, at most what the configuration allows.
+        seq_len: tokens in a sample, at most as many as the configuration allows.
         checkpointing: recompute each block in the backward.
         zero_bubble: the model is a stage of a pipeline whose schedule splits the backward in two.
             Its units are gathered once a step and stay; gradients are reduced once, at its end.
@@ -86,7 +86,7 @@ class Machine:
     Attributes:
         node: GPUs, links and network by name, such as ``"8xH100-ib400"``, see
             :func:`zerocore.common.nodes.find_node`, or a :class:`zerocore.common.nodes.Node`. The
-            other options override it. Without a node, links default to those of ``8xH100-ib400``.
+            other options override it. Without a node, the default links are from ``8xH100-ib400``.
         memory: bytes of a device, as a number or text such as ``"24GiB"``; by default the memory of
             the node's GPU, or 24 GiB without a node.
         links: one or several links between the ranks that share the state, as presets, bandwidths
@@ -164,7 +164,7 @@ class Setting:
 
     @property
     def node(self) -> Node:
-        """The machine's node, or the default one, of which only the links are used."""
+        """The machine's node; without one, the default node, whose links alone are used."""
         return DEFAULT_NODE if self.machine.node is None else find_node(self.machine.node)
 
     @property

@@ -73,8 +73,8 @@ def run_elastic(
     Use it if no launcher restarts processes; torchrun and Ray Train do. Each process calls it, and
     meets the others at ``endpoint`` by torch's rendezvous. When an error of a collective says that
     a rank is lost, ``train`` ends. The remaining processes then meet and call it again, with other
-    rank numbers. It must make model, optimizer and :class:`PeerCheckpoints` again and load, for
-    which no process imports anything or touches a disk.
+    rank numbers. ``train`` must make model, optimizer and :class:`PeerCheckpoints` again and load.
+    For this, no process imports anything or touches a disk.
 
     Args:
         train: called with a :class:`Life`. Its errors are raised here unless a rank is lost.
@@ -84,7 +84,7 @@ def run_elastic(
         backend, timeout: as for ``init_process_group``.
         max_restarts: number of lives in a row that may lose a rank before their first
             :meth:`Life.admit`; then the error is raised, as the program may be the cause.
-        job: a name that no other job at ``endpoint`` has.
+        job: a name; other jobs at ``endpoint`` must have other names.
         rendezvous: options of torch's ``c10d`` rendezvous, such as ``last_call_timeout``: seconds
             to wait for more ranks when the fewest have come.
 
@@ -137,8 +137,8 @@ def _lost_in_a_row(before: float, life: Life, error: BaseException) -> float:
 
 
 def _says_lost(error: BaseException) -> bool:
-    """Whether an error means a lost rank: the alarm's errors do, and those of gloo's transport in a
-    program's own collective, which have no class. Failed checks there are not about lost ranks."""
+    """Whether an error means a lost rank. The alarm's errors do, and so do errors of gloo's
+    transport in a program's own collective, which have no class. Gloo's failed checks do not."""
     text = str(error)
     of_transport = "gloo/transport" in text and "enforce fail" not in text
     return isinstance(error, dist.DistError) or of_transport

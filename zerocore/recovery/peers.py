@@ -50,7 +50,7 @@ class Move(NamedTuple):
 
 
 def rounds_of(moves: Iterable[Move]) -> list[list[Move]]:
-    """Groups moves into rounds, in each of which a rank sends and receives at most one file.
+    """Groups moves into rounds: in a round, a rank sends and receives at most one file.
 
     All ranks get the same rounds and run them in order, so no ranks wait for each other in a cycle.
     """
@@ -95,7 +95,7 @@ def carry_out(group: dist.ProcessGroup | None, moves: Sequence[Move], folder: Pa
 
 
 def _memory_of(path: Path, nbytes: int, is_new: bool) -> Tensor:
-    """Maps the bytes of a file; writes to those of a new file go to the file."""
+    """Maps the bytes of a file; if it is new, writes to the memory go to the file."""
     if is_new:
         with path.open("wb") as file:
             file.truncate(nbytes)
@@ -203,7 +203,7 @@ def _received(moves: Sequence[Move], rank: int, sums: Checksums) -> Checksums:
 
 
 class PeerLoad(TrainingLoad):
-    """A load of files on several nodes; a rank first gets those that its node lacks."""
+    """The load of files on several nodes; a rank first fetches the files that its node lacks."""
 
     def __init__(self, bring: Callable[[Path, set[str]], None], folder: Path, *args: Any) -> None:
         super().__init__(folder, *args)

@@ -148,7 +148,7 @@ def retryable(
         optimizer: the optimizer of its parameters, or several.
         objects: other objects to restore, with ``state_dict`` and ``load_state_dict``.
         spike: a factor. The block fails if the mean loss of all ranks exceeds so many times the
-            mean absolute loss of the last 100 good blocks, of which there must be 10.
+            mean absolute loss of the last 100 good blocks; the first 10 are never spikes.
         copies: copy weights and optimizer states before each step, to undo failures in the step and
             after it, too; otherwise these raise. Takes as much memory as the state, and the ranks
             also agree at the end of the block.

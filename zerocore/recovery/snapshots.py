@@ -56,7 +56,7 @@ class Snapshot:
         """Copies this rank's state to the CPU, with checksums; any thread may call it.
 
         It waits for the end of a running step, and the next step waits for the copies. Buffers,
-        options, random generators and objects are those before the first forward since
+        options, random generators and objects come from before the first forward since
         ``zero_grad`` that records gradients.
 
         Raises:
@@ -170,7 +170,7 @@ def snapshot(
     """Makes a snapshot of this rank's training state, from which another process recovers.
 
     Make it once, before the first step. Any thread may call its ``state_dict()`` at any time, also
-    while the model runs; the values are those of one step. ``load_state_dict`` on a rank with the
+    while the model runs; all values are from the same step. ``load_state_dict`` on a rank with the
     same shards continues from there, bit for bit, as in replica groups of torchft:
     ``Manager(state_dict=snap.state_dict, load_state_dict=snap.load_state_dict, ...)``.
 

@@ -60,7 +60,7 @@ class Verification:
 
     def __str__(self) -> str:
         lines = [f"{self.num_compared} values compared with other ranks"]
-        lines += [f"{self.num_remembered} values compared with those of the last call"]
+        lines += [f"{self.num_remembered} values compared with the last call"]
         lines += [str(each) for each in self.differing]
         lines += [f"{name} changed on rank {rank}: nothing wrote it" for name, rank in self.changed]
         return "\n".join(lines)

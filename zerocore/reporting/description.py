@@ -193,7 +193,7 @@ def _names(dtypes: Iterable[torch.dtype | None]) -> list[str]:
 
 
 def wires_of(state: ShardState) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the dtypes in which parameters are gathered, and those of reduced gradients."""
+    """Returns the dtypes in which parameters are gathered, and the dtypes of reduced gradients."""
     gathered, reduced = set(), set()
     for unit in state.units:
         gathered |= {each.dtype for each in unit.encoded if each.dtype}

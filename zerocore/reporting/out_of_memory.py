@@ -52,7 +52,7 @@ class Diagnosis:
         if self.buckets:
             listed = ", ".join(f"{name} {nbytes:,}" for name, nbytes in self.buckets)
             lines.append(f"Largest gathered units: {listed}.")
-        lines.append("What needs less (predicted; activations are not counted):")
+        lines.append("Changes that save memory (predicted; activations are not counted):")
         for text, nbytes in self.changes:
             enough = "; enough for this request" if 0 < (self.requested or 0) <= nbytes else ""
             lines.append(f"  {text}: saves {nbytes:,}{enough}")

@@ -94,7 +94,7 @@ def title_of(model: nn.Module, state: ShardState) -> str:
 
 
 class Clock:
-    """Takes marks of time that are read later.
+    """A clock whose marks of time are read later.
 
     On a device, a mark is an event on the current stream. On the CPU, where work is done when a
     call returns, it is the host's time. The constructor waits for the device to compare both.
@@ -135,7 +135,7 @@ class Clock:
 
 
 class _ModuleRecorder:
-    """Cuts time into boxes: a unit's forward, recomputation or backward, or the optimizer's."""
+    """A recorder that cuts time into boxes: a unit's forward or backward, an optimizer's step."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

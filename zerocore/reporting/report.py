@@ -48,7 +48,7 @@ class Report:
         units: the mean times of each unit over traced steps, by name.
         memory: bytes and counts so far.
         meshes: ranks and divisor of each unit's gradients, if units differ.
-        wires: dtypes in which parameters are gathered, and those of reduced gradients.
+        wires: dtypes in which parameters are gathered, and dtypes of reduced gradients.
         registered: memory that is registered with a communicator; empty without ``registered``.
     """
 

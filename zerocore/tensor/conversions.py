@@ -47,7 +47,7 @@ def converts_in_full(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def asks_in_full(call: Any) -> Any:
-    """Wraps the call of a scripted or traced function, or another one that takes lists."""
+    """Wraps the call of a scripted or traced function, or of another one that takes lists."""
 
     @wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:

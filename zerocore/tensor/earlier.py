@@ -22,7 +22,7 @@ _ROWS = "_zerocore_fsdp_replaced_by"  # on an earlier parameter: its name, and t
 
 
 class EarlierParameter(nn.Parameter):
-    """An earlier parameter: in a program's lists and dicts, it forwards all to the DTensor."""
+    """A parameter from before ``fully_shard``: it forwards all uses to the DTensor."""
 
     @classmethod
     def __torch_function__(

@@ -159,7 +159,7 @@ def _fit_one(tensor: Tensor, place: Place, local_shape: torch.Size) -> Tensor:
 
 def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
     """Whether a changed plain tensor is a full one; the same on all ranks. If one rank owns all of
-    a vector, the shape alone does not tell, so the ranks exchange what they know."""
+    a vector, its local shape equals the full shape, so the ranks vote."""
     is_full, is_local = changed.shape == place.global_shape, changed.shape == local_shape
     if place.group is None or len(place.global_shape) != 1:
         return is_full
@@ -177,10 +177,10 @@ def _is_full(changed: Tensor, place: Place, local_shape: torch.Size) -> bool:
 
 
 def _view(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the same local elements as a part of a tensor of another shape."""
+    """Returns the local elements as this rank's part of a tensor of another shape."""
     source: Any = source_of((*args, *kwargs.values()))
     if isinstance(source, PlacedParameter):
-        raise NotLocal("")  # reads the full one: its elements have a place in the other tensor
+        raise NotLocal("")  # a view of the full parameter keeps each element's place
     before = outline_of(source)
     outlines = {key: outline_of(value) for key, value in kwargs.items()}
     after = func(*(outline_of(value) for value in args), **outlines)

@@ -71,7 +71,7 @@ VIEWS = _names("flatten ravel view reshape")
 CLONES = _names("clone contiguous cpu cuda to half bfloat16 float double detach data")
 # Read only the dtype and device of another tensor among their arguments.
 COPIES = _names("to type_as")
-# Element-wise beside what torch tags: other names, what is composed, casts, copies and fills.
+# Element-wise functions that torch does not tag: aliases, compositions, casts, copies and fills.
 LISTED = VIEWS | COPIES | _names(
     """
     absolute alias arccos arccosh arcsin arcsinh arctan arctan2 arctanh bfloat16 bool byte char
@@ -138,7 +138,7 @@ def is_foreach(name: str) -> bool:
 
 @cache
 def is_pointwise(base: str) -> bool:
-    """Whether each element of a result is computed only from those at its place.
+    """Whether each element of a result is computed only from the elements at the same index.
 
     A tag belongs to an overload: ``max`` of two tensors has one, and so has ``rrelu``, which draws.
     So no overload may take a dimension or a generator, or return anything but one tensor.

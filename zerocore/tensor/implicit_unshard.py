@@ -15,7 +15,7 @@ from zerocore.tensor.received import received_by
 
 
 class FullCopy(Tensor):
-    """A copy of a parameter in place of a view: a change of it would be lost, so it raises."""
+    """A copy of a parameter in place of a view. A change of it would be lost, so changes raise."""
 
     fqn: str
 
@@ -111,7 +111,7 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-# The kind and name of a shard for errors, its full value, and the version of that.
+# The kind and name of a shard for errors, its full value, and the version of the full value.
 _Full = tuple[tuple[str, str], Tensor, int]
 
 

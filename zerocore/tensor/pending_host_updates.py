@@ -64,7 +64,7 @@ def finish() -> None:
     for state_ref in refs:
         _gathering.pop(state_ref)
         if (state := state_ref()) is not None:
-            # It may belong to another model, whose group is gone; its next use raises.
+            # The gathers may be of another model, whose group is gone; its next use raises.
             with suppress(RuntimeError):
                 state.engine.finish_gathers()
 

@@ -14,13 +14,13 @@ _SENDING = frozenset({"send", "isend"})  # these write to no tensor
 
 
 def received_by(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Returns what a collective of ``torch.distributed`` writes to; no schema tells it."""
+    """Returns the tensors that a collective of ``torch.distributed`` writes to; no schema says."""
     if getattr(func, "__module__", "") != distributed_c10d.__name__:
         return ()
     name = name_of(func)
     if name in _SENDING:
         return ()
-    position = int(name == "gather")  # its first argument is what it sends
+    position = int(name == "gather")  # its first argument is the tensor to send
     if position < len(args):
         return args[position]
     return kwargs.get(list(signature(func).parameters)[position], ())

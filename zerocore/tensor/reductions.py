@@ -139,7 +139,7 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
 
 def _are_full(tensors: Sequence[Tensor], place: Place) -> bool:
     """Whether the plain tensors have the full shape on all ranks. If one rank owns all of a vector,
-    the shape alone does not tell, so the ranks exchange what they know."""
+    its local shape equals the full shape, so the ranks vote."""
     plain = [tensor for tensor in tensors if not isinstance(tensor, Placed)]
     are_full = all(tensor.shape == place.global_shape for tensor in plain)
     if not any(tensor.dim() == len(place.global_shape) == 1 for tensor in plain):

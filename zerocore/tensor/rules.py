@@ -99,7 +99,7 @@ def needs_values(func: Function, args: Args) -> bool:
 
 def _changes_gradients(name: str, args: Args) -> bool:
     """Whether the function changes one list of gradients by numbers only, as clipping does in each
-    step. That is local at any place, and this test is fast."""
+    step. Such a change is local at any place, and this test is fast."""
     return (
         is_in_place(name)
         and functions.is_pointwise(functions.base_of(name))

@@ -1,5 +1,5 @@
-"""Tensor classes around other tensors, of quantization libraries or with FSDP2's two all-gather
-functions."""
+"""Tensor classes around other tensors: classes of quantization libraries, and classes with
+FSDP2's two all-gather functions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plain_part(tensor: Tensor) -> Tensor:
 
 
 def gathers_itself(fqn: str, tensor: Any) -> bool:
-    """Whether a parameter gathers itself; raises AssertionError if it has one function of two."""
+    """Whether a parameter gathers itself; AssertionError if it has only one of two functions."""
     defined = [hasattr(tensor, name) for name in (PRE, POST)]
     if any(defined) and not all(defined):
         raise AssertionError(
