@@ -181,8 +181,8 @@ class Checkpoints:
             if self._known.get(final) and final.exists():  # if unknown, the first rank verifies it
                 raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
             with changes_counted():
-                saved, own = self._collect(step, state)
-            save = self._make_save(final, saved, own)
+                saved, rank_values = self._collect(step, state)
+            save = self._make_save(final, saved, rank_values)
         except Exception as error:  # the other ranks must not wait for this one
             wait([self._writer.writes.submit(self._fail, error)])
             raise
@@ -190,8 +190,8 @@ class Checkpoints:
         self._pending.stall_seconds += time.perf_counter() - began
         return self._pending
 
-    def _make_save(self, final: Path, saved: SavedState, own: bytes) -> Save:
-        return Save(final, saved, own, self._writer.groups, self._keep, self._known)
+    def _make_save(self, final: Path, saved: SavedState, rank_values: bytes) -> Save:
+        return Save(final, saved, rank_values, self._writer.groups, self._keep, self._known)
 
     def _fail(self, error: Exception) -> None:
         def fail() -> None:
@@ -268,7 +268,7 @@ class Checkpoints:
         check_plain(state, "Checkpoints")
         nested = training_state.training_state(self._model, self._optimizers)
         buffers = {k: v for k, v in nested["model"].items() if not isinstance(v, Placed)}
-        own = {
+        rank_values = {
             "step": step,
             "buffers": {key: v for key, v in buffers.items() if isinstance(v, Tensor)},
             "world_size": state.world_size,
@@ -279,7 +279,7 @@ class Checkpoints:
             "rng": training_state.random_state() if self._rng else None,
         }
         with pickled_as_parts():
-            own_bytes = saved_bytes(own)
+            own_bytes = saved_bytes(rank_values)
         return saved_state(self._kept, nested, copy=self._background), own_bytes
 
     def _load(self, folder: Path, state: ShardState) -> None:

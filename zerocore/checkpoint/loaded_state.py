@@ -39,11 +39,11 @@ def check_parts(model: nn.Module, objects: Mapping[str, Any], saved_on: int, ran
     places: Any = {p.place.fqn: p.place for p in model.parameters() if isinstance(p, Placed)}
     for name, value in objects.items():
         for part in (v for v in leaves(value) if isinstance(v, Placed) and not v.place.is_whole):
-            own = places.get(part.place.fqn)
-            if own is not None and own.global_shape != part.place.global_shape:
-                own = None  # a parameter of another model
-            if saved_on != ranks or (own is not None and own.elements != part.place.elements):
-                now = "" if own is None else f", and this rank's are now {own.text}"
+            place = places.get(part.place.fqn)
+            if place is not None and place.global_shape != part.place.global_shape:
+                place = None  # a parameter of another model
+            if saved_on != ranks or (place is not None and place.elements != part.place.elements):
+                now = "" if place is None else f", and this rank's are now {place.text}"
                 raise ValueError(
                     f"the state of {name!r} holds one rank's part of '{part.place.fqn}', elements "
                     f"{part.place.text}, saved on {saved_on} ranks{now} on {ranks}. Let its "

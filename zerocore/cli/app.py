@@ -114,8 +114,8 @@ _KINDS: dict[str, Any] = {"reduce_dtype": DType, "wire_dtype": DType, "gather_dt
 
 def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the flags of :data:`_FLAGS`."""
-    own = signature(command, eval_str=True).parameters.values()
-    params = [param for param in own if param.kind is not Parameter.VAR_KEYWORD]
+    parameters = signature(command, eval_str=True).parameters.values()
+    params = [param for param in parameters if param.kind is not Parameter.VAR_KEYWORD]
     for kind, texts in _FLAGS.items():
         for name, text in texts.items():
             default = getattr(kind, name)
@@ -126,8 +126,8 @@ def _takes_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _of_flags(kind: Any, given: Mapping[str, Any], **others: Any) -> Any:
-    return kind(**{name: given[name] for name in _FLAGS[kind]}, **others)
+def _of_flags(kind: Any, flags: Mapping[str, Any], **fixed: Any) -> Any:
+    return kind(**{name: flags[name] for name in _FLAGS[kind]}, **fixed)
 
 
 @app.command()
@@ -160,7 +160,7 @@ def plan(
         DType | None, typer.Option(help="Compute in this dtype, keep fp32 main weights.")
     ] = None,
     as_json: _Json = False,
-    **given: Any,
+    **flags: Any,
 ) -> None:
     """Plan each stage's memory and time and recommend one; needs no GPU."""
     with _errors():
@@ -169,11 +169,11 @@ def plan(
             gpus,
             num_replicas=num_replicas,
             groups=_groups(group or []),
-            communication=_of_flags(Communication, given, regather=regather),
-            workload=_of_flags(Workload, given),
-            machine=_of_flags(Machine, given, node=machine, links=link),
+            communication=_of_flags(Communication, flags, regather=regather),
+            workload=_of_flags(Workload, flags),
+            machine=_of_flags(Machine, flags, node=machine, links=link),
             dtype=_torch_dtype(dtype),
-            mixed_precision=_mixed(mixed_precision, given),
+            mixed_precision=_mixed(mixed_precision, flags),
         )
     if as_json:
         _print_json(result.to_dict())
@@ -181,18 +181,18 @@ def plan(
         print_table(result.title(), result.rows(), result.notes())
 
 
-def _mixed(param: DType | None, given: Mapping[str, Any]) -> MixedPrecision | None:
-    if given["reduce_dtype"] is not None and param is None:
+def _mixed(param: DType | None, flags: Mapping[str, Any]) -> MixedPrecision | None:
+    if flags["reduce_dtype"] is not None and param is None:
         raise ValueError("--reduce-dtype needs --mixed-precision; give both")
-    dtypes: dict[str, Any] = {name: _torch_dtype(given[name]) for name in _FLAGS[MixedPrecision]}
+    dtypes: dict[str, Any] = {name: _torch_dtype(flags[name]) for name in _FLAGS[MixedPrecision]}
     dtypes["param_dtype"] = _torch_dtype(param)
     return MixedPrecision(**dtypes) if any(dtypes.values()) else None
 
 
-def _groups(given: list[str]) -> dict[str, zerocore.ParameterMesh]:
+def _groups(texts: list[str]) -> dict[str, zerocore.ParameterMesh]:
     """Parses ``experts=edp:2,ep:4``: a name or pattern, the ranks that share, and the parts."""
     groups = {}
-    for text in given:
+    for text in texts:
         match = re.fullmatch(r"([^=]+)=\w+:(\d+)(?:,\w+:(\d+))?", text)
         if match is None:
             raise ValueError(f"--group: expected text like 'experts=edp:2,ep:4', got '{text}'")
@@ -283,8 +283,8 @@ def _results() -> dict[Path, int]:
 def _print_results(name: str, before: dict[Path, int]) -> None:
     """Prints the results that are newer than ``before``, but no traces and other files."""
     written = [path for path, time_ns in _results().items() if before.get(path) != time_ns]
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(written)]
-    results = [each for each in found if isinstance(each, dict) and "theme" in each]
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(written)]
+    results = [content for content in contents if isinstance(content, dict) and "theme" in content]
     if not results:
         raise ValueError(
             f"benchmark '{name}' wrote no results to {_results_folder()}; leave out options such "

@@ -51,10 +51,10 @@ def link(
         TypeError: an option has a wrong type.
     """
     check_int("sms", sms, 0)
-    found = find_link(bandwidth)
+    chosen = find_link(bandwidth)
     return LinkModel(
-        bandwidth=found.bandwidth_bytes_per_s,
-        latency=found.latency_s if latency is None else parse_seconds(latency),
+        bandwidth=chosen.bandwidth_bytes_per_s,
+        latency=chosen.latency_s if latency is None else parse_seconds(latency),
         sms=sms,
     )
 

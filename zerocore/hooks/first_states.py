@@ -67,27 +67,27 @@ def make_until_step(optimizer: Optimizer) -> None:
         return
     begun = any(optimizer.state.values())
     neutral: dict[Any, Any] = {}
-    made: dict[Any, Any] = {}
+    new_states: dict[Any, Any] = {}
     for param, group, probed in _missing(optimizer):
         kind = (id(group), param.dtype, param.device)
         if kind not in neutral:
             neutral[kind] = tried(_changes_nothing, optimizer, group, param, probed)
         if neutral[kind] or not begun:
-            made[param] = dict(_first_states(param, probed))
+            new_states[param] = dict(_first_states(param, probed))
         if not (neutral[kind] or begun):
-            made[param].update(tried(_own_states, optimizer, group, param, probed) or {})
-    made = {param: state for param, state in made.items() if state}
-    optimizer.state.update(made)
+            new_states[param].update(tried(_own_states, optimizer, group, param, probed) or {})
+    new_states = {param: state for param, state in new_states.items() if state}
+    optimizer.state.update(new_states)
     if not all(neutral.values()) and not begun:
-        setattr(optimizer, MADE, partial(_drop_unloaded, _noted(made)))
+        setattr(optimizer, MADE, partial(_drop_unloaded, _noted(new_states)))
 
 
-def _drop_unloaded(made: list[tuple[Any, ...]], optimizer: Optimizer) -> None:
-    """Drops the ``made`` states if none has changed; before a step."""
+def _drop_unloaded(noted: list[tuple[Any, ...]], optimizer: Optimizer) -> None:
+    """Drops the ``noted`` states if none has changed; before a step."""
     present = _noted(optimizer.state)
-    if len(made) != len(present):
+    if len(noted) != len(present):
         return
-    for (key, value, version, old), now in zip(made, present, strict=True):
+    for (key, value, version, old), now in zip(noted, present, strict=True):
         if (key, value is now[1], version) != (now[0], True, now[2]) or not _is_same(old, now[3]):
             return
     optimizer.state.clear()
@@ -253,21 +253,21 @@ def _devices_of(probe: Tensor) -> list[torch.device]:
 
 def _attributes_for(twin: Any, optimizer: Optimizer) -> dict[str, Any]:
     """Returns the optimizer's attributes, whose containers and methods are the twin's own."""
-    own = {**vars(optimizer)}
-    own.pop(MADE, None)
-    own.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps
+    attributes = {**vars(optimizer)}
+    attributes.pop(MADE, None)
+    attributes.pop("step", None)  # a scheduler's wrapper, which counts the optimizer's steps
     params = {id(param): param for param in params_of(optimizer)}
-    for name, value in own.items():
+    for name, value in attributes.items():
         if name.startswith("_optimizer_") or name in ("state", "param_groups"):
             continue
         if isinstance(value, dict | list | deque | MethodType | partial):
             kept = (leaf for leaf in leaves(value) if isinstance(leaf, nn.Module | Optimizer))
             memo = {**params, **{id(leaf): leaf for leaf in kept}, id(optimizer): twin}
             try:
-                own[name] = deepcopy(value, memo)
+                attributes[name] = deepcopy(value, memo)
             except Exception:  # some part of the value cannot be copied
-                own[name] = copy(value)
-    return own
+                attributes[name] = copy(value)
+    return attributes
 
 
 @contextmanager

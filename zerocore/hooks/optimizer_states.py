@@ -61,8 +61,8 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     Raises TypeError if the wrapper's ``state_dict`` differs from that optimizer's.
     """
     ids = [*map(id, params_of(optimizer))]
-    held = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-    inner = next((each for each in held if [*map(id, params_of(each))] == ids), None)
+    held = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    inner = next((candidate for candidate in held if [*map(id, params_of(candidate))] == ids), None)
     if inner is None:
         return optimizer
     inner = unwrapped(inner)
@@ -78,8 +78,8 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 def _keys_of(value: Any) -> Any:
     """Returns the keys of dicts in dicts and lists."""
     if isinstance(value, Mapping):
-        return {key: _keys_of(each) for key, each in value.items()}
-    return [_keys_of(each) for each in value] if isinstance(value, list) else None
+        return {key: _keys_of(item) for key, item in value.items()}
+    return [_keys_of(item) for item in value] if isinstance(value, list) else None
 
 
 def params_of(optimizer: Optimizer) -> list[Any]:

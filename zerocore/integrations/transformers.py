@@ -99,8 +99,8 @@ class ShardedTrainerMixin:
                 **self._shard_options,
             }
             if self.args.ddp_broadcast_buffers is False:
-                given = options.get("communication") or Communication()
-                options["communication"] = replace(given, sync_buffers=False)
+                communication = options.get("communication") or Communication()
+                options["communication"] = replace(communication, sync_buffers=False)
             device = self.args.device  # makes the process group
             if any(param.is_meta for param in model.parameters()):
                 options.setdefault("device", device)

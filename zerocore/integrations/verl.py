@@ -54,12 +54,12 @@ class ShardedEngineMixin:
             self.to("cpu")
 
     def _build_fsdp_module(self: Any, module: nn.Module) -> nn.Module:
-        given = self.engine_config.mixed_precision or {}
-        param = _dtype(given.get("param_dtype", "bf16"))
+        policy = self.engine_config.mixed_precision or {}
+        param = _dtype(policy.get("param_dtype", "bf16"))
         if param == torch.float16:
             raise ValueError("mixed_precision: fp16 needs a scaler; use bf16 for zerocore's engine")
         self._autocast_dtype = param
-        reduce = _dtype(given.get("reduce_dtype", "fp32"))
+        reduce = _dtype(policy.get("reduce_dtype", "fp32"))
         mesh = self.device_mesh
         return shard(
             module,
@@ -152,8 +152,8 @@ def _adapters(name: str) -> str | None:
 def _dtype(name: Any) -> torch.dtype:
     from verl.utils.torch_dtypes import PrecisionType
 
-    found: torch.dtype = PrecisionType.to_dtype(name)
-    return found
+    dtype: torch.dtype = PrecisionType.to_dtype(name)
+    return dtype
 
 
 @EngineRegistry.register("language_model", BACKEND, device=["cuda", "npu", "cpu"])

@@ -32,7 +32,7 @@ class ShardedSource(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         """Returns each tensor's name, dtype and shape, in the order of the iteration."""
-        return [ParamMeta(each.name, each.dtype, tuple(each.shape)) for each in self.info.tensors]
+        return [ParamMeta(item.name, item.dtype, tuple(item.shape)) for item in self.info.tensors]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return export(self.model, info=self.info, max_bytes=self.max_bytes).tensors()

@@ -41,8 +41,8 @@ class Lanes:
         ranks = state.meshes[mesh]
         shared = placements_of(state.config.stage).optimizer
         shards = ranks.shard if shared else None
-        others = (ranks.shard, ranks.replicas) if not shared else (ranks.replicas,)
-        replicas = tuple(group for group in others if group is not None)
+        groups = (ranks.shard, ranks.replicas) if not shared else (ranks.replicas,)
+        replicas = tuple(group for group in groups if group is not None)
         grid = Grid(1 if shards is None else shards.size(), tuple(g.size() for g in replicas))
         rank, stride = (0 if shards is None else shards.rank()), grid.num_shards
         for group in replicas:
@@ -82,7 +82,7 @@ class RoundExchange:
                 sizes = [end - begin for _, begin, end in parts]
                 for (index, _, _), piece in zip(parts, message.split(sizes), strict=True):
                     pieces[index].append(piece)
-            return [self._joined(each) for each in pieces.values()]
+            return [self._joined(matrix) for matrix in pieces.values()]
 
         return arrived
 
@@ -90,11 +90,11 @@ class RoundExchange:
         """Sends each rank its elements of this rank's own matrices (flattened). Returns a function
         that waits for this rank's elements of every matrix of the round."""
         step = self.step
-        own: dict[int, Tensor] = dict(zip(step.mine, wholes, strict=True))
+        matrices: dict[int, Tensor] = dict(zip(step.mine, wholes, strict=True))
         transfer = None
         if self.lanes.shards is not None:
             cut = [
-                own[index][begin:end]
+                matrices[index][begin:end]
                 for parts in step.parts_of_mine.values()
                 for index, begin, end in parts
             ]
@@ -105,21 +105,21 @@ class RoundExchange:
         def arrived() -> list[Tensor]:
             if transfer is not None:
                 order = [index for owned in step.by_shard for index in owned]
-                own.update(self._split(order, transfer.wait()))
-            self._spread(own)
-            return [own[index] for index in range(len(step.matrices))]
+                matrices.update(self._split(order, transfer.wait()))
+            self._spread(matrices)
+            return [matrices[index] for index in range(len(step.matrices))]
 
         return arrived
 
     def _spread(self, held: dict[int, Tensor]) -> None:
         """Sends this replica's results to the other replicas and receives theirs."""
-        for group, (place, found) in zip(self.lanes.replicas, self.step.spreads, strict=True):
-            message = self._joined([held[index] for index in found[place]])
-            counts = [self.step.own_numel(indices) for indices in found]
+        for group, (place, by_rank) in zip(self.lanes.replicas, self.step.spreads, strict=True):
+            message = self._joined([held[index] for index in by_rank[place]])
+            counts = [self.step.own_numel(indices) for indices in by_rank]
             send = message.repeat(group.size())
             sent = [message.numel()] * group.size()
             transfer = self._transfer(group, send, sent, counts, sum(counts) * group.size())
-            order = [index for indices in found for index in indices]
+            order = [index for indices in by_rank for index in indices]
             held.update(self._split(order, transfer.wait()))
 
     def _transfer(
@@ -163,9 +163,9 @@ class Choice:
 
     def title(self) -> str:
         """Returns one line with the numbers of parameters and the bytes sent."""
-        others = f", {len(self.others)} by AdamW" if self.others else ""
+        by_adamw = f", {len(self.others)} by AdamW" if self.others else ""
         return (
-            f"{self.optimizer}: {len(self.owners)} parameters as whole matrices{others}; rank "
+            f"{self.optimizer}: {len(self.owners)} parameters as whole matrices{by_adamw}; rank "
             f"{self.rank} of {len(self.work)} sends {format_nbytes(self.sent_nbytes)} in "
             f"{self.num_rounds} round{'s' if self.num_rounds != 1 else ''} a step"
         )
@@ -183,25 +183,25 @@ def choice_of(
     optimizer: str,
     rounds: Sequence[RoundExchange],
     names: Sequence[str],
-    others: Sequence[str],
+    adamw_names: Sequence[str],
     ranks: Ranks,
     times_to_owners: int = 1,
 ) -> Choice:
     """Returns the choice that a step's rounds make; ``names``: the parameters' names."""
     owners: dict[str, set[int]] = {}
     work, sent_nbytes = [0] * ranks.world_size, 0
-    for each in rounds:
-        sent = times_to_owners * each.step.sent_to_owners() + each.step.sent_to_shards()
-        sent_nbytes += sent * each.like.itemsize
-        for matrix, place in zip(each.step.matrices, each.step.owners, strict=True):
-            owner = each.lanes.members[place]
+    for exchange in rounds:
+        sent = times_to_owners * exchange.step.sent_to_owners() + exchange.step.sent_to_shards()
+        sent_nbytes += sent * exchange.like.itemsize
+        for matrix, place in zip(exchange.step.matrices, exchange.step.owners, strict=True):
+            owner = exchange.lanes.members[place]
             owners.setdefault(names[matrix.param], set()).add(owner)
             work[owner] += matrix.cost
     total = max(sum(work), 1)
     return Choice(
         optimizer,
         {name: tuple(sorted(owners[name])) for name in names if name in owners},
-        tuple(others),
+        tuple(adamw_names),
         tuple(load / total for load in work),
         len(rounds),
         sent_nbytes,

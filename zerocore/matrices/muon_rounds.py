@@ -35,11 +35,11 @@ def orthogonalise(batch: Tensor, coefficients: Sequence[float], steps: int, eps:
     return _iterate(batch, coefficients, steps, eps)
 
 
-def _iterate(given: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+def _iterate(matrices: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
     a, b, c = coefficients
-    add_product = torch.addmm if given.dim() == 2 else torch.baddbmm
-    is_tall = given.size(-2) > given.size(-1)
-    x = given.to(torch.bfloat16, copy=True)
+    add_product = torch.addmm if matrices.dim() == 2 else torch.baddbmm
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.to(torch.bfloat16, copy=True)
     x = x.mT if is_tall else x
     norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x.div_(norms.clamp(min=eps))
@@ -88,17 +88,17 @@ class MuonRounds:
         The host does not wait to know whether the step is skipped. A skipped step exchanges
         updates like any other, but keeps momenta and weights.
         """
-        used = {matrix.param for each in self.rounds for matrix in each.step.matrices}
+        used = {matrix.param for exchange in self.rounds for matrix in exchange.step.matrices}
         locals_ = {index: self._pairs[index][0].elements() for index in sorted(used)}
         returning: Callable[[], None] | None = None
         arriving = self._send(0, states, factors)
         overlapped()
-        for number, each in enumerate(self.rounds):
+        for number, exchange in enumerate(self.rounds):
             following = self._send(number + 1, states, factors)
-            back = each.to_shards(self._orthogonalised(each.step, arriving()))
+            back = exchange.to_shards(self._orthogonalised(exchange.step, arriving()))
             if returning is not None:
                 returning()
-            returning = self._applying(each.step, back, locals_, factors)
+            returning = self._applying(exchange.step, back, locals_, factors)
             arriving = following
         if returning is not None:
             returning()
@@ -135,17 +135,17 @@ class MuonRounds:
         updates: dict[int, Tensor] = {}
         for indices in by_group.values():
             wholes, group = [self._pairs[index][0] for index in indices], self._pairs[indices[0]][1]
-            buffers = [each.elements(states[each.param]["momentum_buffer"]) for each in wholes]
-            grads = [each.elements(each.param.grad) for each in wholes]
+            buffers = [pair.elements(states[pair.param]["momentum_buffer"]) for pair in wholes]
+            grads = [pair.elements(pair.param.grad) for pair in wholes]
             grads = [grad.to(old.dtype) for grad, old in zip(grads, buffers, strict=True)]
             if factors is not None:
                 grads = _scaled(grads, buffers, factors)
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            found = buffers
+            directions = buffers
             if group["nesterov"]:
-                found = list(torch._foreach_lerp(grads, buffers, group["momentum"]))
-            sent = [torch.empty_like(update, dtype=WIRE) for update in found]
-            torch._foreach_copy_(sent, found)
+                directions = list(torch._foreach_lerp(grads, buffers, group["momentum"]))
+            sent = [torch.empty_like(update, dtype=WIRE) for update in directions]
+            torch._foreach_copy_(sent, directions)
             updates.update(zip(indices, sent, strict=True))
         return [updates[index] for index in params]
 

@@ -121,10 +121,10 @@ class OwnedOptimizer(ShardOptimizer):
         ordered = sorted(costs, key=lambda n: (not params[n].requires_grad, -costs[n], n))
         self._rounds = {}
         for mesh, lanes in enumerate(self._lanes):
-            own = [number for number in ordered if known[number].mesh == mesh]
-            owners = assign([costs[n] for n in own], self._loads[mesh])
-            self._owners.update(zip(own, owners, strict=True))
-            for number in (n for n in own if self._owners[n] == lanes.rank):
+            of_mesh = [number for number in ordered if known[number].mesh == mesh]
+            owners = assign([costs[n] for n in of_mesh], self._loads[mesh])
+            self._owners.update(zip(of_mesh, owners, strict=True))
+            for number in (n for n in of_mesh if self._owners[n] == lanes.rank):
                 full = known[number].place.like_full(known[number].elements())
                 self._whole[number] = nn.Parameter(full, params[number].requires_grad)
         self._gather([number in costs for number in range(len(params))], Whole.elements, "data")
@@ -155,15 +155,15 @@ class OwnedOptimizer(ShardOptimizer):
     def _inner_group(self, group: Mapping[str, Any], begin: int) -> dict[str, Any]:
         """Returns the inner optimizer's group: the same options, and this rank's own parameters."""
         numbers = range(begin, begin + len(group["params"]))
-        own = [self._whole[n] for n in numbers if n in self._whole]
-        return {**options_of(group), "params": own}
+        wholes = [self._whole[n] for n in numbers if n in self._whole]
+        return {**options_of(group), "params": wholes}
 
     def _take_options(self, first: int) -> None:
         """Copies the inner groups' options, in which the class has filled in defaults."""
-        for own, inner in zip(
+        for group, inner in zip(
             self.param_groups[first:], self.inner.param_groups[first:], strict=True
         ):
-            own.update(options_of(inner))
+            group.update(options_of(inner))
 
     def _update(self) -> None:
         """Takes a step; raises ValueError on every rank if a gradient is missing on some ranks."""
@@ -172,9 +172,9 @@ class OwnedOptimizer(ShardOptimizer):
         with torch._C.DisableTorchFunctionSubclass():
             self._gather(used, Whole.elements, "data")
             # torch's optimizers need gradients in the parameter's dtype.
-            self._gather(used, lambda own: own.elements(own.param.grad).to(own.param.dtype), "grad")
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(options_of(own))
+            self._gather(used, lambda w: w.elements(w.param.grad).to(w.param.dtype), "grad")
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(options_of(group))
         self.inner.step()
         self._take_options(0)
         with torch._C.DisableTorchFunctionSubclass():
@@ -191,8 +191,8 @@ class OwnedOptimizer(ShardOptimizer):
     def _gather(self, used: Sequence[bool], read: Callable[[Whole], Tensor], name: str) -> None:
         """Gathers the values of ``read`` into an attribute of the parameters owned here."""
 
-        def send(each: RoundExchange) -> Arrival:
-            return each.to_owners([read(self._known[own.param]) for own in each.step.matrices])
+        def send(exchange: RoundExchange) -> Arrival:
+            return exchange.to_owners([read(self._known[m.param]) for m in exchange.step.matrices])
 
         for step, arrived in self._one_ahead(used, send):
             for index, flat in zip(step.mine, arrived(), strict=True):
@@ -202,10 +202,10 @@ class OwnedOptimizer(ShardOptimizer):
     def _scatter(self, used: Sequence[bool]) -> None:
         """Sends every rank its elements of the parameters that the owners have updated."""
 
-        def send(each: RoundExchange) -> Arrival:
-            numbers = [each.step.matrices[index].param for index in each.step.mine]
+        def send(exchange: RoundExchange) -> Arrival:
+            numbers = [exchange.step.matrices[index].param for index in exchange.step.mine]
             flat = [self._known[n].place.flat(self._whole[n].detach()) for n in numbers]
-            return each.to_shards(flat)
+            return exchange.to_shards(flat)
 
         for step, arrived in self._one_ahead(used, send):
             for matrix, part in zip(step.matrices, arrived(), strict=True):
@@ -216,8 +216,8 @@ class OwnedOptimizer(ShardOptimizer):
     ) -> Iterator[tuple[Round, Arrival]]:
         """Yields each round when the next one is in flight."""
         rounds = self._rounds_of(used)
-        sent = ((each.step, send(each)) for each in rounds)
-        return (each for each, _ in pairwise(chain(sent, [None])) if each is not None)
+        sent = ((exchange.step, send(exchange)) for exchange in rounds)
+        return (current for current, _ in pairwise(chain(sent, [None])) if current is not None)
 
     def _release(self) -> None:
         """Frees the full parameters' memory and gradients; they keep their shapes."""
@@ -270,8 +270,8 @@ class OwnedOptimizer(ShardOptimizer):
         mine = {number: inner[at] for at, number in enumerate(sorted(self._whole)) if at in inner}
         on_host = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), mine)
         parts = gather_objects(self._model.ranks.groups, [on_host], self._model.device)
-        found = {number: state for part in parts for number, state in part.items()}
-        return {**packed, "state": {number: found[number] for number in sorted(found)}}
+        states = {number: state for part in parts for number, state in part.items()}
+        return {**packed, "state": {number: states[number] for number in sorted(states)}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the states of this rank's parameters from a ``state_dict`` of any number of ranks
@@ -298,8 +298,8 @@ class OwnedOptimizer(ShardOptimizer):
         order = enumerate(sorted(self._whole))  # the inner optimizer's order
         states = {at: known[saved[number]] for at, number in order if saved[number] in known}
         packed = self.inner.state_dict()["param_groups"]
-        for own, inner, loaded in zip(self.param_groups, packed, groups, strict=True):
-            own.update(options_of(loaded))
+        for outer, inner, loaded in zip(self.param_groups, packed, groups, strict=True):
+            outer.update(options_of(loaded))
             inner.update(options_of(loaded))
         self.inner.load_state_dict({"state": states, "param_groups": packed})
 

@@ -71,11 +71,11 @@ class Grid:
 
     def places(self, rank: int) -> tuple[int, ...]:
         """Returns a rank's coordinates: its shard, then one for each dimension of replicas."""
-        found = []
+        coordinates = []
         for size in (self.num_shards, *self.replicas):
             rank, place = divmod(rank, size)
-            found.append(place)
-        return tuple(found)
+            coordinates.append(place)
+        return tuple(coordinates)
 
 
 def newton_schulz_cost(shape: Sequence[int], steps: int = 5) -> int:
@@ -146,11 +146,11 @@ class Round:
     def parts_of_mine(self) -> dict[int, list[tuple[int, int, int]]]:
         """By shard, ``(index, begin, end)`` of the matrices that this rank owns and that have
         elements in the shard."""
-        found: dict[int, list[tuple[int, int, int]]] = {}
+        by_shard: dict[int, list[tuple[int, int, int]]] = {}
         for index in self.mine:
             for shard, begin, end in self.matrices[index].parts(self.cuts[index]):
-                found.setdefault(shard, []).append((index, begin, end))
-        return dict(sorted(found.items()))
+                by_shard.setdefault(shard, []).append((index, begin, end))
+        return dict(sorted(by_shard.items()))
 
     @cached_property
     def mine(self) -> list[int]:
@@ -171,13 +171,13 @@ class Round:
 
     def _along(self, level: int, size: int) -> list[list[int]]:
         """Returns each rank's matrices after the exchanges of earlier levels; 0 is the shards."""
-        found: list[list[int]] = [[] for _ in range(size)]
+        by_rank: list[list[int]] = [[] for _ in range(size)]
         here = self.grid.places(self.rank)[level + 1 :]
         for index, owner in enumerate(self.owners):
             place, *beyond = self.grid.places(owner)[level:]
             if tuple(beyond) == here:
-                found[place].append(index)
-        return found
+                by_rank[place].append(index)
+        return by_rank
 
     @property
     def shard(self) -> int:
@@ -215,7 +215,7 @@ class Round:
         """Returns the elements of results that this rank sends to other ranks."""
         counts = self.elements_from_shards()
         spread = sum(
-            (len(found) - 1) * self.own_numel(found[place]) for place, found in self.spreads
+            (len(by_rank) - 1) * self.own_numel(by_rank[place]) for place, by_rank in self.spreads
         )
         return sum(counts) - counts[self.shard] + spread
 

@@ -202,9 +202,9 @@ def used_in_step(state: ShardState, name: str, params: Sequence[Any]) -> Used:
     gradients on all ranks that share a parameter. If only some of them have one, every rank raises
     a ValueError that names the parameter, as the ranks would exchange different matrices."""
     used = tuple(param.grad is not None for param in params)
-    found = state.engine.any_rank([*used, *(not own for own in used)])
+    answers = state.engine.any_rank([*used, *(not has_grad for has_grad in used)])
     for index, param in enumerate(params):
-        if found[index] and found[len(used) + index]:
+        if answers[index] and answers[len(used) + index]:
             _check_alike(state, name, param, used[index])
     return used
 

@@ -211,23 +211,23 @@ def gathered_types(
 
 
 def param_types(
-    mixed: MixedPrecision | None, fqn: str, own: torch.dtype, requires_grad: bool
+    mixed: MixedPrecision | None, fqn: str, dtype: torch.dtype, requires_grad: bool
 ) -> ParamTypes:
-    """Returns the dtypes of a parameter of dtype ``own``; ValueError if it cannot be cast."""
-    if mixed is None or not own.is_floating_point:
-        return ParamTypes(own, own, own, own)
-    base = (mixed.main_dtype or own) if requires_grad else own
+    """Returns the dtypes of a parameter of ``dtype``; ValueError if it cannot be cast."""
+    if mixed is None or not dtype.is_floating_point:
+        return ParamTypes(dtype, dtype, dtype, dtype)
+    base = (mixed.main_dtype or dtype) if requires_grad else dtype
     kept = mixed.keeps(fqn)
-    model = base if kept else mixed.param_dtype or own
+    model = base if kept else mixed.param_dtype or dtype
     if not requires_grad:
         types = ParamTypes(model, model, model, model)
     else:
         reduce = base if kept else mixed.wire_dtype or mixed.reduce_dtype or model
         types = ParamTypes(model, base, reduce, mixed.grad_dtype or base)
     wanted = {types.model, types.main, types.reduce, types.grad}
-    if wanted != {own} and own not in CAST_DTYPES:
+    if wanted != {dtype} and dtype not in CAST_DTYPES:
         raise ValueError(
-            f"parameter '{fqn}' is {own}, which mixed precision cannot cast; name it in keep_fp32, "
-            f"or first convert it to one of {CAST_DTYPES}"
+            f"parameter '{fqn}' is {dtype}, which mixed precision cannot cast; name it in "
+            f"keep_fp32, or first convert it to one of {CAST_DTYPES}"
         )
     return types

@@ -257,7 +257,7 @@ class _Recorder:
             tuple(self.backward),
             self.saved_nbytes,
             tuple(self.tracker.highest[moment] for moment in moments),
-            tuple(each.pop("flops", 0) for each in work),
+            tuple(figures.pop("flops", 0) for figures in work),
             tuple(unused),
-            tuple(Work(**each) for each in work),
+            tuple(Work(**figures) for figures in work),
         )

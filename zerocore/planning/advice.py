@@ -85,8 +85,8 @@ def _other_ranks(plan: Plan, planner: Planner, activations: int, with_it: str) -
     now, highest = _fully_sharded(plan, planner), f"stage {HIGHEST_STAGE}"
 
     def first(search: str, now: Candidate) -> Division | None:
-        found = (each for each in candidates(now) if each.search == search)
-        return next((each.division for each in found if each.nbytes <= room), None)
+        ways = (candidate for candidate in candidates(now) if candidate.search == search)
+        return next((candidate.division for candidate in ways if candidate.nbytes <= room), None)
 
     if (fewer := first("replicas", now)) is not None:
         yield f"{highest} fits{with_it} with num_replicas={fewer.num_replicas}"
@@ -145,10 +145,10 @@ def _hybrid(plan: Plan, planner: Planner, link: str) -> str:
 def _offload(plan: Plan, share: int) -> str:
     """Returns the least offload that fits, with the tokens a step whose compute takes as long as
     the host's update. ``share``: a rank's bytes of host memory."""
-    fit = next((each for each in plan.offloads if each.fits), None)
+    fit = next((option for option in plan.offloads if option.fits), None)
     of_share = f"the {format_nbytes(share)} that a rank has on the host"
     if fit is None:
-        least = min(plan.offloads, key=lambda each: each.device_nbytes)
+        least = min(plan.offloads, key=lambda option: option.device_nbytes)
         return (
             f"no offload fits: stage {least.stage} with {call_of(least.offload)} takes "
             f"{format_nbytes(least.device_nbytes)} of the device and "

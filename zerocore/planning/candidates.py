@@ -138,8 +138,8 @@ def _offloads(
                 places[part] = where
                 offload = Offload(**places)
                 at = "" if stage == now.division.stage else f"stage={stage}, "
-                found = now.at(f"{at}{call_of(offload)} ({remark})", stage=stage, offload=offload)
-                yield replace(found, search="offload")
+                way = now.at(f"{at}{call_of(offload)} ({remark})", stage=stage, offload=offload)
+                yield replace(way, search="offload")
 
 
 def call_of(options: Offload | Communication, always: str = "states") -> str:
@@ -154,9 +154,9 @@ def call_of(options: Offload | Communication, always: str = "states") -> str:
     return f"{kind.__name__.lower()}=zerocore.{kind.__name__}({', '.join(parts)})"
 
 
-def fitting(found: Iterator[Candidate], fits: Callable[[int], bool]) -> Iterator[Candidate]:
+def fitting(choices: Iterator[Candidate], fits: Callable[[int], bool]) -> Iterator[Candidate]:
     """Yields the first candidate of each search that fits, and the last offload that fits."""
-    for search, group in groupby(found, lambda candidate: candidate.search or candidate.text):
+    for search, group in groupby(choices, lambda candidate: candidate.search or candidate.text):
         enough = (candidate for candidate in group if fits(candidate.nbytes))
         yield from islice(enough, 1)
         if search == "offload":

@@ -202,7 +202,7 @@ def _kind_of(func: Any) -> str:
 def _are_new(out: Any, args: Any) -> bool:
     """Whether the results are new tensors that their descriptions suffice to make again."""
     taken = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
-    return all(_is_new(each, taken) for each in tree_leaves(out) if isinstance(each, Tensor))
+    return all(_is_new(tensor, taken) for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
 
 
 def _is_new(tensor: Tensor, taken: set[int]) -> bool:

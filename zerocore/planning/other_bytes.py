@@ -42,19 +42,19 @@ class CheckpointBytes:
 
 def checkpoint_bytes(planner: Planner, division: Division) -> CheckpointBytes:
     """Returns the bytes that ``zerocore.Checkpoints`` writes for a model and its optimizer."""
-    total = own = 0
+    total = own_nbytes = 0
     for unit, layout in zip(planner.units, planner.layouts(division), strict=True):
         num_parts, rank = division.num_parts(unit.mesh), division.rank
         if unit.mesh > 0:
             rank = division.parts[unit.mesh - 1][2]
         copies = division.world_size // num_parts // layout.num_shards
-        for position, (spec, each) in enumerate(zip(unit.specs, unit.types, strict=True)):
+        for position, (spec, types) in enumerate(zip(unit.specs, unit.types, strict=True)):
             tensors = 1 + (planner.num_states if spec.requires_grad else 0)
-            nbytes = tensors * each.main.itemsize
+            nbytes = tensors * types.main.itemsize
             total += nbytes * spec.numel * num_parts
             begin, end = SavedRanges(Cut.of(layout, position), copies).of(rank)
-            own += nbytes * (end - begin)
-    return CheckpointBytes(total, own)
+            own_nbytes += nbytes * (end - begin)
+    return CheckpointBytes(total, own_nbytes)
 
 
 _ITEMSIZE = 2  # bfloat16
@@ -77,7 +77,7 @@ def exchanged_nbytes(planner: Planner, division: Division) -> int:
                 cut = Cut.of(layout, position)
                 cuts[len(cuts)] = cut if shared else Cut.whole(cut.numel)
     rounds = plan_rounds(matrices, cuts, grid, division.rank, _ITEMSIZE)
-    return sum(each.sent_to_owners() + each.sent_to_shards() for each in rounds) * _ITEMSIZE
+    return sum(step.sent_to_owners() + step.sent_to_shards() for step in rounds) * _ITEMSIZE
 
 
 def _matrices(number: int, spec: ParamSpec) -> Iterator[Matrix]:

@@ -114,24 +114,24 @@ def plan(
         num_states=optimizer_states(workload.optimizer),
         num_parts=(1, *(group.of for group in setting.groups.values())),
     )
-    given = inputs is not None or loss is not None
+    is_given = inputs is not None or loss is not None
     loss = default_loss if loss is None else loss
     if inputs is None:
         inputs = sample_inputs(module, workload.micro_batch, workload.seq_len)
     run_dtype = (mixed_precision and mixed_precision.param_dtype) or dtype
-    measured = _measure(module, planned, inputs, loss, run_dtype, given)
+    measured = _measure(module, planned, inputs, loss, run_dtype, is_given)
     result = _make_plan(name, planned, _of_step(planner, workload), setting, *measured)
     return replace(result, num_tokens=_num_tokens(inputs))
 
 
 def _check_types(communication: object, workload: object, machine: object, dtype: object) -> None:
-    for what, given, kind in (
+    for what, value, kind in (
         ("communication", communication, Communication),
         ("workload", workload, Workload),
         ("machine", machine, Machine),
     ):
-        if not isinstance(given, kind):
-            raise TypeError(f"{what} must be a zerocore.{kind.__name__}, got {given!r}")
+        if not isinstance(value, kind):
+            raise TypeError(f"{what} must be a zerocore.{kind.__name__}, got {value!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
             f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
@@ -181,12 +181,12 @@ def _offloads(planner: Planner, setting: Setting, activations: int) -> Iterator[
     """Yields the plan of each offload at each stage: to the host, then to a disk. Yields none if
     the host's memory is unknown. ``activations``: their peak in bytes."""
     share = setting.host_share
-    for each in candidates(Candidate(planner, setting.division(STAGES[0]))):
-        offload = each.division.offload
+    for candidate in candidates(Candidate(planner, setting.division(STAGES[0]))):
+        offload = candidate.division.offload
         if offload is not None and share is not None:
-            on_device = each.nbytes + activations
-            fits = on_device <= setting.memory_nbytes and each.memory.host <= share
-            yield OffloadPlan(each.division.stage, offload, each.memory, on_device, fits)
+            on_device = candidate.nbytes + activations
+            fits = on_device <= setting.memory_nbytes and candidate.memory.host <= share
+            yield OffloadPlan(candidate.division.stage, offload, candidate.memory, on_device, fits)
 
 
 def plan_stage(
@@ -303,8 +303,8 @@ def _resolve(
             f"preset's name, got {type(model)}"
         )
     # Under mixed precision the main weights are in float32, not in a checkpoint's narrow dtype.
-    own = torch.float32 if mixed is not None else config_dtype(config)
-    built = build_model(config, dtype or own, model)
+    default = torch.float32 if mixed is not None else config_dtype(config)
+    built = build_model(config, dtype or default, model)
     name = model if isinstance(model, str) else type(built).__name__
     return built, name, None
 
@@ -315,26 +315,26 @@ def _measure(
     inputs: Any,
     loss: Loss,
     dtype: torch.dtype | None,
-    given: bool,
+    is_given: bool,
 ) -> tuple[Activations | None, Activations | None, str]:
     """Returns the activations without and with checkpointing, and a note if one is missing. If the
-    user has ``given`` inputs or a loss, raises ValueError unless the run only lacked data."""
+    user gave inputs or a loss, raises ValueError unless the run only lacked data."""
     if inputs is None:
         note = (
             "activations not measured: pass workload=zerocore.Workload(inputs=...) to run a "
             f"{type(model).__name__}"
         )
         return None, None, note
-    found: list[Activations | None] = [None, None]
+    measured: list[Activations | None] = [None, None]
     for checkpointing in (False, True):
         try:
             with _quiet():
-                found[checkpointing] = record(
+                measured[checkpointing] = record(
                     model, planned, inputs, loss, checkpointing=checkpointing, dtype=dtype
                 )
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            if given and not checkpointing and not isinstance(error, _NEEDS_DATA):
+            if is_given and not checkpointing and not isinstance(error, _NEEDS_DATA):
                 raise ValueError(
                     "the forward or backward failed with the inputs= or loss= of the workload: "
                     f"{type(error).__name__}: {reason}. inputs must be one micro-batch of this "
@@ -343,8 +343,8 @@ def _measure(
                 ) from error
             what = "checkpointed activations" if checkpointing else "activations"
             note = f"{what} not measured: the forward or backward failed: {reason}"
-            return found[0], None, note
-    return found[0], found[1], ""
+            return measured[0], None, note
+    return measured[0], measured[1], ""
 
 
 @contextmanager

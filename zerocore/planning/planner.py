@@ -190,7 +190,7 @@ def make_planner(
         types = tuple(_types(choice, dtype, mixed) for choice in unit.params)
         parts = num_parts[unit.mesh] if num_parts else 1
         pairs = zip(unit.params, types, strict=True)
-        specs = tuple(_spec(choice, each, parts) for choice, each in pairs)
+        specs = tuple(_spec(choice, kinds, parts) for choice, kinds in pairs)
         units.append(PlannerUnit(unit.name, specs, types, mesh=unit.mesh))
     order = tuple(call_order([model], units_by_module(unit.modules for unit in planned)))
     return Planner(
@@ -205,10 +205,10 @@ def make_planner(
 def _types(
     choice: ParamChoice, dtype: torch.dtype | None, mixed: MixedPrecision | None
 ) -> ParamTypes:
-    own = choice.tensor.dtype
-    if dtype is not None and own.is_floating_point:
-        own = dtype
-    types = param_types(mixed, choice.fqns[0], own, choice.param.requires_grad)
+    model_dtype = choice.tensor.dtype
+    if dtype is not None and model_dtype.is_floating_point:
+        model_dtype = dtype
+    types = param_types(mixed, choice.fqns[0], model_dtype, choice.param.requires_grad)
     return choice.with_gather(types, mixed)
 
 

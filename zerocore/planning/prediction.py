@@ -69,8 +69,8 @@ def planner_of(state: ShardState, micro_batches: int = 1, num_states: int = 2) -
     units = (
         PlannerUnit(
             unit.name,
-            tuple(each.spec for each in unit.laid_out),
-            tuple(each.types for each in unit.laid_out),
+            tuple(param.spec for param in unit.laid_out),
+            tuple(param.types for param in unit.laid_out),
             stays=unit.stays,
             near=unit.near,
             mesh=unit.mesh,

@@ -179,8 +179,8 @@ class Plan:
     def _rate_rows(self, timings: Sequence[Timing]) -> list[list[str]]:
         tokens, shares = map(self.tokens_per_s, timings), map(self.mfu, timings)
         rows = [
-            ["  tokens/s and GPU", *(f"{each:,.0f}" for each in tokens if each is not None)],
-            ["  MFU", *(f"{each:.1%}" for each in shares if each is not None)],
+            ["  tokens/s and GPU", *(f"{rate:,.0f}" for rate in tokens if rate is not None)],
+            ["  MFU", *(f"{share:.1%}" for share in shares if share is not None)],
         ]
         return [row for row in rows if len(row) > 1]
 
@@ -288,7 +288,7 @@ class Plan:
             "activations": _summary(self.activations),
             "checkpointed": _summary(self.checkpointed),
             "note": self.note,
-            "offloads": [asdict(each) for each in self.offloads],
+            "offloads": [asdict(offload) for offload in self.offloads],
             "advice": list(self.advice),
         }
 

@@ -186,17 +186,17 @@ class Setting:
     @property
     def flops_per_s(self) -> float:
         """Operations per second that layers reach, on average."""
-        gpu, given = self.named_gpu, self.machine.flops
+        gpu, flops = self.named_gpu, self.machine.flops
         default = DEFAULT_FLOPS if gpu is None else MATMUL_SHARE * gpu.matmul_flops
-        return parse_flops(default if given is None else given)
+        return parse_flops(default if flops is None else flops)
 
     @property
     def links(self) -> tuple[Link, ...]:
         """The links between the ranks that share the state."""
-        given = self.machine.links
-        if given is None:
+        links = self.machine.links
+        if links is None:
             return (self.node.link(self.num_shards),)
-        listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        listed = links if isinstance(links, Sequence) and not isinstance(links, str) else [links]
         return tuple(map(find_link, listed))
 
     @property
@@ -209,18 +209,18 @@ class Setting:
         """The link between near ranks; None without near ranks, or if they use :attr:`links`."""
         return self._link(self.machine.near_link, self.communication.num_near)
 
-    def _link(self, given: LinkLike | None, num_ranks: int, stride: int = 1) -> Link | None:
-        if given is None and self.machine.links is None:
-            found: Link | None = self.node.link(num_ranks, stride)
+    def _link(self, chosen: LinkLike | None, num_ranks: int, stride: int = 1) -> Link | None:
+        if chosen is None and self.machine.links is None:
+            link: Link | None = self.node.link(num_ranks, stride)
         else:
-            found = None if given is None else find_link(given)
-        return found if num_ranks > 1 else None
+            link = None if chosen is None else find_link(chosen)
+        return link if num_ranks > 1 else None
 
     @property
     def host_nbytes(self) -> int | None:
         """Memory of a host, for all its ranks together; None if unknown."""
-        given = self.machine.host_memory
-        return None if given is None else parse_nbytes(given, "host_memory")
+        memory = self.machine.host_memory
+        return None if memory is None else parse_nbytes(memory, "host_memory")
 
     @property
     def host_bytes_per_s(self) -> float:
@@ -250,16 +250,16 @@ class Setting:
     def to_dict(self) -> dict[str, Any]:
         """Returns values for JSON: the workload's numbers, and the machine's bytes, bytes a second
         and operations a second."""
-        found = asdict(self)
+        values = asdict(self)
         for name in ("inputs", "loss"):
-            del found["workload"][name]
+            del values["workload"][name]
         host = {
             "memory_nbytes": self.host_nbytes,
             "bandwidth_bytes_per_s": self.host_bytes_per_s,
             "num_ranks": self.node.num_ranks,
         }
         replica_link, near_link, gpu = self.replica_link, self.near_link, self.gpu
-        found["machine"] = {
+        values["machine"] = {
             "memory_nbytes": self.memory_nbytes,
             "links": [asdict(link) for link in self.links],
             "replica_link": replica_link and asdict(replica_link),
@@ -269,11 +269,11 @@ class Setting:
             "node": asdict(self.node),
             "gpu": gpu and asdict(gpu),
         }
-        found["groups"] = [
+        values["groups"] = [
             {"pattern": pattern, "num_ranks": group.mesh, "num_parts": group.of}
             for pattern, group in self.groups.items()
         ]
-        return found
+        return values
 
 
 def checked_groups(groups: Mapping[str, Any] | None, world_size: int) -> dict[str, ParameterMesh]:
@@ -288,7 +288,7 @@ def checked_groups(groups: Mapping[str, Any] | None, world_size: int) -> dict[st
             "groups: expected a dict such as {'*.experts.*': zerocore.ParameterMesh(2, of=4)}, got "
             f"{type(groups)}"
         )
-    found = {}
+    checked = {}
     for pattern, group in (groups or {}).items():
         if not isinstance(group, ParameterMesh) or group.dim != 0:
             raise TypeError(
@@ -303,5 +303,5 @@ def checked_groups(groups: Mapping[str, Any] | None, world_size: int) -> dict[st
                 f"groups['{pattern}']: {num_parts} parts on {group.mesh} ranks each are not the "
                 f"{world_size} ranks of world_size"
             )
-        found[pattern] = ParameterMesh(group.mesh, of=num_parts)
-    return found
+        checked[pattern] = ParameterMesh(group.mesh, of=num_parts)
+    return checked

@@ -60,9 +60,9 @@ def _copied(value: Any, device: torch.device | None) -> Any:
 
 def _restore(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
-        own = state.get(key)
-        if isinstance(value, Tensor) and isinstance(own, Tensor):
-            own_elements(own).copy_(value)
+        present = state.get(key)
+        if isinstance(value, Tensor) and isinstance(present, Tensor):
+            own_elements(present).copy_(value)
         else:
             state[key] = deepcopy(value)
 
@@ -80,7 +80,7 @@ class Small:
             "options": [deepcopy(options_of(group)) for group in self._groups()],
             "buffers": {name: buffer.clone() for name, buffer in self._model.named_buffers()},
             "random": random_state(),
-            "objects": {k: deepcopy(each.state_dict()) for k, each in self._objects.items()},
+            "objects": {k: deepcopy(obj.state_dict()) for k, obj in self._objects.items()},
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -89,8 +89,8 @@ class Small:
         for name, buffer in self._model.named_buffers():
             buffer.copy_(saved["buffers"][name])
         set_random_state(saved["random"])
-        for key, each in self._objects.items():
-            each.load_state_dict(saved["objects"][key])
+        for key, obj in self._objects.items():
+            obj.load_state_dict(saved["objects"][key])
 
     def _groups(self) -> Iterable[dict[str, Any]]:
-        return (group for each in self._optimizers for group in each.param_groups)
+        return (group for optimizer in self._optimizers for group in optimizer.param_groups)

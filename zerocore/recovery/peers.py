@@ -72,19 +72,19 @@ def carry_out(group: dist.ProcessGroup | None, moves: Sequence[Move], folder: Pa
     if group is None:
         return  # a single rank has all files
     failed: OSError | None = None
-    own = group.rank()
+    rank = group.rank()
     for moved in rounds_of(moves):
         works = []
         for move in moved:
-            if own not in (move.source, move.target):
+            if rank not in (move.source, move.target):
                 continue
             try:
-                memory = _memory_of(folder / move.name, move.nbytes, own == move.target)
+                memory = _memory_of(folder / move.name, move.nbytes, rank == move.target)
             except OSError as error:
                 failed = error
                 memory = torch.zeros(move.nbytes, dtype=torch.uint8, device="cpu")
-            start = dist.isend if own == move.source else dist.irecv
-            other = dist.get_global_rank(group, move.target if own == move.source else move.source)
+            start = dist.isend if rank == move.source else dist.irecv
+            other = dist.get_global_rank(group, move.target if rank == move.source else move.source)
             works += [start(piece, other, group=group) for piece in memory.split(_PIECE_NBYTES)]
         with waiting(group, "a copy of a file to another rank"):
             for work in works:
@@ -126,7 +126,7 @@ class Nodes:
         return 0 if self.group is None else self.group.rank()
 
     def ranks_on(self, name: str) -> list[int]:
-        return [rank for rank, each in enumerate(self.names) if each == name]
+        return [rank for rank, node in enumerate(self.names) if node == name]
 
     @property
     def neighbours(self) -> list[int]:
@@ -138,12 +138,12 @@ class Nodes:
         names = list(dict.fromkeys(self.names))
         if len(names) == 1:
             return {}
-        found = {}
+        holders = {}
         for name, following in zip(names, [*names[1:], names[0]], strict=True):
-            others = self.ranks_on(following)
+            next_ranks = self.ranks_on(following)
             for place, rank in enumerate(self.ranks_on(name)):
-                found[rank] = others[place % len(others)]
-        return found
+                holders[rank] = next_ranks[place % len(next_ranks)]
+        return holders
 
 
 def files_of(number: int) -> tuple[str, str]:
@@ -164,8 +164,8 @@ class PeerSave(Save):
 
     def _begin(self) -> Path:
         temporary = super()._begin()
-        own = super()._common() if self.saved.rank == 0 else {}
-        for texts in gather_objects(self.groups, [own], None):
+        small_files = super()._common() if self.saved.rank == 0 else {}
+        for texts in gather_objects(self.groups, [small_files], None):
             self.texts.update(texts)
         return temporary
 
@@ -194,7 +194,7 @@ class PeerSave(Save):
         here = set(self.nodes.neighbours)
         ranks = here | {rank for rank, peer in peers.items() if peer in here}
         names = {*self.texts, *(name for r in ranks for name in files_of(self.nodes.numbers[r]))}
-        return Checksums({name: each for name, each in sums.items() if name in names})
+        return Checksums({name: file_sums for name, file_sums in sums.items() if name in names})
 
 
 def _received(moves: Sequence[Move], rank: int, sums: Checksums) -> Checksums:
@@ -268,13 +268,13 @@ class PeerCheckpoints(Checkpoints):
             name = f"{socket.gethostname()} {_boot()} {facts.st_dev} {facts.st_ino}"
             return self._ready_state().rank, name
 
-        found = on_all_ranks(groups, find)
-        numbers, names = zip(*found, strict=True)
+        answers = on_all_ranks(groups, find)
+        numbers, names = zip(*answers, strict=True)
         self._nodes = Nodes(groups[0] if groups else None, names, numbers)
 
-    def _make_save(self, final: Path, saved: SavedState, own: bytes) -> Save:
+    def _make_save(self, final: Path, saved: SavedState, rank_values: bytes) -> Save:
         groups = self._writer.groups
-        return PeerSave(final, saved, own, groups, self._keep, self._known, self._nodes)
+        return PeerSave(final, saved, rank_values, groups, self._keep, self._known, self._nodes)
 
     @operation("PeerCheckpoints.load")
     def load(self, step: int | None = None, *, fallback: bool = True) -> int | None:
@@ -293,20 +293,20 @@ class PeerCheckpoints(Checkpoints):
         state = self._ready_state()
         finish_writes()
         held = self._gather(self._good_files())
-        keys = sorted({key for each in held for key in each}, reverse=True)
+        keys = sorted({key for rank in held for key in rank}, reverse=True)
         counts = {key: _num_found(key, held) for key in keys}
-        complete = [key for key, (found, total) in counts.items() if found == total]
+        complete = [key for key, (present, total) in counts.items() if present == total]
         chosen = [key for key in complete if step in (None, key[0])][:1]
         wanted = keys[0][0] if keys and not fallback else step
         if wanted is not None and (not chosen or chosen[0][0] != wanted):
             steps = [key[0] for key in complete]
             raise FileNotFoundError(f"no complete checkpoint of step {wanted}; complete: {steps}")
         if not chosen:
-            for key, (found, total) in counts.items():
-                lost = f"{total - found} of its {total} files are lost, or damaged on all nodes"
+            for key, (good, total) in counts.items():
+                lost = f"{total - good} of its {total} files are lost, or damaged on all nodes"
                 _log.warning("step %d cannot be loaded: %s", key[0], lost)
             return None
-        files = [each[chosen[0]].files if chosen[0] in each else {} for each in held]
+        files = [rank[chosen[0]].files if chosen[0] in rank else {} for rank in held]
         self._load_from(chosen[0], files, state)
         return chosen[0][0]
 
@@ -322,9 +322,9 @@ class PeerCheckpoints(Checkpoints):
 
         path = path_of(self.folder, key[0])
         path.mkdir(parents=True, exist_ok=True)
-        names = {name for each in held for name in each}
-        own = own_name(state.rank)
-        bring(path, {NAME, METADATA, own if own in names else own_name(0)} | (names & {VALUES}))
+        names = {name for of_rank in held for name in of_rank}
+        file = own_name(state.rank)
+        bring(path, {NAME, METADATA, file if file in names else own_name(0)} | (names & {VALUES}))
         load = PeerLoad(bring, path, state, self._model, self._optimizers, False, self._budget)
         load.run(self._stateful, self._rng)
 
@@ -335,7 +335,7 @@ class PeerCheckpoints(Checkpoints):
 
     def _good_files(self) -> dict[_Key, Held]:
         """Returns files of this node with the right checksums; its ranks divide the check."""
-        found: dict[_Key, Held] = {}
+        files: dict[_Key, Held] = {}
         here = self._nodes.neighbours
         share = slice(here.index(self._nodes.rank), None, len(here))
         for step in steps_in(self.folder):
@@ -354,8 +354,8 @@ class PeerCheckpoints(Checkpoints):
                     _log.warning("%s is not used: %s", path / name, error)
                 else:
                     good[name] = sums[name].nbytes
-            found[step, crc32(text)] = Held(good, len(sums))
-        return found
+            files[step, crc32(text)] = Held(good, len(sums))
+        return files
 
     def _gather(self, value: T) -> list[T]:
         return gather_objects(self._writer.groups, [value], None)
@@ -363,7 +363,7 @@ class PeerCheckpoints(Checkpoints):
 
 def _num_found(key: _Key, held: Sequence[Mapping[_Key, Held]]) -> tuple[int, int]:
     """Returns the number of a checkpoint's good files on all nodes, and of all its files."""
-    parts = [each[key] for each in held if key in each]
+    parts = [of_rank[key] for of_rank in held if key in of_rank]
     names = {name for part in parts for name in part.files}
     return len(names - {NAME}), parts[0].total
 
@@ -379,7 +379,7 @@ def _moves(
     for target, files in enumerate(needs):
         for file in files:
             if file not in here[nodes.names[target]]:
-                source = next(rank for rank, each in enumerate(held) if file in each)
+                source = next(rank for rank, of_rank in enumerate(held) if file in of_rank)
                 moves.append(Move(file, held[source][file], source, target))
                 here[nodes.names[target]].add(file)
     return moves

@@ -100,7 +100,7 @@ class _Before:
     """A copy of the state that a block may change."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], objects: Any) -> None:
-        params = dict.fromkeys(param for each in optimizers for param in params_of(each))
+        params = dict.fromkeys(param for optimizer in optimizers for param in params_of(optimizer))
         self._grads = [(p, None if p.grad is None else p.grad.clone()) for p in params]
         self._small = Small(model, optimizers, dict(enumerate(objects)))
         self._small_before = self._small.copy()
@@ -180,8 +180,8 @@ def retryable(
     reason: str | None = None
     try:
         with ExitStack() as hooks, operation("a retryable block"):
-            for each in optimizers:
-                hooks.callback(each.register_step_pre_hook(begin_step).remove)
+            for opt in optimizers:
+                hooks.callback(opt.register_step_pre_hook(begin_step).remove)
             try:
                 yield attempt
             except (_Undo, dist.DistBackendError):

@@ -36,8 +36,8 @@ class Snapshot:
         self._at_forward: dict[str, Any] | None = None  # copies of state that a forward may change
         begin, end = _weakly(self._begin), _weakly(self._end)
         hooks = [model.register_forward_pre_hook(_weakly(self._begin_forward))]
-        for each in optimizers:
-            hooks += [each.register_step_pre_hook(begin), each.register_step_post_hook(end)]
+        for opt in optimizers:
+            hooks += [opt.register_step_pre_hook(begin), opt.register_step_post_hook(end)]
         for hook in hooks:
             weakref.finalize(self, hook.remove)
 
@@ -70,7 +70,7 @@ class Snapshot:
                 )
             self._num_reads += 1
         try:
-            found = {
+            copies = {
                 "rank": (self._state.rank, self._state.world_size),
                 "small": self._at_forward or self._small.copy(),
                 **self._large.copy(torch.device("cpu")),
@@ -79,7 +79,7 @@ class Snapshot:
             with self._changed:
                 self._num_reads -= 1
                 self._changed.notify_all()
-        return {**found, "sums": _sums(found)}
+        return {**copies, "sums": _sums(copies)}
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -98,11 +98,11 @@ class Snapshot:
             self._small.restore(saved["small"])
 
     def _check(self, saved: Mapping[str, Any]) -> None:
-        own = (self._state.rank, self._state.world_size)
-        if tuple(saved["rank"]) != own:
+        this_rank = (self._state.rank, self._state.world_size)
+        if tuple(saved["rank"]) != this_rank:
             ranks = "rank {} of {}"
             raise ValueError(
-                f"this is {ranks.format(*own)}, but the snapshot is of "
+                f"this is {ranks.format(*this_rank)}, but the snapshot is of "
                 f"{ranks.format(*saved['rank'])}; use zerocore.recovery.PeerCheckpoints"
             )
         own_kinds = {name: _kind(own_elements(p)) for name, p in self._large.params.items()}
@@ -155,10 +155,10 @@ class Snapshot:
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Returns a function that calls the method without keeping its object alive."""
-    found = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        if (method := found()) is not None:
+        if (method := reference()) is not None:
             method(*args)
 
     return call
@@ -197,9 +197,9 @@ def _kind(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 def _sums(saved: Mapping[str, Any]) -> dict[str, int]:
     """Returns the checksum of each tensor, by name."""
-    found = {f"'{name}'": value for name, value in saved["weights"].items()}
+    tensors = {f"'{name}'": value for name, value in saved["weights"].items()}
     for states in saved["states"]:
         for name, values in states.items():
-            found |= {f"'{name}': {key}": value for key, value in values.items()}
-    found |= {f"buffer '{name}'": value for name, value in saved["small"]["buffers"].items()}
-    return {name: int(checksum(v)) for name, v in found.items() if isinstance(v, Tensor)}
+            tensors |= {f"'{name}': {key}": value for key, value in values.items()}
+    tensors |= {f"buffer '{name}'": value for name, value in saved["small"]["buffers"].items()}
+    return {name: int(checksum(v)) for name, v in tensors.items() if isinstance(v, Tensor)}

@@ -34,7 +34,7 @@ class Difference:
     ranks: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        classes = "; ".join(f"ranks {', '.join(map(str, each))}" for each in self.ranks)
+        classes = "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in self.ranks)
         return f"{self.name} is not the same on {classes}"
 
 
@@ -61,7 +61,7 @@ class Verification:
     def __str__(self) -> str:
         lines = [f"{self.num_compared} values compared with other ranks"]
         lines += [f"{self.num_remembered} values compared with the last call"]
-        lines += [str(each) for each in self.differing]
+        lines += [str(difference) for difference in self.differing]
         lines += [f"{name} changed on rank {rank}: nothing wrote it" for name, rank in self.changed]
         return "\n".join(lines)
 
@@ -104,12 +104,12 @@ def verify(
         values = [*_weights(state), *_states(state, optimizers), *_options(state, optimizers)]
         changed, num_remembered = _changed(state, values)
         differing_values, num_compared = _compare(state, values)
-        found = gather_objects(state.ranks.groups, [(changed, differing_values)], state.device)
+        by_rank = gather_objects(state.ranks.groups, [(changed, differing_values)], state.device)
     return Verification(
         num_compared,
         num_remembered,
-        tuple(dict.fromkeys(chain.from_iterable(each for _, each in found))),
-        tuple(chain.from_iterable(each for each, _ in found)),
+        tuple(dict.fromkeys(chain.from_iterable(part for _, part in by_rank))),
+        tuple(chain.from_iterable(part for part, _ in by_rank)),
     )
 
 
@@ -144,14 +144,14 @@ def _states(state: ShardState, optimizers: Sequence[Optimizer]) -> Iterator[_Val
         for index, param in enumerate(unit.params)
     }
     for optimizer in optimizers:
-        for given in params_of(optimizer):
-            if id(given) not in known:
+        for held in params_of(optimizer):
+            if id(held) not in known:
                 continue
-            unit, index, param = known[id(given)]
-            for key, value in sorted(optimizer.state.get(given, {}).items()):
+            unit, index, param = known[id(held)]
+            for key, value in sorted(optimizer.state.get(held, {}).items()):
                 name = f"'{param.fqn}': {key}"
                 if isinstance(value, Tensor) and key not in NUMBERS:
-                    local = elements_of(value, given)
+                    local = elements_of(value, held)
                     written = state.engine.param_version(unit.index, index)
                     version = (written, local._version, local.data_ptr())
                     yield _Value(name, checksum(local), _holders(state, unit), version)
@@ -168,22 +168,22 @@ def _options(state: ShardState, optimizers: Sequence[Optimizer]) -> Iterator[_Va
 
 def _number_of(value: Any) -> Tensor:
     """Returns a checksum of tensors and plain values; skips others, whose repr ranks differ in."""
-    found = [
-        each.tolist() if isinstance(each, Tensor) else each
-        for each in tree_leaves(value)
-        if isinstance(each, Tensor | bool | int | float | complex | str | None)
+    plain = [
+        leaf.tolist() if isinstance(leaf, Tensor) else leaf
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor | bool | int | float | complex | str | None)
     ]
-    return torch.tensor(crc32(repr(found).encode()), device="cpu")
+    return torch.tensor(crc32(repr(plain).encode()), device="cpu")
 
 
 def _changed(state: ShardState, values: list[_Value]) -> tuple[list[tuple[str, int]], int]:
     """Returns values that changed without a write, with this rank, and the number compared."""
     before: _Seen = state.kept.get("verified", {})
-    now = {each.name: (each.version, int(each.number)) for each in values if each.version}
+    now = {value.name: (value.version, int(value.number)) for value in values if value.version}
     same = [name for name, (version, _) in now.items() if before.get(name, ((),))[0] == version]
     state.kept["verified"] = now
-    own = _own_number(state)
-    return [(name, own) for name in same if before[name][1] != now[name][1]], len(same)
+    rank = _own_number(state)
+    return [(name, rank) for name in same if before[name][1] != now[name][1]], len(same)
 
 
 def _own_number(state: ShardState) -> int:
@@ -198,14 +198,14 @@ def _compare(state: ShardState, values: list[_Value]) -> tuple[list[Difference],
     for value in values:
         if value.holders:
             by_groups.setdefault(tuple(value.holders), []).append(value)
-    found = []
+    differences = []
     for groups, same in by_groups.items():
         numbers = torch.stack([value.number.to(state.device) for value in same])
         if places := differing(groups, numbers):
-            own = (_own_number(state), [int(numbers[place]) for place in places])
-            table = gather_objects(groups, [own], state.device)
+            own_row = (_own_number(state), [int(numbers[place]) for place in places])
+            table = gather_objects(groups, [own_row], state.device)
             for i, place in enumerate(places):
                 classes = ranks_by_value((rank, row[i]) for rank, row in table)
                 ordered = sorted(map(tuple, classes), key=lambda ranks: -len(ranks))
-                found.append(Difference(same[place].name, tuple(ordered)))
-    return found, sum(map(len, by_groups.values()))
+                differences.append(Difference(same[place].name, tuple(ordered)))
+    return differences, sum(map(len, by_groups.values()))

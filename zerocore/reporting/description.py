@@ -115,12 +115,12 @@ def describe(model: nn.Module | Optimizer) -> Description | Choice:
         RuntimeError: this process was forked from the one that sharded it.
     """
     if isinstance(model, Optimizer):
-        if (own := getattr(model, "describe", None)) is None:
+        if (method := getattr(model, "describe", None)) is None:
             raise ValueError(
                 f"{type(model).__name__} updates each shard where it is; describe() takes a "
                 "sharded model, a zerocore.matrices.Muon or an optimizer of zerocore.matrices.owned"
             )
-        choice: Choice = own()
+        choice: Choice = method()
         return choice
     state = state_of(model)
     units = tuple(
@@ -128,7 +128,7 @@ def describe(model: nn.Module | Optimizer) -> Description | Choice:
             unit.name,
             state.engine.layout(unit.index),
             [param.types for param in unit.params],
-            _names({each.dtype for each in unit.encoded if each.dtype is not None}),
+            _names({entry.dtype for entry in unit.encoded if entry.dtype is not None}),
             ranks=state.ranks_of(unit.index).text,
             divisor=1.0 / state.engine.settings(unit.index).gradient_scale,
         )
@@ -196,7 +196,7 @@ def wires_of(state: ShardState) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the dtypes in which parameters are gathered, and the dtypes of reduced gradients."""
     gathered, reduced = set(), set()
     for unit in state.units:
-        gathered |= {each.dtype for each in unit.encoded if each.dtype}
+        gathered |= {entry.dtype for entry in unit.encoded if entry.dtype}
         for region in state.engine.layout(unit.index).regions:
             if region.params[0] >= len(unit.params):
                 continue
@@ -212,14 +212,14 @@ def registered_of(state: ShardState) -> str:
     """Returns the memory that is registered with a communicator; empty without ``registered``."""
     if not state.config.communication.registered:
         return ""
-    found = state.engine.registered
-    if found is None:
+    memory = state.engine.registered
+    if memory is None:
         return "registered memory: none with one rank"
-    if not found.is_offered:
-        return f"registered memory: not offered by {found.backend}"
+    if not memory.is_offered:
+        return f"registered memory: not offered by {memory.backend}"
     scope = "" if state.meshes[0].reductions is None else " for gathers alone"
-    windows = f"{found.num_windows} window{'s' * (found.num_windows != 1)}"
-    return f"registered memory{scope}: {windows}, {found.nbytes / 2**20:,.1f} MiB"
+    windows = f"{memory.num_windows} window{'s' * (memory.num_windows != 1)}"
+    return f"registered memory{scope}: {windows}, {memory.nbytes / 2**20:,.1f} MiB"
 
 
 def _describe_types(types: ParamTypes) -> str:

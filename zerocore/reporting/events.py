@@ -69,8 +69,8 @@ def queues_of_device(own_reductions: bool) -> Queues:
     Sums over replicas and gathers from near ranks have their own, and so may reductions.
     """
     across = {"all_reduce": "across", "gather_near": "near"}
-    own = dict.fromkeys(("reduce_scatter", "gather_sums", EXCHANGE), "own")
-    return {**across, **own} if own_reductions else across
+    reductions = dict.fromkeys(("reduce_scatter", "gather_sums", EXCHANGE), "own")
+    return {**across, **reductions} if own_reductions else across
 
 
 def transfers(events: Iterable[Event], queues: Queues) -> Iterator[tuple[Event, int]]:

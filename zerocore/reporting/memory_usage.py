@@ -31,17 +31,17 @@ def usage_of(state: ShardState, optimizers: Iterable[Optimizer]) -> MemoryBytes:
     """Measures as :func:`memory_usage`, with the states of several optimizers."""
     engine, on_host = state.engine, state.config.leaves("gradients")
     host = engine.host_bytes
-    found = [_states_of(optimizer) for optimizer in optimizers]
+    state_nbytes = [_states_of(optimizer) for optimizer in optimizers]
     return MemoryBytes(
         parameters=engine.parameter_nbytes,
         gradients=0 if on_host else engine.gradient_nbytes,
-        optimizer=sum(device for device, _ in found),
+        optimizer=sum(device for device, _ in state_nbytes),
         pool=engine.pool_stats.peak_nbytes,
         main_weights=engine.main_nbytes,
         pool_reserved=engine.pool_stats.peak_reserved_nbytes,
         host_weights=host.weights,
         host_gradients=host.gradients + (engine.gradient_nbytes if on_host else 0),
-        host_optimizer=sum(host for _, host in found),
+        host_optimizer=sum(host for _, host in state_nbytes),
         host_buffers=host.buffers,
         disk=host.disk,
     )

@@ -44,15 +44,15 @@ def metrics(
     Raises:
         ValueError, TypeError: as :func:`zerocore.report`.
     """
-    found = recent_report(model, tokens, flops_per_token, peak_flops)
-    if not found.steps:
+    recent = recent_report(model, tokens, flops_per_token, peak_flops)
+    if not recent.steps:
         return {}
-    last, state = found.steps[-1], state_of(model)
-    traced = next((s.communication for s in found.steps[::-1] if s.communication), None)
+    last, state = recent.steps[-1], state_of(model)
+    traced = next((s.communication for s in recent.steps[::-1] if s.communication), None)
     usage = usage_of(state, optimizers_of(state))
     values: dict[str, Any] = {"step": last.number}
     values |= {name: getattr(last, name) for name in _STEP}
     values |= {name: getattr(traced, name, None) for name in _TRACED}
     values |= {f"memory/{name}": getattr(usage, name) for name in _STATE}
-    values |= {f"memory/{name}": getattr(found.memory, name) for name in _PEAKS}
+    values |= {f"memory/{name}": getattr(recent.memory, name) for name in _PEAKS}
     return {f"{PREFIX}{name}": value for name, value in values.items() if value is not None}

@@ -174,8 +174,8 @@ def _shows_full(unit: Unit) -> Iterator[bool]:
             continue
         yield param.is_full
         for owner, name in param.owners:
-            found = owner._parameters.get(name)  # it may be a view of the full one
-            yield found is not None and found is not param.object
+            current = owner._parameters.get(name)  # it may be a view of the full one
+            yield current is not None and current is not param.object
 
 
 def _buckets(state: ShardState) -> tuple[tuple[str, int], ...]:

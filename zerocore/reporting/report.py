@@ -70,8 +70,8 @@ class Report:
         """Returns the mean of an attribute of :class:`StepFigures` over the counted steps, or of
         :class:`CommunicationTimes` over the traced ones; steps in which it is None do not count.
         """
-        found = [value for step in self.counted if (value := _figure(step, name)) is not None]
-        return fmean(found) if found else None
+        values = [value for step in self.counted if (value := _figure(step, name)) is not None]
+        return fmean(values) if values else None
 
     def mean_communication(self, name: str) -> float | None:
         """Returns the same as :meth:`mean`."""
@@ -264,8 +264,8 @@ _ROWS: tuple[tuple[str, str, int, float], ...] = (
 )
 
 
-def _notes(found: Report) -> list[str]:
-    memory = found.memory
+def _notes(result: Report) -> list[str]:
+    memory = result.memory
     parts = {
         "bucket pool": memory.pool_peak,
         "allocated": memory.allocated_peak,
@@ -275,11 +275,11 @@ def _notes(found: Report) -> list[str]:
     peaks = ", ".join(
         f"{name} {nbytes / 2**20:,.1f} MiB" for name, nbytes in parts.items() if nbytes is not None
     )
-    gathered, reduced = (" and ".join(each) or "nothing" for each in found.wires)
+    gathered, reduced = (" and ".join(dtypes) or "nothing" for dtypes in result.wires)
     on_wire = f"on the wire: parameters in {gathered}, gradients in {reduced}"
-    lines = [*found.meshes, on_wire, f"peaks so far: {peaks}"]
-    if found.registered:
-        lines.append(found.registered)
+    lines = [*result.meshes, on_wire, f"peaks so far: {peaks}"]
+    if result.registered:
+        lines.append(result.registered)
     if memory.num_retries is not None:
         lines.append(
             f"allocator so far: {memory.num_retries} retries, "
@@ -289,9 +289,9 @@ def _notes(found: Report) -> list[str]:
         lines.append(f"on the host, by offload: {memory.host / 2**20:,.1f} MiB")
     if memory.disk > 0:
         lines.append(f"on disk, by offload: {memory.disk / 2**20:,.1f} MiB")
-    traced = sum(step.communication is not None for step in found.counted)
+    traced = sum(step.communication is not None for step in result.counted)
     lines.append(f"times of communication: mean of {traced} traced steps")
-    if not found.steps:
+    if not result.steps:
         lines.append("no step was completed: an update of a torch.optim optimizer ends one")
     return lines
 

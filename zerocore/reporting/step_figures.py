@@ -117,15 +117,15 @@ class MemoryFigures:
 
 def times_by_unit(events: Sequence[Event], queues: Queues) -> dict[str, CommunicationTimes]:
     """Returns each unit's times of communication; ``queues``: as for :func:`transfers`."""
-    found: dict[str, CommunicationTimes] = defaultdict(CommunicationTimes)
+    units: dict[str, CommunicationTimes] = defaultdict(CommunicationTimes)
     for event, begin_ns in transfers(events, queues):
-        own, busy_ms = found[event.unit], (event.done_ns - begin_ns) / 1e6
+        sums, busy_ms = units[event.unit], (event.done_ns - begin_ns) / 1e6
         field = {**dict.fromkeys(GATHERS, "all_gather_ms"), EXCHANGE: "exchange_ms"}.get(
             event.op, "reduce_ms"
         )
-        busy = {field: getattr(own, field) + busy_ms}
-        found[event.unit] = replace(own, exposed_ms=own.exposed_ms + event.wait_ns / 1e6, **busy)
-    return dict(found)
+        busy = {field: getattr(sums, field) + busy_ms}
+        units[event.unit] = replace(sums, exposed_ms=sums.exposed_ms + event.wait_ns / 1e6, **busy)
+    return dict(units)
 
 
 def total(parts: Sequence[CommunicationTimes]) -> CommunicationTimes:

@@ -18,13 +18,13 @@ def explain_types(error: BaseException, units: Iterable[Unit]) -> RuntimeError |
     for unit in units:
         for param in unit.params:
             for owner, _ in param.owners:
-                own = param.full.dtype
-                others = {b.dtype for b in owner.buffers(recurse=False) if b.is_floating_point()}
-                if own != param.types.main and others - {own}:
+                dtype = param.full.dtype
+                buffers = {b.dtype for b in owner.buffers(recurse=False) if b.is_floating_point()}
+                if dtype != param.types.main and buffers - {dtype}:
                     name = param.fqn.rpartition(".")[0] or param.fqn
                     return RuntimeError(
-                        f"{text}. Mixed precision made parameter '{param.fqn}' {own}, and a buffer "
-                        f"of the same {type(owner).__name__} is {(others - {own}).pop()}: pass "
-                        f"MixedPrecision(keep_fp32=('{name}',))"
+                        f"{text}. Mixed precision made parameter '{param.fqn}' {dtype}, and a "
+                        f"buffer of its {type(owner).__name__} is {(buffers - {dtype}).pop()}: "
+                        f"pass MixedPrecision(keep_fp32=('{name}',))"
                     )
     return None

@@ -343,8 +343,8 @@ class _Sum(_Gather):
         memory_of(self.state, self.unit.index).bring()
         for position, param in params.items():
             start, stop = place_in_unit(param).shard_range
-            own = elements_of(param.shard, param.shard)
-            self.elements(position, param)[start:stop].copy_(own)
+            part = elements_of(param.shard, param.shard)
+            self.elements(position, param)[start:stop].copy_(part)
         memory_of(self.state, self.unit.index).leave()
         group = place_in_unit(next(iter(params.values()))).group
         if group is not None:

@@ -134,7 +134,7 @@ def fused(
     Args:
         names: a mapping to apply first.
     """
-    places = {part: (whole, at) for whole, own in parts.items() for at, part in enumerate(own)}
+    places = {part: (whole, at) for whole, seq in parts.items() for at, part in enumerate(seq)}
     rename = _namer(names)
 
     def name_of(name: str) -> tuple[str, int] | str | None:

@@ -75,13 +75,13 @@ class TrainingLoad:
         if self._optimizers:
             with named(self._folder, "has states that the optimizer rejects"):
                 loaded_state.load_optimizers(self._model, self._optimizers, self._wanted["optim"])
-        own, state = self.own, self._state
+        rank_values, state = self.own, self._state
         for name, value in stateful.items():
-            value.load_state_dict(own["stateful"][name])
-        if own["world_size"] == state.world_size:  # each rank's buffers are its own
-            _restore_buffers(self._model, own["buffers"])
+            value.load_state_dict(rank_values["stateful"][name])
+        if rank_values["world_size"] == state.world_size:  # each rank's buffers are its own
+            _restore_buffers(self._model, rank_values["buffers"])
         if rng:
-            _restore_random(own, state.rank, state.world_size)
+            _restore_random(rank_values, state.rank, state.world_size)
 
     def _together(self, action: Callable[[], T]) -> list[T]:
         return on_all_ranks(self._state.ranks.groups, action, self._state.device)
@@ -132,13 +132,13 @@ class TrainingLoad:
         return self._targets is not None
 
     def _check_stateful(self, names: set[str]) -> None:
-        own: State = self.own["stateful"]
-        if missing := sorted(names - set(own)):
-            raise ValueError(f"{self._folder} has no state for {missing}; it has {sorted(own)}")
-        unused = sorted(set(own) - names)
+        saved: State = self.own["stateful"]
+        if missing := sorted(names - set(saved)):
+            raise ValueError(f"{self._folder} has no state for {missing}; it has {sorted(saved)}")
+        unused = sorted(set(saved) - names)
         if unused and self._state.rank == 0:
             _log.warning("%s has states of %s, which this load leaves out", self._folder, unused)
-        used = {name: own[name] for name in names}
+        used = {name: saved[name] for name in names}
         saved_on, ranks = self.own["world_size"], self._state.world_size
         with named(self._folder, "does not fit"):
             loaded_state.check_parts(self._model, used, saved_on, ranks)
