@@ -4,7 +4,7 @@ Usage: python benchmarks/control_plane.py
 
 In a round every rank sends 128 bytes to all others, as at the end of each forward. Endpoints are
 processes of this machine and share its cores, so a round takes the time of all ranks' work. The
-columns of CPU time, messages and sockets show what a rank costs in a large job.
+columns of CPU time, messages and sockets show a rank's cost in a large job.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ NUMEL = 5  # int64, as the message at the end of a forward had
 NOTES = (
     "Measured on the CPU, over loopback; medians over the ranks, which share all cores. "
     "Hops are dependent messages; ring: gloo's all-reduce, over a full mesh of connections.",
-    "Two ranks use an all-reduce in both columns: their difference is that between two runs of "
-    "the same work on a busy machine.",
+    "Two ranks use an all-reduce in both columns: these differ as two runs of the same work do "
+    "on a busy machine.",
 )
 
 

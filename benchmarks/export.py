@@ -40,7 +40,7 @@ Found = dict[str, list[tuple[float, float]]]
 NOTES = (
     "Each way gives every rank all weights in the dtype that layers compute with, one tensor, "
     "bucket or dict at a time, and drops them. In a round each way takes its turn; median over the "
-    "rounds and ranks, ratios within a round. bf16 is over fp32 weights: FSDP2 gathers these and "
+    "rounds and ranks, ratios within a round. bf16 is over fp32 weights: FSDP2 gathers fp32 and "
     "casts.",
     "MiB: the peak of the process's resident memory, less the memory before.",
     f"{RAW}: the same bytes by torch.distributed, into existing memory.",

@@ -3,8 +3,8 @@
 python benchmarks/memory.py                    on a GPU with its real memory, otherwise on the CPU
 python benchmarks/memory.py --size 7b          needs a GPU with 120 GB for stage 0
 
-One process plays rank 0 of N on the emulated link: what it allocates is what a rank of N
-allocates. NVML counts the whole device, so nothing else may use the GPU at the same time.
+One process plays rank 0 of N on the emulated link: it allocates as much as a rank of N does.
+NVML counts the whole device, so nothing else may use the GPU at the same time.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ NOTES = (
 
 
 class Stepper:
-    """Takes steps of one chain, with its meters off, on, or on in a traced step."""
+    """A chain whose steps run with its meters off, on, or on in a traced step."""
 
     def __init__(self) -> None:
         self.model = zerocore.shard(Chain(NUM_BLOCKS, NUM_PARAMS, WIDTH), units=[ChainBlock])

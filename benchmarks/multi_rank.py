@@ -122,7 +122,7 @@ def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def losses_of(model: nn.Module, data: list[tuple[Tensor, Tensor]], device: Any) -> list[float]:
-    """Trains; returns the loss of each step."""
+    """Trains the model; returns the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     losses = []
     for inputs, targets in data:
@@ -268,7 +268,7 @@ def main(
     save: Annotated[bool, typer.Option(help="Write a dated file into results/.")] = True,
     binds: Annotated[bool, typer.Option(help="Pass device_id to init_process_group.")] = True,
 ) -> None:
-    """Measures, prints one table, and fails if losses differ from those of one rank."""
+    """Measures, prints one table, and fails if losses differ from one rank's losses."""
     device = open_group(binds)
     backend, is_main = dist.get_backend(), dist.get_rank() == 0
     where = backend if backend == "gloo" else f"NCCL {'.'.join(map(str, nccl()))}"
@@ -279,7 +279,7 @@ def main(
         off_by = measure(device, where, binds, results)
     wrong = {label: value for label, value in off_by.items() if not value <= LOSS_TOLERANCE}
     for label, deviation in wrong.items() if is_main else ():
-        print(f"{label}: losses differ from those of one rank by {deviation:.1e}")
+        print(f"{label}: losses differ from one rank's by {deviation:.1e}")
     dist.barrier()
     faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()

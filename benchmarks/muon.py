@@ -69,9 +69,9 @@ def hidden_table(found: list[HiddenExchange], world_size: int) -> Table:
         )
     table.notes = [
         "Hidden: 1 - waited / time that the exchange used the link. AdamW runs under the first "
-        f"exchange, each of the {found[0].num_rounds} rounds of Newton-Schulz under that of the "
-        "next; nothing runs under the last results. If the exchange takes longer than the step, "
-        "there is too little work to hide it.",
+        f"exchange, each of the {found[0].num_rounds} rounds of Newton-Schulz under the next "
+        "exchange; nothing runs under the last results. If the exchange takes longer than the "
+        "step, there is too little work to hide it.",
         "Medians of steps; one thread.",
     ]
     return table

@@ -25,13 +25,13 @@ from bench.network.run import run_rank
 RUN_TIMEOUT_S = 1800.0
 NOTES = (
     "Times are medians of rank 0's steps, with torch's fused AdamW; all systems took turns in the "
-    "same processes, and ratios are those of the medians.",
+    "same processes, and ratios are ratios of the medians.",
     "Sent: bytes that left node 0's interface in a step. Wire: those bytes at the link's rate.",
     "Compute: a plain model's forward and backward at the same time on all ranks, and the system's "
     "own update. Hidden by length: 1 - (step - compute) / wire. Hidden by timeline: 1 - the "
     "runtime's exposed waits / wire. The processor's work for sockets counts as exposed in both.",
-    "Floor: a plain model's forward and backward while as many bytes are sent, those of "
-    "gradients from the backward on, with no other order; and the system's own update.",
+    "Floor: a plain model's forward and backward while it sends as many bytes: gradients from the "
+    "backward on, all other bytes in any order; and the system's own update.",
 )
 app = typer.Typer(add_completion=False, help=__doc__)
 

@@ -33,7 +33,7 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 
 class _Computed(torch.autograd.Function):
-    """Sleeps in forward, and twice as long in backward."""
+    """A function that sleeps in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -59,7 +59,7 @@ class Layer(nn.Linear):
 
 
 class Training:
-    """Trains a sharded model in turns of steps, after some of which it saves."""
+    """A sharded model that trains in turns of steps, and saves after some of them."""
 
     def __init__(self, width: int, depth: int, compute_ms: float, folder: Path) -> None:
         zerocore = import_zerocore()
@@ -112,7 +112,7 @@ def rank(width: int, depth: int, compute_ms: float, rounds: int, folder: Path) -
 
 
 def copies_table(found: dict[str, list[float]], title: str) -> Table:
-    """Shows a step's times, and their ratio to those without copies in the same round."""
+    """Shows a step's times, and their ratio to steps without copies in the same round."""
     table = Table(title, ["every ten steps", "ms a step", "of no copies"])
     for way, times in found.items():
         share = median(a / b for a, b in zip(times, found[WITHOUT], strict=True))

@@ -184,12 +184,12 @@ def _notes(rows: list[tuple[Run, float]], errors: list[float]) -> list[str]:
     within = sum(abs(error) <= GOAL_PERCENT for error in errors)
     return [
         f"{within} of {len(rows)} within {GOAL_PERCENT} %; mean of the sizes "
-        f"{fmean(map(abs, errors)):.1f} %. Nothing here was run: the figures are others' and a "
-        "model's.",
+        f"{fmean(map(abs, errors)):.1f} %. Nothing here was run: others measured the figures, a "
+        "model predicts them.",
         "All rows share the same assumptions, round figures that were chosen with some of these "
         "rows in sight; none is fitted to a row.",
         "fms-fsdp runs FSDP1, the others FSDP2. Its network is assumed to be a node's; its "
-        "recomputed share is what HFU and MFU on the A100 imply, for both GPUs, which run the same "
+        "recomputed share follows from HFU and MFU on the A100, for both GPUs, which run the same "
         "scripts (on the H100 they imply 71 and 87 % instead of 100 %). The network of "
         "torchtitan's A100 is not stated.",
         f"Under torch.compile {COMPILED_TRAFFIC:.0%} of the elementwise traffic is assumed.",

@@ -99,7 +99,7 @@ def make_table(rows: list[Row], found: dict[str, Found], title: str, load: float
 
 
 def save_table(table: Table, found: dict[str, Found], base: str) -> None:
-    """Adds the table before those of earlier commits, and writes its raw figures to a file."""
+    """Adds the table before the tables of earlier commits, and writes its raw figures to a file."""
     head, _, earlier = (PAGE.read_text() if PAGE.exists() else PAGE_HEAD).partition("\n## ")
     text = f"{head.rstrip()}\n\n{table.markdown().strip()}\n"
     PAGE.write_text(f"{text}\n## {earlier}" if earlier else text)
@@ -145,7 +145,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="Two rows in three minutes.")] = False,
     only: Annotated[str, typer.Option(help="Rows whose names contain this.")] = "",
     runs: Annotated[
-        int, typer.Option(min=MIN_RUNS, help="Runs of all rows, before those of noisy rows.")
+        int, typer.Option(min=MIN_RUNS, help="Runs of all rows, before more of noisy rows.")
     ] = MIN_RUNS,
     save: Annotated[bool, typer.Option(help="Write the table into results/speed.md.")] = False,
 ) -> None:

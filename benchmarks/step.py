@@ -34,7 +34,7 @@ RUN_TIMEOUT_S = 180.0
 # If medians of a system's rounds are further apart than this, other programs used the machine.
 QUIET_SPREAD = 1.25
 
-# (size, stage, peers of which the fastest counts, the wanted ratio)
+# (size, stage, peers, whose fastest counts, the wanted ratio)
 GOALS = (
     ("29m", 3, ("fsdp2", "deepspeed"), 0.85),
     ("29m", 2, ("fsdp2", "deepspeed"), 0.85),
@@ -140,7 +140,7 @@ class Place:
             *notes,
             f"EMULATED link ({EMULATED_PRESET}): one process plays rank 0 of {self.num_ranks}, the "
             "others mirror it. Stages that gather parameters repeat this rank's shard, so "
-            "their losses are not those of training; times and memory are those of rank 0.",
+            "their losses mean nothing; times and memory are rank 0's.",
         ]
 
 

@@ -54,7 +54,7 @@ def make_step(name: str) -> Any:
 
 
 def train(name: str, num_steps: int, size: GPTSize = SIZE) -> tuple[list[float], list[float]]:
-    """Trains; returns losses in nats per byte, means over the ranks, and seconds of each step."""
+    """Trains the GPT; returns losses in nats per byte, means over ranks, and seconds of steps."""
     model, optimizer = make_step(name)
     losses: list[float] = []
 
@@ -96,7 +96,7 @@ def smoothed(losses: Sequence[float], width: int = 10) -> list[float]:
 
 
 def draw_losses(losses: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Draws the curves and, below, their differences from the one of :data:`BASE`."""
+    """Draws the curves and, below, their differences from the curve of :data:`BASE`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -109,7 +109,7 @@ def draw_losses(losses: Mapping[str, Sequence[float]], path: Path) -> None:
         top.plot(curve, label=name, linewidth=1)
         bottom.plot([a - b for a, b in zip(curve, base, strict=True)], linewidth=1)
     top.set_ylabel("loss, nats a byte (mean of 10 steps)")
-    bottom.set_ylabel(f"less that of '{BASE}'")
+    bottom.set_ylabel(f"minus '{BASE}'")
     bottom.set_xlabel("step")
     top.legend()
     figure.savefig(path, dpi=110)
@@ -134,7 +134,7 @@ def losses(
 def losses_table(found: dict[str, list[float]], steps: int) -> Table:
     """Shows each policy's first and last losses."""
     last = steps // 10
-    columns = ["policy", "first loss", f"mean of the last {last}", f"less that of {BASE}"]
+    columns = ["policy", "first loss", f"mean of the last {last}", f"minus {BASE}"]
     table = Table("GPT of 10 M parameters at stage 3", columns)
     ends = {name: statistics.fmean(values[-last:]) for name, values in found.items()}
     for name, values in found.items():

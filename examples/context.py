@@ -26,7 +26,7 @@ WIDTH, LENGTH, HEADS = 64, 64, 4
 
 
 class GatherSequence(Function):
-    """Gathers all parts of a sequence on each rank; sums a part's gradients from all ranks."""
+    """An all-gather of the parts of a sequence; a part's gradient is summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

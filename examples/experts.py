@@ -26,7 +26,7 @@ WIDTH, NUM_EXPERTS, LENGTH = 64, 8, 64
 
 
 class AllToAll(Function):
-    """Sends part r of each rank's tensor to rank r, and returns its gradient in the backward."""
+    """An all-to-all: part r of each rank's tensor goes to rank r, and its gradient comes back."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -41,14 +41,14 @@ class AllToAll(Function):
 
 
 class Experts(nn.Module):
-    """This rank's experts, which have two layers each."""
+    """The experts of this rank, which have two layers each."""
 
     def __init__(self, num_experts: int, part: int) -> None:
         super().__init__()
-        own = torch.Generator().manual_seed(part)  # the same on all ranks of the part
+        draw = torch.Generator().manual_seed(part)  # the same on all ranks of the part
         up, down = (num_experts, WIDTH, 2 * WIDTH), (num_experts, 2 * WIDTH, WIDTH)
-        self.up = nn.Parameter(torch.randn(up, generator=own) * WIDTH**-0.5)
-        self.down = nn.Parameter(torch.randn(down, generator=own) * WIDTH**-0.5)
+        self.up = nn.Parameter(torch.randn(up, generator=draw) * WIDTH**-0.5)
+        self.down = nn.Parameter(torch.randn(down, generator=draw) * WIDTH**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps (experts, tokens of each, width) to the same shape."""

@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face model, all of it or LoRA adapters, in bfloat16 over several ranks.
+"""Fine-tunes a Hugging Face model, all of it or LoRA adapters, in bfloat16 over several ranks.
 
 Run it directly (two ranks on the CPU, or one per GPU), or under torchrun.
 The text is Python's own. --model takes a folder of save_pretrained, with or without a tokenizer;
@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import zerocore
 
-# The model without --config: 0.85 M parameters, as text is bytes.
+# The model without --config has 0.85 M parameters, because it reads bytes.
 SMALL_QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": 256,
@@ -81,7 +81,7 @@ def read_config(path: Path | None) -> PreTrainedConfig:
 
 
 def read_tokenizer(folder: Path | None) -> Any:
-    """Reads the tokenizer of the model's folder; None if there is none: tokens are bytes."""
+    """Reads the tokenizer of the model's folder; None without one: tokens are then bytes."""
     has_one = folder is not None and any(folder.glob("tokenizer*"))
     return AutoTokenizer.from_pretrained(folder) if has_one else None
 
@@ -134,7 +134,7 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(model: Any, text: Tensor, options: argparse.Namespace, rank: Rank) -> float:
-    """Returns the mean loss on windows spread over `text`, of which each rank takes a part."""
+    """Returns the mean loss on windows spread over `text`; each rank takes a part of them."""
     model.eval()
     batches = evenly_spaced_batches(
         text, NUM_HELD_OUT_BATCHES * rank.world_size, options.batch_size, options.context

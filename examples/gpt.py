@@ -42,7 +42,7 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape."""
+        """Maps (batch, time, width) to the same shape."""
         batch, time, width = x.shape
         qkv = self.qkv(x).view(batch, time, 3, self.num_heads, width // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, head width)
@@ -59,7 +59,7 @@ class MLP(nn.Module):
         self.proj = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., width) to the same shape."""
+        """Maps (..., width) to the same shape."""
         return self.proj(F.gelu(self.up(x), approximate="tanh"))
 
 
@@ -74,13 +74,13 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape."""
+        """Maps (batch, time, width) to the same shape."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
-    """Predicts the next token; the initial loss is close to a uniform guess's."""
+    """A model that predicts the next token; its initial loss is close to a uniform guess's."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class GPT(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Draw normal weights scaled by fan-in; projections back to the residual start at zero.
+        """Draws normal weights scaled by fan-in; projections back to the residual start at zero.
 
         Every block is then the identity at first, so depth costs no stability early on. Tokens
         outweigh positions, because the first thing to learn is which byte follows which.
@@ -107,7 +107,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.head.weight, std=0.005)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits of shape (batch, time, vocab_size), or the mean loss if `targets` is given.
+        """Returns logits (batch, time, vocab_size), or the mean loss if `targets` is given.
 
         `tokens` and `targets` are int64 of shape (batch, time) with time <= context. The loss is
         the cross-entropy in nats per token.
@@ -129,7 +129,7 @@ class GPT(nn.Module):
 def generate(
     model: GPT, prompt: bytes, num_tokens: int, *, temperature: float = 0.8, seed: int = 0
 ) -> bytes:
-    """Continue `prompt` by `num_tokens` bytes drawn from `model`; returns only these.
+    """Continues `prompt` by `num_tokens` bytes drawn from `model`; returns only these.
 
     The model must hold full parameters on this rank. `temperature` divides the logits and must be
     positive.

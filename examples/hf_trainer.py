@@ -1,4 +1,4 @@
-"""Train a sharded Hugging Face model with their Trainer, on two ranks or one per GPU.
+"""Trains a sharded Hugging Face model with their Trainer, on two ranks or one per GPU.
 
 The model is a small Qwen3 with random weights that reads bytes; the text is Python's own.
 Only the import of `Trainer` and `shard=` are zerocore's.

@@ -1,4 +1,4 @@
-"""Run a function on every rank, in processes that are started here or by torchrun."""
+"""Runs a function on every rank, in processes that are started here or by torchrun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_NUM_CPU_RANKS = 2
 
 
 class LaunchError(ValueError):
-    """The requested ranks cannot run here."""
+    """The error of a request for ranks that cannot run here."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Rank:
 
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `run_parsed` reads: the ranks and their device."""
+    """Adds the options that `run_parsed` reads: the ranks and their device."""
     parser.add_argument("--ranks", type=int, help="default: all GPUs, or 2")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
 
@@ -45,7 +45,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
 def run_parsed(
     work: Callable[[Rank, Any], None], options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> None:
-    """Call `run_on_ranks` with options of `add_rank_options`; a LaunchError is a usage error."""
+    """Calls `run_on_ranks` with options of `add_rank_options`; a LaunchError is a usage error."""
     try:
         run_on_ranks(work, options, num_ranks=options.ranks, device_type=options.device)
     except LaunchError as error:
@@ -55,13 +55,13 @@ def run_parsed(
 def run_on_ranks(
     work: Callable[[Rank, Any], None], options: Any, *, num_ranks: int | None, device_type: str
 ) -> None:
-    """Call `work(rank, options)` on every rank with the default process group initialised.
+    """Calls `work(rank, options)` on every rank with the default process group initialised.
 
     Under torchrun this process is one rank already. Otherwise `num_ranks` processes are started
     (default: one per GPU, or 2 on the CPU); `work` must be importable by name and `options`
-    picklable. `device_type` is "cpu", "cuda" (NCCL) or "auto". Raises LaunchError and, if a
-    rank failed ProcessRaisedException (with its traceback) or ProcessExitedException (with its
-    signal), both of torch.multiprocessing, after it has ended all other ranks.
+    picklable. `device_type` is "cpu", "cuda" (NCCL) or "auto". Raises LaunchError. If a rank
+    fails, ends all others and raises ProcessRaisedException (with its traceback) or
+    ProcessExitedException (with its signal), both of torch.multiprocessing.
     """
     if device_type == "auto":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ EPOCHS, BATCH, MICRO_BATCHES, WIDTH, CLASSES = 3, 8, 2, 256, 4
 
 
 class Block(nn.Module):
-    """A block of 2 MiB, and so a unit: one is gathered while another one computes."""
+    """A block of 2 MiB, so each is a unit: it is gathered while the block before it computes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Train a small GPT, sharded, in Accelerate's loop, in Lightning's Trainer or in Fabric's loop.
+"""Trains a small GPT, sharded, in Accelerate's loop, in Lightning's Trainer or in Fabric's loop.
 
 Runs on two ranks on the CPU, or one per GPU. Comments mark the lines that zerocore needs.
 """

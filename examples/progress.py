@@ -1,4 +1,4 @@
-"""Show the progress of training: a bar on a terminal, otherwise a line now and then."""
+"""Shows the progress of training: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMOOTHING = 0.9
 
 
 class TrainingProgress:
-    """Loss (smoothed) and tokens per second of all ranks; a context manager around the training."""
+    """A display of loss (smoothed) and tokens per second of all ranks, as a context manager."""
 
     def __init__(self, console: Console, num_steps: int, num_tokens_per_step: int) -> None:
         self._console = console
@@ -54,7 +54,7 @@ class TrainingProgress:
         return time.perf_counter() - self._started
 
     def advance(self, loss: float, num_steps: int) -> None:
-        """Count a step, now of `num_steps`, with a loss of `loss` nats per byte."""
+        """Counts a step, now of `num_steps`, with a loss of `loss` nats per byte."""
         keep = SMOOTHING if self._num_done else 0.0
         self._loss = keep * self._loss + (1 - keep) * loss
         self._num_done += 1

@@ -18,7 +18,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 class CollectiveFigures:
     """The number, bytes and times of one kind of collective in a training step.
 
-    `nbytes` are those of the full buckets. `in_flight_ms` is the time during which any of them was
+    `nbytes` counts full buckets. `in_flight_ms` is the time during which any of the collectives was
     in flight, `exposed_ms` the time for which this rank stood waiting.
     """
 
@@ -56,7 +56,7 @@ def collect_figures(
     stage: int,
     num_steps: int,
 ) -> StageFigures:
-    """Collect the figures of a sharded `model` whose last `num_steps` steps recorded `events`.
+    """Collects the figures of a sharded `model` whose last `num_steps` steps recorded `events`.
 
     Call it after a step and before `zero_grad`, while there are gradients to count.
     """
@@ -72,9 +72,9 @@ def collect_figures(
 
 
 def _in_flight_ns(events: list[zerocore.reporting.Event]) -> int:
-    """Return the time during which at least one of `events` was in flight.
+    """Returns the time during which at least one of `events` was in flight.
 
-    A sum over the events would count waiting in one another's queue again for each of them, and
+    A sum over the events would count time in a queue once for each event that waits there, and
     flatter the share that is hidden.
     """
     covered, end = 0, 0

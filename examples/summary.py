@@ -1,4 +1,4 @@
-"""Present the results of a training run: tables for the terminal, a dict for JSON."""
+"""Presents the results of a training run: tables for the terminal, a dict for JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunSummary:
     figures: list[StageFigures]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all results as plain lists, dicts, strings and numbers."""
+        """Returns all results as plain lists, dicts, strings and numbers."""
         return {
             "settings": self.settings,
             "losses": self.losses,
@@ -40,7 +40,7 @@ class RunSummary:
         }
 
     def print(self, console: Console) -> None:
-        """Print the sample, the losses and both tables."""
+        """Prints the sample, the losses and both tables."""
         sample = Text(printable(self.prompt), "bold") + Text(printable(self.sample))
         console.print(Panel(sample, title="generated text"))
         console.print(
@@ -91,7 +91,7 @@ class RunSummary:
 
 
 def _table(title: str, *labels: str) -> Table:
-    """Make an empty table that leaves room for figures in 80 columns."""
+    """Makes an empty table that leaves room for figures in 80 columns."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for label in labels:
         table.add_column(label, no_wrap=True)
@@ -99,7 +99,7 @@ def _table(title: str, *labels: str) -> Table:
 
 
 def printable(text: bytes) -> str:
-    """Decode text; replace other bytes, and terminal controls, by a replacement character."""
+    """Decodes text; replaces other bytes, and terminal controls, by a replacement character."""
     decoded = text.decode(errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoded)
 
@@ -109,7 +109,7 @@ def _nbytes_cells(nbytes: dict[str, int]) -> list[str]:
 
 
 def _beside(measured: float, predicted: int) -> str:
-    """Return one figure if both agree, else both."""
+    """Returns one figure if both agree, else both."""
     if measured == predicted:
         return f"{predicted:,}"
     return f"[red]{measured:,.1f} != {predicted:,}[/]"

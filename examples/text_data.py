@@ -1,4 +1,4 @@
-"""Load real text as bytes: the source and text files of the running Python."""
+"""Loads real text as bytes: the source and text files of the running Python."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Corpus:
 
 
 def load_corpus(folder: str | os.PathLike[str] | None = None) -> Corpus:
-    """Read every text file below `folder` (default: the standard library of the running Python).
+    """Reads every text file below `folder` (default: the standard library of the running Python).
 
     A hash of its relative path decides whether a file is held out, so every run and rank splits
     alike. Raises ValueError if there is less than a MiB of text.
@@ -49,7 +49,7 @@ def load_corpus(folder: str | os.PathLike[str] | None = None) -> Corpus:
 
 
 def _text_files(root: Path) -> list[str]:
-    """Return the sorted relative POSIX paths of the text files below `root`."""
+    """Returns the sorted relative POSIX paths of the text files below `root`."""
     names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
@@ -65,7 +65,7 @@ def _join(texts: list[bytes]) -> Tensor:
 def random_batch(
     text: Tensor, batch_size: int, context: int, draw: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Cut `batch_size` random windows; returns (tokens, targets), int64, (batch_size, context)."""
+    """Cuts `batch_size` random windows; returns (tokens, targets), int64, (batch_size, context)."""
     starts = torch.randint(len(text) - context, (batch_size, 1), generator=draw)
     windows = text[starts + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
@@ -74,7 +74,7 @@ def random_batch(
 def evenly_spaced_batches(
     text: Tensor, num_batches: int, batch_size: int, context: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Cut `num_batches` batches of windows spread over all of `text`; shapes as `random_batch`."""
+    """Cuts `num_batches` batches of windows spread over all of `text`; shapes as `random_batch`."""
     last = len(text) - context - 1
     starts = torch.linspace(0, last, num_batches * batch_size).long().view(num_batches, -1, 1)
     windows = text[starts + torch.arange(context + 1)].long()

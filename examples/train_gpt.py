@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on Python's own text, and show the memory and collectives of each stage.
+"""Trains a byte-level GPT on Python's own text; shows the memory and collectives of each stage.
 
 Run it directly (two ranks on the CPU, or one per GPU), or under torchrun.
 """
@@ -45,7 +45,7 @@ class Job:
 
 
 def work(rank: Rank, job: Job) -> None:
-    """Train, evaluate, probe the other stages; rank 0 prints and writes the result."""
+    """Trains, evaluates and probes the other stages; rank 0 prints and writes the result."""
     console = Console(quiet=not rank.is_first)
     corpus = load_corpus()
     _print_start(console, rank, job, corpus)
@@ -82,7 +82,7 @@ def work(rank: Rank, job: Job) -> None:
 
 
 def _checkpoints(trainer: Trainer, job: Job, console: Console) -> zerocore.Checkpoints | None:
-    """Make the checkpoints; with --resume load the newest one, of any number of ranks."""
+    """Makes the checkpoints; with --resume, loads the newest one, of any number of ranks."""
     if job.checkpoint is None:
         return None
     checkpoints = zerocore.Checkpoints(
@@ -96,7 +96,7 @@ def _checkpoints(trainer: Trainer, job: Job, console: Console) -> zerocore.Check
 def _train(
     trainer: Trainer, job: Job, console: Console, checkpoints: zerocore.Checkpoints | None
 ) -> tuple[StageFigures, float]:
-    """Train to the end; returns the figures of the last steps, and seconds for all steps."""
+    """Trains to the end; returns the figures of the last steps, and seconds for all steps."""
     bar = TrainingProgress(console, trainer.num_steps, trainer.num_tokens_per_step)
 
     num_recorded = min(NUM_RECORDED_STEPS, trainer.num_steps // 2)
@@ -118,7 +118,7 @@ def _train(
 
 
 def _probe(stage: int, job: Job, rank: Rank, corpus: Corpus) -> StageFigures:
-    """Take two steps of the same model at another stage; record the second, steady one."""
+    """Takes two steps of the same model at another stage; records the second, steady one."""
     trainer = Trainer(replace(job.training, stage=stage), job.gpt, rank, corpus.train)
     trainer.run(1)
     with zerocore.reporting.record_events(trainer.model) as events:

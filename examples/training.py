@@ -1,4 +1,4 @@
-"""Train a sharded GPT on random windows of a text, and measure its loss on held-out text."""
+"""Trains a sharded GPT on random windows of a text, and measures its loss on held-out text."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Trainer:
         self.num_resumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state that `Checkpoints` saves besides model and optimizer."""
+        """Returns this rank's state that `Checkpoints` saves besides model and optimizer."""
         return {"losses": list(self.losses), "draw": self._draw.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Continues from a saved state."""
         self.losses = list(state["losses"])
         self.num_resumed = len(self.losses)
         self._draw.set_state(state["draw"])
@@ -72,7 +72,7 @@ class Trainer:
         return self.config.batch_size * self.model.config.context * self.rank.world_size
 
     def step(self) -> None:
-        """Take one training step; its gradients stay until the next one."""
+        """Takes one training step; its gradients stay until the next one."""
         self.optimizer.zero_grad()
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * self._rate_factor(len(self.losses))
@@ -86,7 +86,7 @@ class Trainer:
         self.losses.append(loss.item())
 
     def run(self, num_steps: int, on_step: Callable[[], None] = lambda: None) -> None:
-        """Take `num_steps` steps, with a call of `on_step` after each."""
+        """Takes `num_steps` steps, with a call of `on_step` after each."""
         for _ in range(num_steps):
             self.step()
             on_step()
@@ -94,7 +94,7 @@ class Trainer:
     def run_within(
         self, seconds: float, num_left: int, on_step: Callable[[], None] = lambda: None
     ) -> None:
-        """Train until `num_left` steps are left of those that fit into `seconds` at this pace.
+        """Trains until `num_left` of the steps that fit into `seconds` at this pace are left.
 
         If not all of the configured steps fit, it lowers `num_steps`, alike on all ranks.
         """
@@ -113,14 +113,14 @@ class Trainer:
         self.num_steps = min(self.config.num_steps, max(affordable, num_done + num_left))
 
     def mean_losses(self) -> list[float]:
-        """Return the loss of every step so far, averaged over the ranks; all ranks must call."""
+        """Returns the loss of every step so far, averaged over the ranks; all ranks must call."""
         losses = torch.tensor(self.losses, device=self.rank.device)
         dist.all_reduce(losses)
         return (losses / self.rank.world_size).tolist()
 
     @torch.no_grad()
     def evaluate(self, text: Tensor) -> float:
-        """Return the mean loss in nats per byte on windows of `text`; all ranks must call."""
+        """Returns the mean loss in nats per byte on windows of `text`; all ranks must call."""
         size, batch_size = self.rank.world_size, 16
         num_batches = math.ceil(NUM_HELD_OUT_WINDOWS / batch_size / size)  # per rank, all alike
         batches = evenly_spaced_batches(
@@ -133,7 +133,7 @@ class Trainer:
         return total.item() / (num_batches * size)
 
     def _rate_factor(self, step: int) -> float:
-        """Return the learning rate's factor: a linear warm-up, then a cosine from 1 to 0.05."""
+        """Returns the learning rate's factor: a linear warm-up, then a cosine from 1 to 0.05."""
         warm = min(1.0, (step + 1) / NUM_WARMUP_STEPS)
         done = min(1.0, step / self.num_steps)
         return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))

@@ -63,7 +63,7 @@ class Figures:
 
 
 def together(action: Callable[[], Any]) -> float:
-    """Runs the action; returns the seconds from when all ranks begin until all have ended."""
+    """Runs the action; returns the seconds from the common start until all ranks have ended."""
     dist.barrier()
     began = time.perf_counter()
     action()
@@ -91,7 +91,7 @@ def bring_into_cache(folder: Path) -> None:
 
 
 def io_counts() -> dict[str, int]:
-    """Returns the bytes that this process has read (rchar), and those from disk (read_bytes)."""
+    """Returns the bytes that this process has read (rchar), and read from disk (read_bytes)."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
@@ -200,7 +200,7 @@ def trained(system: str, num_blocks: int) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Makes an optimizer without states, as a process has that resumes."""
+    """Makes an optimizer without states, as in a process that resumes."""
     return torch.optim.AdamW(model.parameters(), fused=True)
 
 
@@ -222,7 +222,7 @@ def _contestants(cell: CheckpointCell) -> Iterator[tuple[str, Any]]:
 
 
 def _make_ready(system: Any, cache: Callable[[Path], None], folder: Path) -> None:
-    """Prepares a load like that of a process that resumes; ``cache`` fills or drops the cache."""
+    """Prepares a load as in a process that resumes; ``cache`` fills or drops the page cache."""
     system.forget()
     gc.collect()  # several systems' objects are in this process
     if dist.get_rank() == 0:

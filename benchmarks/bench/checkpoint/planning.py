@@ -36,9 +36,9 @@ def _units() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
 
 
 def plan_seconds(world_size: int) -> dict[str, float]:
-    """Returns the seconds until a rank can write, and those of the metadata on the first rank.
+    """Returns the seconds until a rank can write, and the metadata's on the first rank.
 
-    Training waits for the former, "wait": dividing all tensors over ranks, and one rank's plan.
+    Training waits for "wait": dividing all tensors over ranks, and one rank's plan.
     """
     import_zerocore()
     from zerocore._C import Layout, ParamSpec

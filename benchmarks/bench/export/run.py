@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks that follow each other."""
+    """A chain of blocks."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()

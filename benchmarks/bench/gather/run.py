@@ -36,7 +36,7 @@ class Unit(nn.Module):
 
 
 class Units(nn.Module):
-    """Units that follow each other."""
+    """A chain of units."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class CellTimes:
                 own.setdefault(phase, []).extend(values)
 
     def above_plain(self, system: str, phase: str) -> float:
-        """Returns the median over rounds of the time of `system` less plain's in the round."""
+        """Returns the median over rounds of the time of `system` less plain's in the same round."""
         base = self.times[BASELINE][phase]
         pairs = zip(self.times[system][phase], base, strict=True)
         return median(own - plain for own, plain in pairs)
@@ -74,7 +74,7 @@ class CellTimes:
         return [sum(values) for values in zip(*(found[phase] for phase in phases), strict=True)]
 
     def floor(self) -> float:
-        """Median time of a block's three collectives alone."""
+        """Returns the median time of a block's three collectives alone."""
         return median(self.times[FLOOR]["both"])
 
 

@@ -24,7 +24,7 @@ NUM_TENSORS = 150
 
 @dataclass
 class Contest:
-    """A call of a kernel and those it is compared with; each moves `nbytes` in all."""
+    """A call of a kernel and the calls it is compared with; each moves `nbytes` in all."""
 
     name: str
     num_tensors: int
@@ -46,7 +46,7 @@ class Sources:
 
     def __init__(self, nbytes: int, dtype: torch.dtype, device: str) -> None:
         each = nbytes // dtype.itemsize // NUM_TENSORS
-        # Different odd sizes, like those of biases and norms.
+        # Different odd sizes, as biases and norms have.
         self.numels = [each - index * 37 % (each // 4) for index in range(NUM_TENSORS)]
         self.tensors = [torch.ones(numel, dtype=dtype, device=device) for numel in self.numels]
         self.dtype, self.device, self.numel = dtype, device, sum(self.numels)

@@ -50,7 +50,7 @@ class Cell:
 
 @dataclass
 class Phase:
-    """Bytes at the end of a phase and at its peak, above those before the model."""
+    """Bytes at the end of a phase and at its peak, above the bytes before the model."""
 
     outside: int
     outside_peak: int
@@ -64,8 +64,8 @@ class MemoryRun:
     """Results of one run, in bytes.
 
     `baseline` are the bytes in use, seen from outside, before the model; figures of phases
-    are above it. `planned` is the prediction for zerocore, `planned_activations` the one of
-    `zerocore.plan`.
+    are above it. `planned` is the prediction for zerocore, `planned_activations` the
+    prediction of `zerocore.plan`.
     """
 
     label: str
@@ -93,7 +93,7 @@ def measure_in_fresh_process(cell: Cell) -> MemoryRun:
 
 
 class _Trainer:
-    """Trains a cell's model under its system; each method is a part of a step."""
+    """The training of a cell's model under its system; each method is a part of a step."""
 
     def __init__(self, cell: Cell) -> None:
         size = SIZES[cell.size]

@@ -31,7 +31,7 @@ class MallInfo(ctypes.Structure):
 
 
 class CpuMemory:
-    """Reads resident memory, and the bytes that malloc has allocated (glibc 2.33 or newer)."""
+    """A reader of resident memory, and of the bytes that malloc has allocated (glibc >= 2.33)."""
 
     outside = "RSS"
     allocator = "malloc"
@@ -63,7 +63,7 @@ class CpuMemory:
 
 
 class CudaMemory:
-    """Reads NVML's used memory of the whole device, and torch's allocator."""
+    """A reader of NVML's used memory of the whole device, and of torch's allocator."""
 
     outside = "NVML"
     allocator = "torch"

@@ -11,7 +11,7 @@ from bench.network.run import PLAIN
 NO_RESHARD = ("FSDP2, no reshard", "FSDP2, no reshard, async")
 FSDP2 = ("FSDP2", "FSDP2, async")
 NEAR = ("FSDP2, near ranks", "FSDP2, async, near ranks")
-# Each system and its peers, of which the faster one is compared.
+# Each system and its peers; the faster peer counts.
 PEERS = {
     "zerocore stage 0": ("DDP",),
     "zerocore stage 2": NO_RESHARD,

@@ -103,10 +103,10 @@ class Subject:
 
 
 class Floor:
-    """Runs a plain model's forward and backward while it sends as many bytes as a system.
+    """A plain model's forward and backward while it sends as many bytes as a system.
 
-    Only bytes of gradients wait, for the backward. So no order of collectives that send as much
-    can be faster on this machine.
+    Only bytes of gradients wait, for the backward. No order of collectives that send as many
+    bytes can be faster on this machine.
     """
 
     def __init__(self, plain: Subject, system: Subject) -> None:

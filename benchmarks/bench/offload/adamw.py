@@ -23,7 +23,7 @@ MEMORY = ("memory: copy", "memory: scale in place", "memory: triad")
 
 @dataclass(frozen=True)
 class AdamWCell:
-    """The numbers of fp32 parameters and of threads, each of which has a core to itself."""
+    """The numbers of fp32 parameters and of threads; each thread has a core to itself."""
 
     threads: int
     numel: int

@@ -66,7 +66,7 @@ class Weights:
 
 
 def large_tensors(numel: int, device: str) -> Iterator[Contest]:
-    """Yields contests of steps of `numel` parameters; bytes are those of one pass over them."""
+    """Yields contests of steps of `numel` parameters; bytes count one pass over them."""
     calls = {OWN: Weights(numel, device).zerocore_step()}
     calls["torch fused"] = Weights(numel, device).torch_step()
     if is_installed("deepspeed"):

@@ -1,4 +1,4 @@
-"""Counts the bytes that a language model gathers at stage 3, and those that embeddings save."""
+"""Counts the bytes that a language model gathers at stage 3, and the bytes that embeddings save."""
 
 from __future__ import annotations
 

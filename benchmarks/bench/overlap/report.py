@@ -110,8 +110,8 @@ def notes(run: OverlapRun) -> list[str]:
         f"{work.batch} x {work.sequence} tokens, {work.dtype}, {run.block_nbytes / 2**20:.1f} MiB "
         f"each; ms. Compute alone: {compute.forward_ms:.1f} + {compute.backward_ms:.1f}.",
         "Hidden: communication that did not lengthen the step; possible: all but the first gather "
-        "and the last reduction. Blocks read their weights in backward; what a model's embeddings "
-        "move in this bound is in the last table. Waits: exposed time, independent of step times: "
+        "and the last reduction. Blocks read their weights in backward; the last table shows the "
+        "effect of embeddings on this bound. Waits: exposed time, independent of step times: "
         "from the timeline of the runtime, for FSDP2 its waits in the link's collectives "
         "(CPU; DDP waits for futures, which record no times); the next columns follow from it.",
         "FSDP2, async: _set_unshard_async_op(True), prefetch lists one block ahead. On CPU it has "
@@ -175,7 +175,7 @@ def requirements(run: OverlapRun) -> Table:
     best = min(peers, key=lambda peer: peer.step_ms)
     unprefetched = figures(run, find(run, "zerocore stage 3, prefetch 0"), GOAL_RATIO)
     table.add(
-        "hidden of what is possible, %",
+        "hidden of the possible, %",
         *_hidden_twice(own),
         f">= {HIDDEN_GOAL:.0f}",
     )
@@ -193,7 +193,7 @@ def requirements(run: OverlapRun) -> Table:
     table.add("step, stage 3 / the better FSDP2", f"{own.step_ms / best.step_ms:.3f}", "-", "< 1")
     hybrid = figures(run, find(run, "zerocore stage 3, hybrid"), GOAL_RATIO)
     table.add(
-        "hybrid sharding: hidden of what is possible, %",
+        "hybrid sharding: hidden of the possible, %",
         *_hidden_twice(hybrid),
         f">= {HIDDEN_GOAL:.0f}",
     )

@@ -46,7 +46,7 @@ def ratio_of(figures: tuple[Sequence[float], Sequence[float]]) -> Ratio:
 
 
 def _interval_rank(num_runs: int) -> int:
-    """Returns which figure, counted from each end, bounds the median's interval.
+    """Returns the place, counted from each end, of the figure that bounds the median's interval.
 
     The true median is outside if fewer than `rank` runs lie on one side of it.
     """

@@ -56,7 +56,7 @@ def run_on_this_rank(
     """Trains from a fixed seed on batches that depend only on the rank.
 
     So all systems have the same weights and batches, and their losses can be compared. The peak
-    memory is the one in the timed steps.
+    memory is the peak in the timed steps.
     """
     if system.peer == "deepspeed":
         importlib.import_module("deepspeed")
