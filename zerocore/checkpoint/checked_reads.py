@@ -94,7 +94,7 @@ def read_range(path: Path, sums: FileSums | None, offset: int, nbytes: int) -> b
 
 
 def read_checked(path: Path, sums: Checksums | None, most_nbytes: int = MAX_SMALL_NBYTES) -> bytes:
-    """Reads a small file, and checks it if ``sums`` are given; a ValueError names it."""
+    """Reads a small file, and checks it if ``sums`` are given; a ValueError names the file."""
     data = safe_files.read_small(path, most_nbytes)
     if sums is not None and FileSums.of(data) != sums.get(path.name):
         raise ValueError(f"{path} {DAMAGED}")

@@ -155,7 +155,7 @@ class Checkpoints:
         return steps_in(self.folder)
 
     def wait(self) -> None:
-        """Waits until the last save is on disk; raises its error if it failed."""
+        """Waits until the last save is on disk; raises the save's error if the save failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             state = self._state_ref()
@@ -179,7 +179,7 @@ class Checkpoints:
         final = path_of(self.folder, step)
         try:
             if self._known.get(final) and final.exists():  # if unknown, the first rank verifies it
-                raise FileExistsError(f"{final} exists; good checkpoints are never overwritten")
+                raise FileExistsError(f"{final} exists and is never overwritten; delete it first")
             with changes_counted():
                 saved, rank_values = self._collect(step, state)
             save = self._make_save(final, saved, rank_values)

@@ -43,7 +43,7 @@ class Weights:
 
 
 def open_weights(path: Path) -> Weights:
-    """Opens the tensors of a checkpoint, safetensors or a torch file; raises if it is broken."""
+    """Opens the tensors of a checkpoint, safetensors or a torch file; raises if one is broken."""
     if (path / ".metadata").exists():
         return _of_checkpoint(path)
     if path.suffix in TORCH_SUFFIXES and path.is_file():

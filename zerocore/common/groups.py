@@ -33,7 +33,7 @@ def shared_group(key: Any, members: Sequence[int], what: str, **options: Any) ->
 
 
 def new_group(members: Sequence[int], what: str, **options: Any) -> dist.ProcessGroup:
-    """Makes a group of these ranks, in ascending order; they call it, and no other rank does.
+    """Makes a group of these ranks, in ascending order. All of them call, and no other rank.
 
     Torch names such a group by the number of groups that its rank is in. If these numbers differ,
     as after ``dist.new_group([0])``, ranks would wait for each other forever.

@@ -20,7 +20,7 @@ from zerocore.tensor.placed import PlacedParameter, leaves
 
 
 def notes_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``backward`` or ``grad``: tells the engines when it begins, ends or fails.
+    """Wraps ``backward`` or ``grad``: tells the engines when the call begins, ends or fails.
 
     Replaces sharded parameters in ``inputs`` by the full ones, which are in the graph. ``backward``
     then reduces only their gradients, and ``torch.autograd.grad`` returns this rank's full

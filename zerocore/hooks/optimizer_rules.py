@@ -127,7 +127,7 @@ def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
 
 
 def without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an element-wise optimizer's step: it calls torch functions without the shards' rules.
+    """Wraps an element-wise optimizer's step so that torch functions in it skip the shards' rules.
 
     The look-up of a rule in Python takes about a microsecond per function.
     """

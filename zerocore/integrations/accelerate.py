@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Loads a state of ``save_state``; raises FileNotFoundError if it has no shards."""
+        """Loads a state of ``save_state``; raises FileNotFoundError if the folder has no shards."""
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
             input_dir = str(max(folders, key=lambda path: int(path.name.split("_")[-1])))

@@ -78,7 +78,7 @@ class ShardedEngineMixin:
                 yield
 
     def optimizer_step(self: Any) -> float:
-        """Clips gradients and steps, or skips the step if their norm is not finite; returns it."""
+        """Clips gradients and steps, unless their norm is not finite; returns the norm."""
         assert self.optimizer is not None
         norm = float(clip_grad_norm_(self.module, self.optimizer_config.clip_grad))
         if math.isfinite(norm):

@@ -147,7 +147,7 @@ class Parts:
 
     @staticmethod
     def _is_own(param: Any) -> bool:
-        """Whether the gradient is this rank's own sum, in full; a rank may lack it."""
+        """Whether the gradient is this rank's own sum, in full; some ranks may lack it."""
         if isinstance(grad := param.grad, UnreducedGrad):
             grad.check_readable()
             return True

@@ -39,7 +39,7 @@ class Factors:
 
     @cached_property
     def on_host(self) -> Factors:
-        """Copies on the host, for all units that it updates: waits for the device only once."""
+        """The factors on the host; all units there share one copy, so the host waits only once."""
         return Factors(_copied(self.grad_scale), _copied(self.found_inf))
 
     def skips(self, device: torch.device) -> Tensor:

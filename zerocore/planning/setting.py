@@ -240,7 +240,7 @@ class Setting:
 
     @property
     def hiding_tokens(self) -> int:
-        """Tokens a step whose compute takes as long as the host's update, and so hides it.
+        """Tokens a step whose compute takes as long as the host's update, and so hides the update.
 
         Both times are proportional to the number of parameters, which cancels.
         """
@@ -277,7 +277,7 @@ class Setting:
 
 
 def checked_groups(groups: Mapping[str, Any] | None, world_size: int) -> dict[str, ParameterMesh]:
-    """Checks ``groups=`` of :func:`zerocore.plan`; returns it with each group's number of parts.
+    """Checks ``groups=`` of :func:`zerocore.plan`; returns the groups with their numbers of parts.
 
     Raises:
         TypeError: ``groups`` is not a dict of :class:`zerocore.ParameterMesh` with numbers.

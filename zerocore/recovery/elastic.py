@@ -89,7 +89,7 @@ def run_elastic(
             to wait for more ranks when the fewest have come.
 
     Raises:
-        RendezvousTimeoutError: too few processes have come.
+        RendezvousTimeoutError: fewer processes have come than the fewest in ``ranks``.
         ValueError: ``ranks`` is not a valid range.
     """
     fewest, most = ranks

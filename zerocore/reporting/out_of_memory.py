@@ -110,7 +110,7 @@ def explain_step(error: BaseException, params: Sequence[Any]) -> OutOfMemory | N
 
 
 def explain_backward(error: BaseException, state: ShardState) -> OutOfMemory | None:
-    """Returns an explanation of an error in a backward; None if it did not reach the model."""
+    """Returns an explanation of an error in a backward; None if the model was not reached."""
     if not state.engine.in_backward_pass:
         return None
     return _explain(error, state, "backward", _units_in_use(state))

@@ -112,7 +112,7 @@ class Clock:
         )
 
     def _tied(self) -> tuple[int, int, Any]:
-        """Returns the time it took, the host's time, and the device's mark just before it."""
+        """Returns the time this took, the host's time, and the device's mark just before that."""
         begin, mark = time.perf_counter_ns(), self.mark()
         mark.synchronize()
         end = time.perf_counter_ns()

@@ -131,8 +131,8 @@ def report(
 
 
 def recent_report(model: nn.Module, *rates: float | None) -> Report:
-    """Reports as :func:`report`, but only the last traced step and those after it. Does not wait
-    for updates on the host. ``rates``: tokens, operations for a token, operations a second.
+    """Reports as :func:`report`, but only the last traced step and later ones. Does not wait for
+    updates on the host. ``rates``: tokens, operations for a token, operations a second.
 
     Raises:
         ValueError, TypeError: as :func:`report`.

@@ -29,7 +29,7 @@ def apply(func: Function, name: str, base: str, args: Args, kwargs: Kwargs) -> A
     if base in functions.VIEWS:
         return _view(func, args, kwargs)
     if base == "where" and len(args) + len(kwargs) == 1:
-        raise NotLocal("; of a condition alone it returns indices")
+        raise NotLocal("; with only a condition, it returns indices")
     return _apply_one(func, name, args, kwargs, base in functions.COPIES)
 
 

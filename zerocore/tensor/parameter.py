@@ -64,7 +64,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
     on_host: bool = False  # it is on the host, with its optimizer's states
     on_disk: bool = False  # its host memory is mapped from a file
     grad_device: torch.device  # the device of its gradient
-    is_whole: bool = False  # programs hold the full parameter, and this is hidden
+    is_whole: bool = False  # programs hold the full parameter; this shard is hidden
 
     def shown(self) -> Tensor:
         """Returns the tensor that modules see while the unit is unsharded: the full parameter, or a
@@ -109,7 +109,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
             _data.__set__(grad, values)
 
     def bind_sums(self) -> None:
-        """Makes the ``grad`` of a backward without sync, unless that is a shard."""
+        """Makes the ``grad`` of a backward under ``no_sync``, unless ``grad`` is a shard."""
         state = self.state_ref()
         sums = state.engine.make_sums(self.unit, self.position)
         state.engine.bind_sums(self.unit, self.position, UnreducedGrad.of(self, sums))
@@ -136,8 +136,8 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
 
     @property
     def data(self) -> Tensor:
-        """A shard as from :meth:`detach`, but autograd does not see writes to it. If it is set to a
-        full value or this rank's part, the value is copied.
+        """A shard as from :meth:`detach`, but autograd does not see writes to it. Setting it to a
+        full value, or to this rank's part, copies the value.
 
         Raises:
             TypeError, ValueError: it is set to another dtype, device or shape.
@@ -314,7 +314,7 @@ class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
 
     @property
     def data(self) -> ShardedGrad:
-        """A gradient on the same memory. If it is set to a value, the value is copied.
+        """A gradient on the same memory. Setting ``data`` to a value copies the value.
 
         Raises:
             TypeError, ValueError: it is set to another dtype, device or shape, or to full gradients
@@ -332,7 +332,7 @@ class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
 
 
 def _nothing() -> None:
-    """Returns None: the parameter of a gradient that has none any more."""
+    """Returns None, as the parameter of a gradient that belongs to none any more."""
 
 
 class UnreducedGrad(ShardedGrad):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-# Each returns the state of a model, or None if it does not exist any more.
+# Each callable returns the state of a model, or None once the model is gone.
 _under_way: set[Callable[[], Any]] = set()
 _always: set[Callable[[], Any]] = set()
 _gathering: dict[Callable[[], Any], int] = {}  # with the thread that has begun the gathers
@@ -70,7 +70,7 @@ def finish() -> None:
 
 
 def finish_updates() -> None:
-    """Waits until no shard changes any more; raises RuntimeError if an update failed."""
+    """Waits until all updates of shards have ended; raises RuntimeError if one failed."""
     for state_ref in _under_way | _always:
         state = state_ref()
         if state is None:

@@ -108,8 +108,8 @@ def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
 
 
 def counts_writes(data: Any) -> property:
-    """Wraps the attribute ``data`` of DTensors. For a shard, writes through it count, and a value
-    that it is set to is copied; torch would change nothing.
+    """Wraps the attribute ``data`` of DTensors. For a shard, writes through ``data`` count, and
+    setting it copies the value; torch would change nothing.
 
     Raises:
         ValueError: it is set to another dtype or shape, or to a DTensor with other placements.

@@ -263,7 +263,7 @@ class _Source:
         """Waits for the gather; values may be read afterwards."""
 
     def drop(self) -> None:
-        """Frees the gathered memory; values may not be read any more."""
+        """Frees the gathered memory; values may not be read afterwards."""
 
     def asks_others(self, entry: Exported) -> bool:
         """Whether to read the value is collective."""

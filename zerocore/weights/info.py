@@ -43,7 +43,7 @@ class Exported:
 
     @property
     def read(self) -> set[int]:
-        """Positions of all parameters that it is made from."""
+        """Positions of all parameters that the tensor is made from."""
         return {*self.positions, *(p for a in self.adapters for p in (a.first, a.second))}
 
 
@@ -152,7 +152,7 @@ def fused(
 
 
 def owner_of(state: ShardState) -> object:
-    """Returns an object that identifies the model; an :class:`ExportInfo` with it can pickle it."""
+    """Returns an object that identifies the model, also in a pickled :class:`ExportInfo`."""
     return state.kept.setdefault("owner of exports", object())
 
 

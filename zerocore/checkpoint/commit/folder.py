@@ -151,7 +151,7 @@ def _delete_checkpoint(path: Path) -> None:
 
 
 def _put_aside(path: Path) -> Path:
-    """Renames a checkpoint before it is deleted: half of one must not look like a checkpoint."""
+    """Renames a checkpoint before it is deleted: a half deleted one must not look complete."""
     doomed = path.with_name(f"{path.name}.deleted-{uuid.uuid4().hex[:8]}")
     files.rename(path, doomed)
     return doomed

@@ -101,7 +101,7 @@ class Save:
         except (OSError, ValueError) as error:
             _log.warning("%s is damaged and will be replaced: %s", self.final, error)
         else:
-            raise FileExistsError(f"{self.final} exists; checkpoints are never overwritten")
+            raise FileExistsError(f"{self.final} exists and is never overwritten; delete it first")
 
     def _write_files(self, temporary: Path, copies: Iterable[Tensor] | None) -> Checksums:
         """Writes this rank's files, and on the first rank the metadata; returns their checksums.

@@ -73,7 +73,7 @@ class KeptPlan:
         return self._metadata
 
     def _spread(self, of: Place | torch.Size) -> Spread:
-        """Returns how a tensor is spread; the same object for all that are spread alike."""
+        """Returns how a tensor is spread; the same object for all tensors that are spread alike."""
         key: Any = of
         if isinstance(of, Place):
             key = (of.fqn, of.whole_shape, of.strides, of.shard_range, of.group is None)

@@ -40,7 +40,7 @@ class StreamedCopy:
         self._is_read.wait()
 
     def close(self) -> None:
-        """Ends the copying: no copy will be taken any more."""
+        """Ends the copying: no further copy will be taken."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

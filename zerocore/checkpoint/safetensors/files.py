@@ -53,7 +53,7 @@ class Entry:
     name: str
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """Reads all of it to the CPU, cast to ``dtype``."""
+        """Reads the whole tensor to the CPU, cast to ``dtype``."""
         values = torch.empty(self.shape, dtype=dtype, device="cpu")
         with opened(self.file) as file:
             read_into(file.fileno(), self.begin, self.dtype, values.view(-1))
@@ -94,7 +94,7 @@ def read_folder(folder: str | os.PathLike[str], verify: bool = True) -> dict[str
 
 
 def read_header(path: Path, sums: checksums.Checksums | None = None) -> dict[str, Entry]:
-    """Reads the tensors in a file's header, by the rules of safetensors; a ValueError names it."""
+    """Reads the tensors in a file's header, by safetensors' rules; a ValueError names the file."""
     listed = None if sums is None else sums.get(path.name)
     size = size_of(path)
     with named(path, "cannot be read as safetensors"):
