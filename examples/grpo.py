@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/grpo.py [--steps 40]
 
 That process is not a rank. It has a plain model in shared memory, which rank 0 fills with
-each step's weights, and answers prompts, as an inference engine does. A completion is
-rewarded for each token that counts on from its prompt.
+each step's weights. Like an inference engine, it answers prompts. A completion is rewarded for
+each token that counts on from its prompt.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/pipeline.py [--stages 2] [--schedule 1F1B] [--steps 30]
 
 The ranks are a mesh of stages (`pp`) by data parallelism (`dp`). Each rank builds the stage that
-it computes, `zerocore.shard` shards it over the ranks with the same stage, and a schedule of
+it computes, and `zerocore.shard` shards it over the ranks with the same stage. A schedule of
 torch sends activations and gradients between stages.
 """
 

@@ -158,8 +158,8 @@ def first_keys(optimizer: Optimizer) -> Callable[[Any], set[str]]:
 
 
 def tried(probe: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``probe``. Returns None if the optimizer needs more for a step than a probe has, such
-    as a closure, other groups, or a gradient that is not zero."""
+    """Calls ``probe``. Returns None if the optimizer's step needs more than a probe has: a
+    closure, other groups, or a gradient that is not zero."""
     try:
         return probe(*args)
     except Exception:

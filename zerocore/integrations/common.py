@@ -34,8 +34,8 @@ def mixed_precision(name: str) -> MixedPrecision | None:
 def check_precision(state: ShardState, name: str, trainer: str) -> None:
     """Raises ValueError if the precision of ``trainer`` is not the sharded model's.
 
-    Autocast in a sharded model would gather each parameter in its wide dtype and cast it in each
-    forward, so ``shard`` has to know the precision.
+    Autocast in a sharded model would gather parameters in their wide dtype and cast them in each
+    forward. So ``shard`` must know the precision.
     """
     wanted = _dtype_of(name)
     mixed = state.config.mixed_precision

@@ -47,7 +47,7 @@ class ShardedTrainerMixin:
             loggers of ``report_to``.
 
     Checkpoints have the model in Hugging Face's format, and a folder ``zerocore`` with shards of
-    weights and optimizer states, from which any number of ranks can resume.
+    weights and optimizer states. Any number of ranks can resume from these.
 
     Raises:
         ValueError: an argument does not work with a sharded model; the message names it.

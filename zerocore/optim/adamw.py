@@ -33,8 +33,8 @@ _TORCH_OPTIONS = {
 class AdamW(ShardOptimizer):
     """AdamW as one kernel call for all tensors of a group: shards, DTensors, plain parameters.
 
-    In float32 on a CPU, a step computes the bits of ``torch.optim.AdamW(fused=True)``, except that
-    the last ``numel % 16`` elements of a tensor may differ in the last bit. A parameter's moments
+    In float32 on a CPU, a step computes the bits of ``torch.optim.AdamW(fused=True)``. Only the
+    last ``numel % 16`` elements of a tensor may differ, in the last bit. A parameter's moments
     (``state[p]["exp_avg"]`` and ``["exp_avg_sq"]``) are views of one flat tensor per unit and
     dtype, and its ``step`` is a float32 scalar on its device. Nothing waits for the device, and a
     step of plain parameters can be captured in a CUDA graph. State dicts are interchangeable with

@@ -35,8 +35,8 @@ class Communication:
             ZeRO++, https://arxiv.org/abs/2306.10209; ``reshard_after_forward=k`` of FSDP2).
         replicas_share: with a 2-D mesh at stages 1 to 3, ``"optimizer"`` shards the optimizer's
             states over the replicas, too (HFSDP; ``outer_dp_sharding_strategy="optim"`` of
-            Megatron-FSDP). Gradients are reduce-scattered over the replicas instead of all-reduced,
-            each rank updates its part of its replica's shard, and the first gather after a step
+            Megatron-FSDP). Gradients are reduce-scattered over the replicas instead of all-reduced.
+            Each rank updates its part of its replica's shard; the first gather after a step
             collects the updated parts. Other gathers stay within a replica, and read a copy of its
             shard beside the rank's own part.
         overlap_reductions: at stage 3, reductions get their own communicator if a communicator
@@ -54,7 +54,7 @@ class Communication:
             names in the model's ``_ddp_params_and_buffers_to_ignore``; a model without buffers
             sends nothing. If False, each rank keeps its own (``broadcast_buffers=False``).
         registered: the group's backend allocates the bucket pool's arena, parameters and kept
-            gradients and registers them with its communicator, so that collectives copy less (NCCL
+            gradients. It registers them with its communicator, so that collectives copy less (NCCL
             on GPUs with multicast; no other backend supports it). At stage 3, reductions need
             ``overlap_reductions=False`` for it. NCCL's pool keeps the memory that ``parked`` frees.
 

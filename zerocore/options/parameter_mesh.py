@@ -10,8 +10,8 @@ from typing import Any
 class ParameterMesh:
     """The ranks of parameters that not all ranks of a model share.
 
-    Their gradients are summed over ``mesh`` and divided like all others, by the number of the
-    model's ranks, because the tokens of all ranks reach them.
+    The tokens of all ranks reach these parameters. So their gradients are summed over ``mesh``, but
+    divided like all others, by the number of the model's ranks.
 
     Attributes:
         mesh: the ranks that share these parameters, as ``group=`` of :func:`zerocore.shard`.

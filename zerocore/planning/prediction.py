@@ -103,8 +103,8 @@ def predict_events(model: nn.Module, micro_batches: int = 1) -> list[tuple[str, 
 
     All micro-batches but the last are under ``no_sync``.
 
-    ``nbytes`` is the full bucket; a rank sends and receives ``nbytes * (W - 1) / W`` of it (twice
-    as much for an all-reduce), where ``W`` is the number of ranks in the collective.
+    ``nbytes`` is the full bucket. In a collective of ``W`` ranks, a rank sends and receives
+    ``nbytes * (W - 1) / W`` of it; twice as much for an all-reduce.
 
     Raises:
         ValueError: the model is not sharded, or ``micro_batches`` is below 1.

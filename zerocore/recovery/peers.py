@@ -234,8 +234,8 @@ class PeerCheckpoints(Checkpoints):
     """Checkpoints that survive lost processes and nodes, without a shared disk.
 
     ``folder`` is a folder in each node's own memory, such as ``/dev/shm/run``. A rank writes its
-    file there, and sends a copy to a rank of the next node, both in the background of the next
-    steps. After a restart :meth:`load` fetches files that a node lacks from nodes that have them.
+    file there, and sends a copy to a rank of the next node; both happen behind the next steps.
+    After a restart :meth:`load` fetches files that a node lacks from nodes that have them.
     The number of ranks may change, and nodes may be new. A checkpoint can be loaded unless two
     neighbouring nodes are lost. Checksums verify every file when it is written, kept and received;
     a damaged file is named and not used. Also save :class:`Checkpoints` to permanent storage.

@@ -76,8 +76,8 @@ def queues_of_device(own_reductions: bool) -> Queues:
 def transfers(events: Iterable[Event], queues: Queues) -> Iterator[tuple[Event, int]]:
     """Yields each finished collective with the time, in ns, at which it began to move bytes.
 
-    An issued collective begins when the previous one of its queue is done, and a gather when its
-    shard has come from the host, too.
+    An issued collective begins when the previous one of its queue is done. A gather also waits
+    until its shard has come from the host.
     """
     free_ns: dict[str, int] = {}
     arrived_ns: dict[str, int] = {}  # when a unit's shard has come from the host

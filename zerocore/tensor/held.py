@@ -106,8 +106,8 @@ def held_full(shard: Any) -> Tensor | None:
 def call_held(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Calls a function that only reads, with full values, without other ranks.
 
-    Returns NotImplemented if this rank lacks values of a shard, or if another argument is a plain
-    tensor, which may hold only local elements.
+    Returns NotImplemented if this rank lacks values of a shard. It also does if another argument
+    is a plain tensor, which may hold only local elements.
     """
     tensors = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
     if not tensors or any(not isinstance(t, Placed) and t.dim() > 0 for t in tensors):

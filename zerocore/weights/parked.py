@@ -68,10 +68,10 @@ def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterato
     """Moves a sharded model's state off the device within the block; all ranks must enter.
 
     Parameters, main weights and gradients of the model and the states of ``optimizers`` go to one
-    mapping of host memory, which stays for the next time. Their memory on the device is freed, and
-    the bucket pool's. Afterwards all bits are the same, at other addresses. Inside, the model and
-    its optimizer may not be used; :func:`export` takes weights from the host. With
-    ``registered=True``, the group's backend gets its memory back, and NCCL keeps it.
+    mapping of host memory, and the bucket pool is freed. The mapping stays for the next time.
+    Afterwards all bits are the same, at other addresses. Inside, the model and its optimizer may
+    not be used; :func:`export` takes weights from the host. With ``registered=True``, the group's
+    backend gets its memory back, and NCCL keeps it.
 
     Args:
         to: ``"cpu"``, the only place so far.
