@@ -142,7 +142,7 @@ def fit_optimizers(
     states. The checkpoint may lack all states of a parameter.
     """
     if not groups:
-        raise ValueError(f"{folder} holds no optimizer's state")
+        raise ValueError(f"{folder} holds no optimizer's state; leave optimizer= out to load it")
     saved = saved_states(metadata)
     with filled_later():
         for optimizer in optimizers:

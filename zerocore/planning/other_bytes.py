@@ -1,5 +1,4 @@
-"""Plans the bytes of a checkpoint and of Muon's exchange in a step, for a model that is not sharded
-yet."""
+"""Plans the bytes of a checkpoint and of Muon's exchange, for a model that is not sharded yet."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Plan:
         activations: measured without checkpointing; None if that failed.
         checkpointed: measured with each block recomputed in the backward.
         offloads: stages with offloads; empty if the host's memory is unknown.
-        note: why activations were not measured, if so.
+        note: why activations were not measured; empty if they were.
         advice: sentences, the most important first.
         num_tokens: tokens of a micro-batch on a rank; None if the inputs are not tokens.
     """
@@ -132,8 +132,8 @@ class Plan:
         return None if self.num_tokens is None else self.num_tokens / timing.step_s
 
     def mfu(self, timing: Timing) -> float | None:
-        """Returns the model FLOPs utilization of the GPU's peak, for which operations that
-        checkpointing repeats do not count; None without the ``node`` of a :class:`Machine`."""
+        """Returns the model FLOPs utilization of the GPU's peak. Operations that checkpointing
+        repeats do not count. None without the ``node`` of a :class:`Machine`."""
         gpu = self.setting.gpu
         if gpu is None or self.activations is None:
             return None

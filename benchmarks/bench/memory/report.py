@@ -99,7 +99,7 @@ def _notes(cell: Cell, runs: list[MemoryRun]) -> list[str]:
         notes.append(
             f"The allocator's peaks are its own, {outside}'s the highest of samples a millisecond "
             f"apart. Before the model: all that {outside} counted on the device then, mainly "
-            "CUDA's context. The rest, which no allocator of torch's holds: NCCL's buffers, "
+            "CUDA's context. The rest, outside of torch's allocators: NCCL's buffers, "
             "workspaces of libraries, modules loaded later."
         )
     planned = runs[0].planned_activations
@@ -112,7 +112,7 @@ def phases(cell: Cell, runs: list[MemoryRun]) -> Table:
     """Shows the outside view by phase, above the bytes before the model."""
     allocator, outside = NAMES[cell.device]
     table = Table(
-        f"{outside} by phase, end / peak, MB above those before the model",
+        f"{outside} by phase, end / peak, MB above the bytes before the model",
         ["phase", *(run.label for run in runs)],
     )
     for name in PHASES:
