@@ -107,7 +107,7 @@ class Accelerator(accelerate.Accelerator):
         sharded = [model for model in models if find_state(model) is not None]
         owners = {id(model): [o for o in optimizers if _updates(o, model)] for model in sharded}
         if any(len(owned) > 1 for owned in owners.values()):
-            raise ValueError("a sharded model has several optimizers; save with zerocore.Checkpoints")
+            raise ValueError("a sharded model has several optimizers; use zerocore.Checkpoints")
         taken = {id(o) for owned in owners.values() for o in owned}
         self._models = [model for model in models if find_state(model) is None]
         self._optimizers = [o for o in optimizers if id(o) not in taken]
