@@ -340,7 +340,7 @@ EXPECTED = [
     "use_muon: parameter 'blocks.0.bias' of shape (16,) is neither a matrix",
     "the step of LBFGS needs a closure",
     "the step of NeedsClosure needs a closure",
-    "owned(OnlySquare) refuses parameter '",
+    "owned(OnlySquare) rejects parameter '",
     "owned(SGD): parameter 0 of shape (4, 4) does not belong to a sharded model",
     "nonsense",
     "owned: expected a class of torch.optim",

@@ -203,7 +203,7 @@ def see_spikes() -> None:
         assert not attempt_of(2.0 if is_first else 1.0).failed
     assert not attempt_of(5.0 if is_first else 1.0).failed  # the ranks' mean is no spike
     found = attempt_of(9.5 if is_first else 1.0)
-    assert found.reason == "the loss is 5.25; the mean of the last 11: 1.636", found.reason
+    assert found.reason == "the loss is 5.25, the mean of the last 11 is 1.636", found.reason
     assert attempt_of(torch.nan).reason == "rank 0: the loss is nan; rank 1: the loss is nan"
     with pytest.raises(RuntimeError, match=r"3 retryable blocks in a row .*, the last: rank 1"):
         attempt_of(torch.inf if not is_first else 1.0)

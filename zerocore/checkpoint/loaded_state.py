@@ -114,7 +114,7 @@ def check_tensors(state: State, prefix: str, metadata: Metadata, trouble: str) -
 
 def _check_tensor(key: str, value: Any, facts: Any, trouble: str) -> None:
     if isinstance(facts, TensorStorageMetadata) != isinstance(value, Tensor):
-        raise ValueError(f"{trouble}: '{key}' is a tensor only in one of both")
+        raise ValueError(f"{trouble}: '{key}' is a tensor only in the model or only in the file")
     if not isinstance(facts, TensorStorageMetadata):
         return
     expected = value.place.whole_shape if isinstance(value, Placed) else value.shape

@@ -150,7 +150,7 @@ class OwnedOptimizer(ShardOptimizer):
                 self._class([whole], **self._options)
             except (TypeError, ValueError, RuntimeError) as caught:
                 fqn = name_of(params[number])
-                raise type(error)(f"{self._name} refuses parameter '{fqn}': {caught}") from error
+                raise type(error)(f"{self._name} rejects parameter '{fqn}': {caught}") from error
 
     def _inner_group(self, group: Mapping[str, Any], begin: int) -> dict[str, Any]:
         """Returns the inner optimizer's group: the same options, and this rank's own parameters."""

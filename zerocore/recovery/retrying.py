@@ -78,7 +78,7 @@ class Attempt:
         known = self._history.losses
         size = sum(map(abs, known)) / max(len(known), 1)  # the signed mean may be near zero
         if self._spike and len(known) >= _FEWEST_LOSSES and loss > self._spike * size:
-            raise _Undo(f"the loss is {loss:.4g}; the mean of the last {len(known)}: {size:.4g}")
+            raise _Undo(f"the loss is {loss:.4g}, the mean of the last {len(known)} is {size:.4g}")
         known.append(loss)
 
     def _sum(self, numbers: list[float]) -> list[float]:

@@ -187,7 +187,7 @@ def snapshot(
     state = ready_state_of(model)
     check_plain(state, "a snapshot")
     if state.config.place_of("states") == "disk":
-        raise ValueError("snapshot does not support offload=zerocore.Offload(states='disk')")
+        raise ValueError("snapshot: Offload(states='disk') is not supported; use states='cpu'")
     return Snapshot(state, model, optimizers_of(optimizer), stateful)
 
 

@@ -83,7 +83,7 @@ def call_with_full(
         for (_, unit), param in sorted(units.items(), key=lambda item: item[0][1]):
             state = param.state_ref()
             if state is None:
-                raise RuntimeError(f"parameter '{param.fqn}': its model was freed; keep the model")
+                raise RuntimeError(f"parameter '{param.fqn}': the model was freed; keep it alive")
             if state.engine.in_call:
                 state.engine.adopt(unit)
             else:

@@ -87,7 +87,7 @@ def export(
     """
     state = ready_state_of(model)
     if info is not None and (names, dtype, merge) != (None, None, None):
-        raise ValueError("export takes info=, or names=, dtype= and merge=")
+        raise ValueError("export: pass info=, or names=, dtype= and merge=, not both")
     if info is None or not info.is_agreed:
         with operation("export"), together(state.ranks.groups, state.device) as facts:
             nbytes = _checked(state, info, max_bytes, to)
@@ -108,7 +108,7 @@ def _checked(state: ShardState, info: ExportInfo | None, max_bytes: str | int, t
     if to != "all" and to not in range(state.world_size):
         raise ValueError(f'to must be "all" or a rank of the model, got {to!r}')
     if info is not None and info.owner is not owner_of(state):
-        raise ValueError("info belongs to another model, or to an earlier sharding of this one")
+        raise ValueError("info belongs to another model or sharding; call export_info(model) again")
     return parse_nbytes(max_bytes, "max_bytes")
 
 

@@ -199,7 +199,7 @@ def _chunk(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> C
     hooks)``, and the dtype of an untyped storage. ``begin`` counts elements, not yet bytes."""
     dtype = storage or rest[2]
     if not (isinstance(dtype, torch.dtype) and type(sizes) is type(strides) is tuple):
-        raise ValueError("a tensor's dtype or shape is not one")
+        raise ValueError("a tensor's dtype or shape is invalid")
     if len(sizes) != len(strides) or not all(map(is_count, [offset, *sizes, *strides])):
         raise ValueError("a tensor's offset, shape and strides must be non-negative integers")
     return Chunk(dtype, sizes, strides, offset)

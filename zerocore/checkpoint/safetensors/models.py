@@ -93,7 +93,7 @@ def load_safetensors(
     groups, device = state.ranks.groups, state.device
     for rank, (before, after) in enumerate(pairwise(on_all_ranks(groups, check, device)), 1):
         if differing := sorted(before ^ after):
-            raise ValueError(f"rank {rank} sees other files than rank {rank - 1}: {differing[0]}")
+            raise ValueError(f"ranks {rank - 1} and {rank} see different files: {differing[0]}")
     if verify:
         part, parts = state.rank, state.world_size
         compare = partial(check_entries, read.values(), part, parts, StreamWay.CACHED)
@@ -139,7 +139,7 @@ def _renamed(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, E
             new = rename(name) if callable(rename) else rename.get(name, name)
         if new in renamed:
             raise ValueError(
-                f"two tensors of {entry.file} become {shown(new)}; {shown(name)} is one"
+                f"rename: two tensors of {entry.file} become {shown(new)}: {shown(name)} is one"
             )
         if new is not None:
             renamed[new] = entry
@@ -163,11 +163,11 @@ def _check(
         target = targets[name]
         if entry.shape != (shape := _shape_of(target)):
             raise ValueError(
-                f"{entry.file}: {shown(name)} has shape {shown(entry.shape)}, the model {shape}"
+                f"{entry.file}: {shown(name)} has shape {shown(entry.shape)}, expected {shape}"
             )
         dtype = (target.full if isinstance(target, ShardedParameter) else target).dtype
         if _kind(entry.dtype) > _kind(dtype):
-            raise ValueError(f"{entry.file}: {shown(name)} is {entry.dtype}, the model {dtype}")
+            raise ValueError(f"{entry.file}: {shown(name)} is {entry.dtype}, expected {dtype}")
 
 
 def _kind(dtype: torch.dtype) -> int:
