@@ -40,7 +40,7 @@ SMALL_QWEN3 = {
 }
 NUM_BYTE_VALUES = 256
 NUM_HELD_OUT_BATCHES = 8
-NUM_ENCODED_BYTES = 1 << 20  # of the text, if there is a tokenizer
+NUM_ENCODED_BYTES = 1 << 20  # the most bytes of text that a tokenizer encodes
 PROMPT = b"def "
 NUM_NEW_TOKENS = 100
 

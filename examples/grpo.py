@@ -84,7 +84,7 @@ class Rollout:
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         if trainer.state.global_step != self.step:  # once for each step's weights
             self.step = trainer.state.global_step
-            for bucket in zerocore.export(trainer.model, to=0):  # to rank 0 alone
+            for bucket in zerocore.export(trainer.model, to=0):  # only rank 0 gets them
                 for name, tensor in bucket.items():
                     self.weights[name].copy_(tensor)
         ids = trainer.processing_class(prompts)["input_ids"]

@@ -51,7 +51,7 @@ own = Subset(data, range(rank, len(data), num_ranks))
 loader = DataLoader(own, BATCH, shuffle=True, drop_last=True)
 fewest = torch.tensor(len(loader) // MICRO_BATCHES, device=device)
 dist.all_reduce(fewest, dist.ReduceOp.MIN)
-num_steps = int(fewest)  # of an epoch, the same on all ranks
+num_steps = int(fewest)  # steps of an epoch, the same on all ranks
 held_out = list(DataLoader(make_data(83, seed=2), BATCH))
 
 # -- model, optimizer, schedule, checkpoints

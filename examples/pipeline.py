@@ -85,7 +85,7 @@ def main() -> None:
             schedule.step(target=batch[:, 1:].contiguous(), losses=losses)
         else:
             schedule.step(*[batch[:, :-1].contiguous()] * stage.is_first)
-        norm = zerocore.clip_grad_norm_(model, 1.0, across=mesh["pp"])  # of all stages
+        norm = zerocore.clip_grad_norm_(model, 1.0, across=mesh["pp"])  # counts all stages
         optimizer.step()
         optimizer.zero_grad()
         if stage.is_last and mesh["dp"].get_local_rank() == 0 and step % 10 == 0:

@@ -106,7 +106,7 @@ def main() -> None:
         logits = model(batch[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        norm = zerocore.clip_grad_norm_(model, 1.0)  # of all parts
+        norm = zerocore.clip_grad_norm_(model, 1.0)  # counts all parts
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 10 == 0:

@@ -135,7 +135,7 @@ class Checkpoints:
         self.folder, self._model = Path(folder), model
         self._optimizers = training_state.optimizers_of(optimizer)
         self._keep, self._background, self._verify, self._rng = keep, background, verify, rng
-        self._known: dict[Path, bool] = {}  # by checkpoint: whether it is good
+        self._known: dict[Path, bool] = {}  # whether a checkpoint is good
         self._pending: PendingSave | None = None
         self._set_state(ready_state_of(model))
 

@@ -13,7 +13,7 @@ from zerocore._C import BLOCK_NBYTES
 from zerocore.common.agreement import SharedError
 
 NAME = "checksums.json"
-METADATA = ".metadata"  # of torch.distributed.checkpoint
+METADATA = ".metadata"  # file of torch.distributed.checkpoint
 
 
 class DamagedError(SharedError):

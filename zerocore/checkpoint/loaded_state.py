@@ -187,7 +187,7 @@ def _targets(optimizer: Optimizer, params: State, own_states: State, saved: Stat
         states: State = {}
         targets[name] = states
         for key in [*(k for k in known if k in facts), *(k for k in facts if k not in known)]:
-            if (key == AVERAGE) != averages(optimizer):  # of another optimizer
+            if (key == AVERAGE) != averages(optimizer):  # a state of another optimizer
                 continue
             differs = key in unsharded and isinstance(known.get(key), Placed)
             used = None if differs else known.get(key)

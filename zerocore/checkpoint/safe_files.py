@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-_MAX_TEXT_NBYTES = 100_000_000  # of JSON: the limit of safetensors itself
+_MAX_TEXT_NBYTES = 100_000_000  # the most bytes of JSON, as in safetensors itself
 _MAX_COUNT = 1 << 63
 _SHOWN = 300  # the most characters of a file's content in a message
 

@@ -16,7 +16,7 @@ from zerocore.common.patching import around
 
 # Counts per default group: a rank that joins a new one has not made the same groups before.
 _num_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-_name: ContextVar[str] = ContextVar("name", default="")  # of the group that is being made
+_name: ContextVar[str] = ContextVar("name", default="")  # name of the group being made
 
 _shared: dict[tuple[str, Any], dist.ProcessGroup] = {}
 

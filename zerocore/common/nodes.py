@@ -102,7 +102,7 @@ class Node:
         """
         if 1 + (num_ranks - 1) * stride <= self.num_ranks:
             return self.inside
-        members = max(1, min(num_ranks, self.num_ranks // stride))  # of the group, in a node
+        members = max(1, min(num_ranks, self.num_ranks // stride))  # ranks of the group in a node
         share = self.num_ports * members / self.num_ranks
         bandwidth = share * self.port.bandwidth_bytes_per_s
         if members > 1:

@@ -16,7 +16,7 @@ from zerocore.optim.kernel_calls import Factors
 
 WIRE = torch.bfloat16  # lossless, as Newton-Schulz begins and ends in it
 
-States = Mapping[Any, Mapping[str, Tensor]]  # by parameter
+States = Mapping[Any, Mapping[str, Tensor]]  # states by parameter
 Pair = tuple[Whole, dict[str, Any]]
 
 # Shorter sides of matrices that a CPU batches. A batch of larger matrices is 2 to 4 times slower
@@ -80,7 +80,7 @@ class MuonRounds:
 
     def __init__(self, rounds: Sequence[RoundExchange], pairs: Sequence[Pair]) -> None:
         self.rounds, self._pairs = rounds, pairs
-        self._updates: dict[int, Tensor] = {}  # of parameters with matrices still to send
+        self._updates: dict[int, Tensor] = {}  # updates of parameters with matrices still to send
 
     def run(self, states: States, factors: Factors | None, overlapped: Callable[[], None]) -> None:
         """Runs one step; calls ``overlapped`` while the first exchange is in flight.

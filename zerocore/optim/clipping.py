@@ -139,7 +139,7 @@ class Parts:
         shards = [shard_or_self(param) for param in listed]
         self.params = list({id(shard): shard for shard in shards}.values())
         self.grads = [None if p.grad is None else local_part(p.grad) for p in self.params]
-        self.numbers: dict[Groups, list[int]] = {}  # by (): parameters that every rank has in full
+        self.numbers: dict[Groups, list[int]] = {}  # key (): parameters that every rank has in full
         for number, param in enumerate(self.params):
             groups = () if self._is_own(param) else tuple(groups_of(param))
             self.numbers.setdefault(groups, []).append(number)

@@ -148,7 +148,7 @@ def _plain(tensor: Any) -> Tensor:
 # By groups and device: indices of gradients whose squares these groups sum (no groups: each rank
 # has all). Groups without gradients are here, too: other ranks may have some, and would wait.
 Squares = dict[tuple[Sequence[dist.ProcessGroup], torch.device], list[int]]
-OnHost = dict[int, ShardedParameter]  # by index: parameters with states on the host
+OnHost = dict[int, ShardedParameter]  # parameters with states on the host, by index
 
 
 @dataclass

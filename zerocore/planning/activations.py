@@ -165,11 +165,11 @@ class _Recorder:
 
     model: nn.Module
     entries: dict[str, tuple[int, ...]]
-    fqns: list[list[str]]  # of each unit's parameters
+    fqns: list[list[str]]  # names of each unit's parameters
     mode: RepeatingFakeMode
     events: list[CallEvent] = field(default_factory=list)
-    exits: dict[Any, list[int]] = field(default_factory=dict)  # by node of the graph
-    first_nodes: list[int] = field(default_factory=list)  # of the calls that still run
+    exits: dict[Any, list[int]] = field(default_factory=dict)  # exits by node of the graph
+    first_nodes: list[int] = field(default_factory=list)  # first nodes of the calls that still run
     backward: list[tuple[bool, int]] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # nbytes by id of the storage
     saved_nbytes: int = 0  # at the end of the forward

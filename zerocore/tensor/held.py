@@ -44,7 +44,7 @@ class Recipe(NamedTuple):
     func: Function
     values: tuple[Args, Kwargs]
     params: list[Any]
-    versions: list[int]  # of ``params``, of the other arguments and of the result
+    versions: list[int]  # versions of ``params``, other arguments and result
     depth: int
 
     def is_current(self, result: Any) -> bool:

@@ -18,7 +18,7 @@ from zerocore.layout.place import Place
 from zerocore.tensor.functions import is_foreach
 from zerocore.tensor.placed import Placed, PlacedParameter, local_of
 
-copied_views: Any = WeakIdKeyDictionary()  # of larger tensors, by parameter or gradient
+copied_views: Any = WeakIdKeyDictionary()  # views of larger tensors, by parameter or gradient
 _SAMPLE = 1 << 20  # the most elements of a tensor that are compared
 
 

@@ -59,7 +59,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
     elements: Tensor  # plain, on the same memory
     # The same elements in the dtype of layers; None if layers compute with this parameter.
     model_weight: Tensor | None = None
-    spec: Any = None  # of the DTensor that modules see, under tensor parallelism
+    spec: Any = None  # spec of the DTensor that modules see, under tensor parallelism
     make_view: Callable[[Tensor], Tensor] | None = None  # makes the view that modules see
     on_host: bool = False  # it is on the host, with its optimizer's states
     on_disk: bool = False  # its host memory is mapped from a file
@@ -250,7 +250,7 @@ def with_slots(cls: Any, slots: tuple[str, ...]) -> Any:
     return slotted
 
 
-KINDS: set[type] = set()  # of shards
+KINDS: set[type] = set()  # the classes of shards
 
 
 def note_kind(kind: type) -> None:

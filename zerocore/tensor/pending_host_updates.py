@@ -21,7 +21,7 @@ import torch
 # Each callable returns the state of a model, or None once the model is gone.
 _under_way: set[Callable[[], Any]] = set()
 _always: set[Callable[[], Any]] = set()
-_gathering: dict[Callable[[], Any], int] = {}  # with the thread that has begun the gathers
+_gathering: dict[Callable[[], Any], int] = {}  # the thread that has begun a model's gathers
 
 
 def begin(state_ref: Callable[[], Any]) -> None:
@@ -49,7 +49,7 @@ def _finish_at_end() -> None:
     """Finishes gathers at exit: other ranks may still need this rank's updated part."""
     devices = {state.device for ref in _gathering if (state := ref()) is not None}
     if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
-        with suppress(RuntimeError):  # of other ranks that have ended
+        with suppress(RuntimeError):  # from ranks that have ended
             finish()
             for device in devices:
                 if device.type != "cpu":

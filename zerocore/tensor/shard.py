@@ -30,7 +30,7 @@ class Shard(Placed):
 
     result_type: type[Tensor]  # the class of results of elementwise functions
     owner: Callable[[], Any]  # the parameter or gradient that it comes from, if any
-    version: int  # of that parameter, if this is a copy of its values
+    version: int  # version of ``owner``'s parameter, if this copies its values
 
     @classmethod
     def __torch_function__(
@@ -86,7 +86,7 @@ class Shard(Placed):
 class InPlace(Shard):
     """A shard whose memory belongs to the engine: new values are copied there."""
 
-    shape: torch.Size  # of the local elements, while torch functions are disabled
+    shape: torch.Size  # shape of the local elements, while torch functions are disabled
     # Weak: the state of its model. Results of functions of gradients have none.
     state_ref: Callable[[], Any] = staticmethod(lambda: None)
     aliases: list[ref[Any]]  # results of detach() and data

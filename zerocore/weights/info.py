@@ -30,10 +30,10 @@ class Exported:
     """A tensor of an export."""
 
     name: str  # the receiver's name for it
-    shape: torch.Size  # of the full tensor
-    dtype: torch.dtype  # of the exported tensor
+    shape: torch.Size  # shape of the full tensor
+    dtype: torch.dtype  # dtype of the exported tensor
     key: str = field(repr=False)  # in the state dict; the first if there are several
-    positions: tuple[int, ...] = field(repr=False)  # of its parameters in the unit
+    positions: tuple[int, ...] = field(repr=False)  # positions of its parameters in the unit
     adapters: tuple[Adapter, ...] = field(repr=False)
     copies: bool = field(repr=False)  # a copy, not a view of gathered memory
 
@@ -54,7 +54,7 @@ class UnitExport:
     unit: int  # its index; -1 for the model's buffers, which all ranks hold
     entries: tuple[Exported, ...]
     sums: int = 0  # bytes of an all-reduce that replaces the unit's gather; 0 for the gather
-    held_nbytes: int = 0  # as in a Load
+    held_nbytes: int = 0  # as in :class:`Load`
     received_nbytes: int = 0
 
     @property
@@ -208,7 +208,7 @@ class _Builder:
         self.model, self.state, self.name_of, self.dtype = model, state, name_of, dtype
         self.merges = merges
         self.keys = param_keys(model, state)
-        self.sources: dict[str, str] = {}  # by exported name: the first key that has it
+        self.sources: dict[str, str] = {}  # the first key of each exported name
         self.params = {id(param.object): param for param in state.params()}
         adapters, inner = find_adapters(model) if merges else ({}, set())
         self.saved = saved_modules(model) if merges else {}
@@ -250,7 +250,7 @@ class _Builder:
             )
 
     def unit(self, unit: Unit) -> UnitExport:
-        parts: dict[str, dict[int, int]] = {}  # by name: positions by index in the fused tensor
+        parts: dict[str, dict[int, int]] = {}  # name -> index in it -> position
         for position, param in enumerate(unit.params):
             if param in self.inner:
                 continue

@@ -124,7 +124,7 @@ def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> list[Memory]:
             grad = param.object.grad if param.is_whole else None
             if grad is not None:
                 kept = grad_view(state.engine, unit.index, position, grad)
-                if kept.data_ptr() == grad.data_ptr():  # else the program has set it
+                if kept.data_ptr() == grad.data_ptr():  # otherwise the program has set ``grad``
                     memory.windows.append((grad, kept))
     storages = {tensor.untyped_storage()._cdata for memory in units for tensor in memory.tensors}
     states = []

@@ -28,7 +28,7 @@ def shard_rows_alike(model: nn.Module, copied: nn.Module, device: torch.device) 
         if group.is_sibling:
             raise ValueError("clone_sharded does not support a module with several meshes")
         params = {_twin_of(param, names, twins): param for param in group.params}
-        for twin, param in params.items():  # without main weights
+        for twin, param in params.items():  # a clone has no main weights
             twin.data = twin.data.to(types_of(param).model)
         _shard_group(group, [twins[names[module]] for module in group.modules], params, device)
     for module in copied.modules():

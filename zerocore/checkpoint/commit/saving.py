@@ -30,7 +30,7 @@ class Save:
     final: Path  # the checkpoint's name when all is on disk
     saved: SavedState  # this rank's parts
     own: bytes  # this rank's other values, such as buffers and random streams
-    groups: Sequence[dist.ProcessGroup]  # of the ranks; empty for one rank
+    groups: Sequence[dist.ProcessGroup]  # groups of the model's ranks; empty for one rank
     keep: int | None  # how many checkpoints to keep; None for all
     # By checkpoint: whether it is good. A damaged one may be replaced, and ``keep`` ignores it.
     known: dict[Path, bool]

@@ -41,7 +41,7 @@ _VALUE_NBYTES, _VALUES_NBYTES = 1 << 10, 1 << 20  # limits of a small tensor, an
 class Target:
     """Memory for a whole chunk of a file."""
 
-    key: str  # of the state
+    key: str  # key in the state to load
     memory: Tensor  # plain, 1-D and contiguous, on the CPU
     form: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, sizes, strides to expect
     # Memory to fill before all files are verified: ``memory`` itself if it is new, else a buffer of

@@ -241,7 +241,7 @@ def read_box(
     order = memory_order(sizes, chunk.strides)
     wanted = torch.empty_strided(tuple(sizes), chunk.strides, dtype=chunk.dtype, device="meta")
     turned = target.permute(order)
-    if wanted.permute(order).is_contiguous() and turned.is_contiguous():  # or empty
+    if wanted.permute(order).is_contiguous() and turned.is_contiguous():  # also if both are empty
         read_into(file, begin, chunk.dtype, turned.view(-1))
         return
     span = 1 + sum((n - 1) * step for n, step in zip(sizes, chunk.strides, strict=True))

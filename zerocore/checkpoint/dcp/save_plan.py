@@ -26,8 +26,8 @@ FORMAT = "zerocore-1"  # the save_id of files whose chunks torch_chunks has fram
 class Spread:
     """The elements of a tensor that each rank writes."""
 
-    shape: tuple[int, ...]  # of the full tensor
-    ranges: SavedRanges | None = None  # of its elements; None if ``parts`` have them
+    shape: tuple[int, ...]  # shape of the full tensor
+    ranges: SavedRanges | None = None  # each rank's elements; None if ``parts`` have them
     # Of a tensor that is not C-contiguous: its elements count in memory order.
     strides: tuple[int, ...] | None = None
     # Of a larger tensor: the origin and the spread of each of its parts.

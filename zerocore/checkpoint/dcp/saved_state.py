@@ -101,7 +101,7 @@ class SavedState:
     facts: Facts  # the same on all ranks
     tensors: Mapping[str, tuple[Tensor, int]]  # this rank's elements, 1-D, and the first's index
     plain: Mapping[str, Any]  # copies of values that are not tensors; on the first rank
-    paths: Mapping[str, Any]  # of every key in the nested state
+    paths: Mapping[str, Any]  # each key's path in the nested state
 
     @property
     def rank(self) -> int:

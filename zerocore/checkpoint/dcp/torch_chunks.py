@@ -20,8 +20,8 @@ from zlib import crc32
 
 import torch
 
-MAX_NBYTES = 1 << 30  # of a chunk's data; zip files above 4 GiB have another format
-HEAD_NBYTES = 768  # of a chunk before the data: fits the shape of a 24-D tensor
+MAX_NBYTES = 1 << 30  # the most bytes of a chunk's data; zip files above 4 GiB have another format
+HEAD_NBYTES = 768  # bytes before a chunk's data: fits the shape of a 24-D tensor
 _ALIGNMENT = 64
 _ORDER = (b"archive/byteorder", b"little")
 _VERSION = (b"archive/version", b"3\n")
