@@ -180,7 +180,7 @@ def _view(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Returns the local elements as this rank's part of a tensor of another shape."""
     source: Any = source_of((*args, *kwargs.values()))
     if isinstance(source, PlacedParameter):
-        raise NotLocal("")  # a view of the full parameter keeps each element's place
+        raise NotLocal("")  # views of a parameter read the full value
     before = outline_of(source)
     outlines = {key: outline_of(value) for key, value in kwargs.items()}
     after = func(*(outline_of(value) for value in args), **outlines)
