@@ -14,7 +14,7 @@ namespace zerocore {
 
 namespace {
 
-constexpr size_t kMaxBackwardShapes = 4096; // a router may produce a new shape in every step
+constexpr size_t kMaxBackwardShapes = 4096; // a router may cause a new shape in every step
 
 bool uses_autocast_cache(c10::Device device) {
   return at::autocast::is_autocast_enabled(device.type()) &&
@@ -57,8 +57,8 @@ void ModelCalls::begin_backward() {
       !consensus_.failed(),
       "the forward raised on rank ",
       consensus_.failed().value_or(-1),
-      " of the model's ranks, so there is nothing to average this backward with. All ranks must "
-      "skip it: let them agree on that before the backward.");
+      " of the model's ranks, so that rank has no gradients for this backward. All ranks must "
+      "skip it; they must agree on that before the backward.");
   for (const auto& unit : units_) {
     unit->follow_whole();
     lifecycle_.trainable().sync(unit->id());
@@ -103,7 +103,7 @@ void ModelCalls::pre_backward(const RecordedCall& recorded, int64_t number) {
           schedule_.is_held_unsharded(id),
       "backward with create_graph=True through unit '",
       units_[id]->name(),
-      "': a second backward would need parameters that stage 3 has given back by then. Use stage 2 "
+      "': a second backward would need parameters that stage 3 has freed by then. Use stage 2 "
       "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
   begin_backward();
   go_through(id);
@@ -120,7 +120,7 @@ void ModelCalls::pre_backward(const RecordedCall& recorded, int64_t number) {
   }
 }
 
-// Forgets gradients that fired earlier if a new (perhaps nested) backward pass reaches the unit.
+// Forgets gradients that fired earlier when a new (perhaps nested) backward pass reaches the unit.
 void ModelCalls::go_through(UnitId id) {
   const int64_t backward = current_backward();
   if (std::exchange(progress_[id].backward, backward) != backward) {
@@ -128,7 +128,7 @@ void ModelCalls::go_through(UnitId id) {
   }
 }
 
-// An observer of autograd nodes must not throw. The next hook, or the end of the backward, throws.
+// Observers of autograd nodes must not throw. The next hook, or the end of the backward, throws.
 void ModelCalls::enter_untracked(const RecordedCall& recorded) noexcept {
   try {
     pre_backward(recorded, -1);
@@ -143,7 +143,6 @@ void ModelCalls::throw_untracked_error() {
   }
 }
 
-// See Note [Changes between a forward and its backward].
 void ModelCalls::note_changes(UnitId id) {
   if (units_[id]->versions().tell_autograd()) {
     progress_[id].changed = true;
@@ -151,31 +150,32 @@ void ModelCalls::note_changes(UnitId id) {
 }
 
 // An activation checkpoint is about to recompute a call of the unit. Begins the backward pass if no
-// hook has. Autograd does not check the versions of parameters that the checkpoint reads.
+// hook has begun it. Autograd does not check the versions of parameters that the checkpoint reads.
 void ModelCalls::begin_recompute(UnitId id) {
   TORCH_CHECK(
       runs_node_of(context_.streams->device()),
       "unit '",
       units_[id]->name(),
-      "' is called in a backward by a node of another device, which autograd runs beside those of ",
+      "' is called in a backward by a node of another device. Autograd runs it concurrently with "
+      "those of ",
       context_.streams->device(),
-      ". Return outputs of checkpointed modules on that device, and move them outside of the "
-      "checkpoint; hooks that call the model belong on tensors there.");
+      ". Return outputs of checkpointed modules on the latter, and move them outside of the "
+      "checkpoint; put hooks that call the model on tensors of the latter.");
   begin_backward();
   note_changes(id);
   TORCH_CHECK(
       !progress_[id].changed,
       "backward through unit '",
       units_[id]->name(),
-      "': its forward is made again, but its parameters were changed after it (by an optimizer "
+      "': its forward is recomputed, but its parameters were changed after it (by an optimizer "
       "step or a load). Run backward before the step, or run the forward again.");
 }
 
 // See Note [Recomputed calls]. A recomputed embedding lookup unshards the unit out of turn.
 void ModelCalls::recompute(UnitId id) {
-  const auto [place, made] = recomputed_calls_.find(id);
-  consensus_.go_to_pass(place.pass);
-  lifecycle_.run([&](Actions& out) { schedule_.reach(place, out); });
+  const auto [position, made] = recomputed_calls_.find(id);
+  consensus_.go_to_pass(position.pass);
+  lifecycle_.run([&](Actions& out) { schedule_.reach(position, out); });
   const bool in_turn = schedule_.is_next(made) && schedule_.passes().reads(made);
   const CallHandle call = in_turn ? made : CallHandle{-1, -1, id};
   consensus_.ask_in_backward(call);
@@ -191,7 +191,7 @@ void ModelCalls::grad_ready(UnitId id, int param) {
   begin_backward();
   UnitProgress& progress = progress_[id];
   // In a nested backward pass (reentrant checkpoints inside the unit) gradients may come again. The
-  // unit is reduced when the outer backward pass leaves it.
+  // unit is reduced when the outer backward pass is past it.
   if (progress.backward == -1) {
     go_through(id);
   }
@@ -219,7 +219,7 @@ void ModelCalls::end_backward() {
   reduce_rest();
   reduce_held_back();
   for (const auto& unit : units_) {
-    lifecycle_.writes().keep(unit->id()); // a unit that stays unsharded has not kept its writes yet
+    lifecycle_.writes().save(unit->id()); // units that stay unsharded have unsaved writes
   }
   forget_progress();
   const std::vector<bool> reduced = reducer_.finish();
@@ -233,7 +233,7 @@ void ModelCalls::end_backward() {
 // Asks all ranks: another rank may hold gradients of a unit that this rank did not use.
 void ModelCalls::finalize_backward() {
   const auto use = this->use();
-  consensus_.finish_pass(); // use() skips it inside another model's backward pass
+  consensus_.finish_pass(); // inside another model's backward pass, use() skips it
   const std::vector<bool> held = context_.any_rank(
       c10::fmap(units_, [this](const auto& unit) { return reducer_.holds_back(unit->id()); }));
   for (const auto& unit : units_) {
@@ -244,10 +244,10 @@ void ModelCalls::finalize_backward() {
   run_user_hooks(reducer_.finish());
 }
 
-// Reduces gradients that came after their unit's reduction: this rank used the unit after the
-// shared order had left it, or outside of calls. One rank alone must not decide on a collective.
-// So the ranks ask each other after the first backward pass of each sequence of calls, and after
-// later ones if any rank had such gradients.
+// Reduces gradients that arrived after their unit's reduction: this rank used the unit after its
+// turn in the shared order, or outside of calls. One rank alone must not decide on a collective. So
+// the ranks ask each other after the first backward pass of each sequence of calls, and after later
+// ones if any rank had such gradients.
 void ModelCalls::reduce_rest() {
   std::vector<bool> rest = c10::fmap(units_, [this](const auto& unit) {
     return unit->settings().syncs && !reducer_.deferred() && reducer_.has_grads(unit->id());
@@ -258,7 +258,7 @@ void ModelCalls::reduce_rest() {
       rest_by_shape_.clear(); // on all ranks at once
     }
     const auto [known, is_new] = rest_by_shape_.try_emplace(schedule_.shape(), false);
-    // The order learns a call when the call ends. In a backward inside it the ranks always ask.
+    // The order learns a call when it ends. In a backward inside a call the ranks always ask.
     const bool is_inside = schedule_.in_root_forward() || schedule_.num_entered() > 0;
     if (is_new || known->second || is_inside || consensus_.ranks_differ()) {
       rest = context_.any_rank(rest);
@@ -269,16 +269,18 @@ void ModelCalls::reduce_rest() {
         !has_rest || known->second || consensus_.ranks_differ(),
         "unit '",
         units_[std::find(rest.begin(), rest.end(), true) - rest.begin()]->name(),
-        "': a gradient came after those of the unit had been reduced, unlike in earlier calls of "
+        "': a gradient arrived after those of the unit had been reduced, unlike in earlier calls "
+        "of "
         "the same modules. ",
         uses_autocast_cache(context_.streams->device())
-            ? "The backward runs inside of a torch.autocast region, whose cache keeps copies of "
-              "weights to its end: if the region goes around several steps, a forward computes "
+            ? "The backward runs inside a torch.autocast region, whose cache keeps copies of "
+              "weights until the region ends: if it spans several steps, a forward computes "
               "with the weights of an earlier one. Leave the region before the backward, or pass "
               "cache_enabled=False."
-            : "If checkpoints around several units were switched on, run the step again on all "
-              "ranks; if full parameters were used outside of calls of the model, do that inside "
-              "of `with zerocore.unsharded(model):` up to the end of the backward.");
+            : "If you have just switched on checkpoints around several units, run the step again "
+              "on all "
+              "ranks; if you use full parameters outside of the model's calls, do that inside "
+              "`with zerocore.unsharded(model):` up to the end of the backward.");
   }
   for (const auto& unit : units_) {
     if (has_rest && rest[unit->id()]) {
@@ -287,11 +289,11 @@ void ModelCalls::reduce_rest() {
   }
 }
 
-// Reduces sums that backward passes without sync left in units which this pass did not reach. All
-// ranks hold sums of the same units, because they made the same reductions.
+// Reduces sums of backward passes without sync in units that this pass did not reach. All ranks
+// hold sums of the same units, because they made the same reductions.
 void ModelCalls::reduce_held_back() {
   for (const auto& unit : units_) {
-    if (schedule_.is_reduced(unit->id()) && reducer_.has_late_sums(unit->id())) {
+    if (schedule_.is_reduced(unit->id()) && reducer_.has_earlier_sums(unit->id())) {
       reducer_.reduce(unit->id());
     }
   }

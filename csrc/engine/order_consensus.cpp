@@ -35,8 +35,8 @@ ControlChannel::Answer OrderConsensus::wait() {
       first_gathered_ < 0 ? "weights have changed on another rank only, since they were gathered"
                           : "unit '" + units_[first_gathered_]->name() +
               "': its weights have changed on this rank since they were gathered, and not on all",
-      ". The ranks have issued different collectives, so this process has to begin again, from a "
-      "checkpoint. Change weights on all ranks alike, or inside of `with "
+      ". The ranks have issued different collectives, so training must restart from a "
+      "checkpoint. Change weights on all ranks alike, or inside `with "
       "zerocore.unsharded(model, write_back=True):`.");
   return answer;
 }
@@ -62,7 +62,7 @@ void OrderConsensus::ask_for(UnitId id) {
     say({.wanted = id});
     const ControlChannel::Answer answer = wait();
     const std::optional<UnitId> next = answer.wanted;
-    TORCH_INTERNAL_ASSERT(next, "ranks that need a unit get none");
+    TORCH_INTERNAL_ASSERT(next, "a rank needs a unit, but no unit is served");
     if (adds_calls) {
       schedule_.hear_open_calls(answer.open);
     }
@@ -83,7 +83,7 @@ void OrderConsensus::serve(UnitId id, bool in_pass) {
 // Ranks that did not make the call do not know, so this rank asks them to gather the unit again.
 void OrderConsensus::ask_in_backward(const CallHandle& call) {
   if (ranks_differ_ && schedule_.is_out_of_turn(call)) {
-    lifecycle_.run([&](Actions& out) { schedule_.leave_program(out); });
+    lifecycle_.run([&](Actions& out) { schedule_.abandon_program(out); });
     if (!schedule_.is_resident(call.unit)) {
       ask_for(call.unit);
       lifecycle_.run([&](Actions& out) { schedule_.serve_and_keep(call.unit, out); });
@@ -94,7 +94,7 @@ void OrderConsensus::ask_in_backward(const CallHandle& call) {
 // Other ranks may still ask for units of the pass that this rank leaves.
 void OrderConsensus::go_to_pass(int64_t pass) {
   const bool may_ask = ranks_differ_ && schedule_.residency().gathers();
-  if (may_ask && schedule_.leaves_program(pass)) {
+  if (may_ask && schedule_.abandons_program(pass)) {
     lifecycle_.run([&](Actions& out) { schedule_.finish_program(out); });
     serve_others();
   }
@@ -130,7 +130,7 @@ void OrderConsensus::leave_pass() {
   }
   say({.calls = order.hash(), .failed = failed_});
   leaving_ = true;
-  // If another rank may still ask for a unit, answer it now: the user's code may run a collective
+  // If another rank may still ask for a unit, answers now: the user's code may run a collective
   // next, such as a sum of losses. Ranks ask only if units are gathered.
   const bool may_ask = order.changed() || order.skipped() || calls_differ_;
   const bool differs = schedule_.residency().gathers() && may_ask;
@@ -172,7 +172,7 @@ void OrderConsensus::finish_pass() {
   conclude_pass(!answer.calls_differ, answer.needs, answer.reads);
 }
 
-// In a failed pass the writes may differ because the ranks' calls do, so they are not compared.
+// Not in a failed pass: the ranks' calls differ, so their writes may differ.
 void OrderConsensus::compare_writes(bool differ) {
   written_ = 0;
   const auto forget = c10::make_scope_exit([this] { lifecycle_.writes().forget(); });

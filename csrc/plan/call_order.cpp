@@ -113,7 +113,7 @@ void CallOrder::enter(int32_t call) {
   last_made_ = call;
 }
 
-void CallOrder::leave(int32_t number, bool needs_backward) {
+void CallOrder::exit(int32_t number, bool needs_backward) {
   Call& call = calls_.at(number);
   call.last = last_made_;
   if (grad_) {
@@ -154,8 +154,8 @@ std::vector<bool> CallOrder::needs() const {
   return needs;
 }
 
-// A call of the order that this pass did not make keeps its place, unless the unit was called
-// elsewhere, or the order was not learned yet and may have units that are never called.
+// Calls of the order that this pass did not make keep their places, except if the unit was called
+// elsewhere, or if the order is not learned yet and may have units that are never called.
 Instructions CallOrder::take_own() {
   if (!changed_) {
     return events();
@@ -167,7 +167,7 @@ Instructions CallOrder::take_own() {
     }
   }
   std::vector<Call> next;
-  std::vector<int32_t> numbers(calls_.size(), -1); // in the next pass
+  std::vector<int32_t> numbers(calls_.size(), -1); // new numbers, by old number
   for (size_t i = 0; i < calls_.size(); ++i) {
     Call call = calls_[i];
     if (call.made || (learned_ && !called.contains(call.unit))) {
@@ -186,8 +186,8 @@ Instructions CallOrder::take_own() {
   return events_of(calls_);
 }
 
-// If calls are not shared, a rank knows only the units of calls that other ranks have added. Their
-// backward comes before the one of the order.
+// If calls are not shared, a rank knows only the units of the calls that other ranks added. Their
+// backward comes before the backward of the order.
 Instructions CallOrder::unite(const std::vector<bool>& needs) {
   Instructions events = this->events();
   for (Instruction& event : events) {
@@ -204,7 +204,7 @@ Instructions CallOrder::unite(const std::vector<bool>& needs) {
     }
     return events_of(calls);
   }
-  constexpr int32_t kNoCall = std::numeric_limits<int32_t>::max(); // no call of this rank
+  constexpr int32_t kNoCall = std::numeric_limits<int32_t>::max(); // no call has this number
   for (size_t i = expected_.size(); i < needs.size(); ++i) {
     const auto unit = static_cast<UnitId>(i - expected_.size());
     if (needs[i]) {

@@ -1,9 +1,9 @@
-// The order in which all ranks go through the calls of a pass, and this rank's own calls in it. See
-// Note [One order on every rank] in plan/schedule.h.
+// The order of calls in a pass, which all ranks share, and the calls that this rank makes. See Note
+// [One order on every rank] in plan/schedule.h.
 //
-// A call is one entry of a unit. All ranks number the calls of a pass alike, whether they make them
-// or not; each rank makes some of them, in the order of their numbers. A call's end is recorded as
-// the number of the last call that was entered before it ended.
+// A call is one entry of a unit. All ranks number the calls of a pass alike, even calls that they
+// do not make. Each rank makes its calls in the order of their numbers. A call's end is stored as
+// the number of the last call that was entered before it.
 #pragma once
 
 #include <cstdint>
@@ -33,23 +33,23 @@ class CallOrder {
 
   // -- in a pass
   void begin(bool grad);
-  // Returns the next call of the unit in the rest of the order.
+  // Returns the unit's next call in the rest of the order.
   std::optional<int32_t> find(UnitId unit) const;
-  // `shared` says that all ranks add the calls that any rank adds, as they must to gather units.
+  // `shared`: all ranks add the calls that any rank adds, as they must to gather units.
   void set_shared(bool shared, size_t num_units) {
     shared_ = shared;
     num_units_ = num_units;
   }
   // Adds a call after all others; returns its number.
   int32_t add(UnitId unit);
-  // Returns by call whether this rank has left it later than the other ranks know.
+  // Returns by call whether this rank exited it later than the other ranks know.
   std::vector<bool> late() const;
-  // Takes the calls that any rank is still in, or has left late, when the next call is added. All
-  // ranks count them as left after that call.
+  // Takes the calls that are open or late on any rank when the next call is added. All ranks count
+  // them as ending after that call is entered.
   void extend(const std::vector<bool>& calls);
-  // This rank enters and leaves a call.
+  // Records that this rank enters or exits a call.
   void enter(int32_t call);
-  void leave(int32_t call, bool needs_backward);
+  void exit(int32_t call, bool needs_backward);
   // Returns whether all ranks expect the backward of the call to read parameters.
   bool reads(int32_t call) const {
     return calls_.at(call).reads;
@@ -60,27 +60,27 @@ class CallOrder {
   bool changed() const {
     return changed_;
   }
-  // Returns whether this rank did not make all calls.
+  // Returns whether the pass has calls that this rank did not make.
   bool skipped() const;
-  // Returns a hash of the calls that this rank has made, and of those that need a backward.
+  // Returns a hash of this rank's calls, and of which of them need a backward.
   uint64_t hash() const;
   // Returns by call whether this rank needs, or may need, its backward. If calls are not shared, a
-  // flag by unit follows: whether this rank needs the backward of a call that it has added.
+  // flag for each unit follows: this rank needs the backward of a call of the unit that it added.
   std::vector<bool> needs() const;
-  // If all ranks have made the same calls: makes them the order of the next pass. Returns the
+  // For ranks that made the same calls: makes these calls the order of the next pass. Returns the
   // events of this pass.
   Instructions take_own();
-  // If they have not: keeps the order, and returns the events of this pass. `needs` unites the
-  // needs() of all ranks.
+  // For ranks that made different calls: keeps the order, and returns the events of this pass.
+  // `needs` is the union of all ranks' needs().
   Instructions unite(const std::vector<bool>& needs);
 
  private:
   struct Call {
     UnitId unit = -1;
-    int32_t last = -1; // number of the last call that was entered before this one was left
-    int32_t last_of_all = -1; // the same, as all ranks know it
+    int32_t last = -1; // number of the last call that was entered before this one ended
+    int32_t last_of_all = -1; // the value of `last` that all ranks know
     bool needs_backward = true;
-    bool made = false; // by this rank
+    bool made = false; // this rank made the call
     bool reads = true;
   };
 
@@ -89,7 +89,7 @@ class CallOrder {
 
   Program program_;
   std::vector<Call> expected_; // the calls of the order
-  bool learned_ = false; // learned from a pass, not the order in which modules were registered
+  bool learned_ = false; // the order comes from a pass, not from the registration of modules
   bool shared_ = true;
   size_t num_units_ = 0;
   // The running pass:

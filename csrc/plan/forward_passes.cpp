@@ -7,8 +7,8 @@ namespace zerocore {
 
 namespace {
 
-// More passes than one backward goes through. Without a limit, forwards whose graphs are never used
-// would pile up.
+// More passes than one backward goes through. The limit keeps forwards whose graphs are never used
+// from piling up.
 constexpr size_t kMaxPasses = 4096;
 
 } // namespace
@@ -73,8 +73,8 @@ std::vector<bool> ForwardPasses::awaited_before(int64_t id) const {
   return awaited;
 }
 
-// Returns whether no backward can go through the pass, because all that it would train has changed.
-// False for a pass that is not finished: it has no events yet.
+// Returns whether no backward can go through the pass, because all units that it would train have
+// changed. False for an unfinished pass, which has no events yet.
 bool ForwardPasses::is_outdated(const ForwardPass& pass) const {
   return !pass.events.empty() &&
       std::all_of(pass.events.begin(), pass.events.end(), [&](const Instruction& event) {

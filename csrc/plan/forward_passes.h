@@ -12,14 +12,14 @@ namespace zerocore {
 // Identifies one forward call of a unit.
 struct CallHandle {
   int64_t pass = -1;
-  int32_t call = -1; // its number in the pass
+  int32_t call = -1; // the call's number in the pass
   UnitId unit = -1;
 };
 
 struct ForwardPass {
   int64_t id = 0;
   bool grad = false;
-  bool consumed = false; // a backward has begun its program
+  bool consumed = false; // a backward has started the program of this pass
   Instructions events;
   int32_t num_calls = 0; // counted only in a pass that does not follow the order
   Program backward; // the program of the running backward
@@ -39,12 +39,12 @@ class ForwardPasses {
     passes_.clear();
   }
   void forget_backwards();
-  // Returns the id of the oldest pass that is not forgotten.
+  // Returns the id of the oldest pass that is still known.
   int64_t oldest() const {
     return passes_.empty() ? next_ : passes_.front().id;
   }
 
-  // Sets whether the unit has trained parameters, so that its gradients are reduced.
+  // Sets whether the unit has trained parameters, whose gradients are reduced.
   void set_reducible(UnitId unit, bool reducible) {
     units_.at(unit).reducible = reducible;
   }
@@ -58,11 +58,10 @@ class ForwardPasses {
     const ForwardPass* pass = find(id);
     return pass != nullptr && pass->grad;
   }
-  // Notes that the unit's parameters changed, so that no backward of an earlier pass goes through
-  // it.
+  // Notes that the unit's parameters changed: no backward of an earlier pass goes through the unit.
   void note_change(UnitId unit);
-  // Returns by unit whether an earlier pass than `id` may still go backward through it. Reads that
-  // one rank may do alone, for a log, do not count.
+  // Returns by unit whether a pass before `id` may still go backward through the unit. A read that
+  // one rank may do alone, for a log, does not count.
   std::vector<bool> awaited_before(int64_t id) const;
 
  private:
@@ -74,7 +73,7 @@ class ForwardPasses {
   bool is_outdated(const ForwardPass& pass) const;
 
   std::vector<TrainedUnit> units_;
-  std::deque<ForwardPass> passes_; // also consumed ones: a retained graph may go backward again
+  std::deque<ForwardPass> passes_; // with consumed ones: a retained graph may go backward again
   int64_t next_ = 0;
   bool outdated_ = false; // parameters have changed since open() last forgot passes
 };

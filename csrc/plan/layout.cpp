@@ -67,18 +67,18 @@ int find_or_add_region(
   return static_cast<int>(regions.size()) - 1;
 }
 
-// Returns the bytes of the narrowest type. Elements aligned in it are aligned in all types.
+// Returns the bytes of the narrowest type. An offset that is aligned in it is aligned in all types.
 int64_t narrowest(const Region& region) {
   return std::min({region.itemsize, region.main.itemsize, region.reduce.itemsize});
 }
 
-// Returns how many elements the largest part of torch.chunk has.
+// Returns the number of elements in the largest chunk of torch.chunk.
 int64_t chunk_numel(const ParamSpec& spec, int64_t num_shards) {
   const int64_t rows = spec.shape.front();
   return rows == 0 ? 0 : ceil_div(rows, num_shards) * (spec.numel() / rows);
 }
 
-// Returns how many elements fit into `nbytes`, at least one.
+// Returns the number of elements that fit into `nbytes`, at least one.
 int64_t aligned_numel(int64_t nbytes, int64_t itemsize) {
   return std::max<int64_t>(1, nbytes / itemsize);
 }
@@ -120,7 +120,7 @@ Layout Layout::build(
     const int64_t multiple = num_cuts * aligned;
     regions[i].num_across = num_across;
     const int64_t numel = by_rows ? used[i] : ceil_div(used[i], num_shards);
-    // An empty region gets memory, too, because some backends fail on collectives of no bytes.
+    // Gives an empty region memory, too: some backends fail on collectives of no bytes.
     regions[i].shard_numel = round_up(std::max<int64_t>(1, numel), multiple);
   }
   Layout layout(std::move(regions), std::move(places), num_shards, by_rows);

@@ -14,10 +14,10 @@
 //   on the wire   | weight, rows of 0 | bias, rows of 0 | weight, rows of 1 | bias, rows of 1 |
 //   unsharded     | weight ....................... |pad| bias ................... |pad|
 //
-// On the wire values lie in rank order, for the layers in parameter order. A copy leads from one to
-// the other, unless the region has one parameter (or one rank) and no padding. Both have the same
-// size, because torch.chunk leaves gaps only after the last row.
-// A unit with a parameter that has fsdp_pre_all_gather is laid out by rows, others need not be.
+// On the wire, values lie in the order of ranks; layers read them in the order of parameters. A
+// gather therefore ends with a copy, unless the region has no padding and has one parameter or one
+// rank. Both orders have the same size, because torch.chunk leaves gaps only after the last row. A
+// unit with a parameter that has fsdp_pre_all_gather is laid out by rows; others need not be.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ constexpr int64_t kRegionAlignment = 256; // bytes, start of a region in a buffe
 
 // Type of an element.
 struct ElementType {
-  int dtype = 0; // c10::ScalarType as a number; only compared, never interpreted here
+  int dtype = 0; // c10::ScalarType as a number; only compared here
   int64_t itemsize = 0; // bytes; 0 if the type is not given
 
   bool operator==(const ElementType& other) const = default;
@@ -49,14 +49,14 @@ struct ParamSpec {
   int dtype = 0; // the dtype that layers compute in and all-gathers move
   int64_t itemsize = 0; // bytes of one element
   bool requires_grad = true;
-  // Dtypes of main weights, of gradients on the wire, and of kept gradients, if the parameter
-  // requires grad; by default its own.
+  // Dtypes of main weights, of gradients on the wire, and of kept gradients, for a parameter that
+  // requires grad; by default the parameter's own dtype.
   ElementType main = {}, reduce = {}, grad = {};
-  ElementType gather = {}; // one-byte dtype on the wire, see common/math.h; by default its own
-  // False for a parameter with fsdp_pre_all_gather (FSDP2): the unit gathers the tensors that this
-  // returns, as parameters of their own, and is laid out by rows.
+  ElementType gather = {}; // one-byte dtype on the wire, see common/math.h; by default `dtype`
+  // False for a parameter with fsdp_pre_all_gather (FSDP2). The unit gathers the tensors that
+  // fsdp_pre_all_gather returns, as parameters of their own, and is laid out by rows.
   bool is_gathered = true;
-  bool is_kept = true; // false if the unit does not own the shard's memory; only if !is_gathered
+  bool is_kept = true; // false, only if !is_gathered: the unit does not own the shard's memory
 
   int64_t numel() const {
     int64_t numel = 1;
@@ -65,7 +65,7 @@ struct ParamSpec {
     }
     return numel;
   }
-  // Returns the shape of as many rows as have `part` elements.
+  // Returns the shape of the rows that `part` elements fill.
   std::vector<int64_t> rows_of(int64_t part) const {
     std::vector<int64_t> sizes = shape;
     sizes.front() = part == 0 ? 0 : part / (numel() / shape.front());
@@ -78,8 +78,8 @@ struct ParamPlace {
   int region = 0;
   int64_t offset = 0; // in the full region
   int64_t numel = 0;
-  int64_t shard_offset = 0; // by rows: its offset in each shard
-  int64_t shard_numel = 0; // by rows: the size of its largest part
+  int64_t shard_offset = 0; // by rows: the parameter's offset in each shard
+  int64_t shard_numel = 0; // by rows: the size of the parameter's largest part
 
   Range range() const {
     return {offset, offset + numel};
@@ -87,7 +87,7 @@ struct ParamPlace {
 };
 
 // Elements on the wire by rows: `numel` elements in runs of `run` (the last may be shorter). The
-// first run starts at `begin`, the next ones each `stride` later.
+// first run starts at `begin`; the starts of runs are `stride` apart.
 struct WireRuns {
   int64_t begin = 0;
   int64_t numel = 0;
@@ -100,13 +100,13 @@ struct Region {
   int dtype = 0;
   int64_t itemsize = 0;
   bool requires_grad = true;
-  bool is_gathered = true; // false: buffers of parameters do not hold it
-  bool is_kept = true; // false: the unit has no weights of it either
+  bool is_gathered = true; // false: the unit's buffers of parameters lack this region
+  bool is_kept = true; // false: the unit has no weights of this region either
   ElementType main, reduce, grad; // see ParamSpec; the region's own type if frozen
   ElementType gather; // see ParamSpec
   int64_t shard_numel = 0;
   int64_t num_shards = 1;
-  int64_t num_across = 1; // adjacent shards, of different replicas
+  int64_t num_across = 1; // shards of different replicas that are adjacent
   std::vector<int> params; // indices into the unit's parameters, in order of offset
 
   ElementType own() const {
@@ -116,11 +116,11 @@ struct Region {
   bool has_main() const {
     return is_gathered ? main != own() : is_kept;
   }
-  // Returns whether gradients travel in another type than they are kept in.
+  // Returns whether gradients travel in another dtype than the dtype of kept gradients.
   bool has_wire() const {
     return reduce != grad;
   }
-  // Returns whether all-gathers move numbers of one byte and their scales.
+  // Returns whether all-gathers move one-byte numbers and their scales.
   bool is_encoded() const {
     return gather.itemsize > 0;
   }
@@ -160,13 +160,13 @@ class Layout {
   // By rows: returns the gaps of a region on the wire.
   std::vector<WireRuns> wire_gaps(int region) const;
 
-  // Returns the layout of one shard: the same regions without the other ranks' parts, and each
-  // parameter reduced to its owned range (no longer aligned).
+  // Returns the layout of one shard: the same regions without the other ranks' parts. Each
+  // parameter is reduced to its owned range, which is no longer aligned.
   Layout of_shard(int64_t shard) const;
-  // Returns the regions with room for `count` shards; its places have no meaning.
+  // Returns the regions with room for `count` shards. Ignore places() of the result.
   Layout of_shards(int64_t count) const;
-  // Returns the regions as all-gathers move them, see Region::is_encoded; its places have no
-  // meaning.
+  // Returns the regions as all-gathers move them, see Region::is_encoded. Ignore places() of the
+  // result.
   Layout encoded() const;
   // Returns the same places with elements of another type: &Region::main, reduce or grad.
   Layout retyped(ElementType Region::* type) const;
@@ -208,7 +208,7 @@ class Layout {
   }
   // Returns the bytes of a buffer that holds only these regions, one after the other.
   int64_t nbytes_of(const std::vector<int>& regions) const;
-  // Returns how many gathered bytes one rank owns, with padding.
+  // Returns the gathered bytes that one rank owns, with padding.
   int64_t shard_nbytes() const;
   // Returns the bytes of the gathered parameters, without gaps and padding.
   int64_t param_nbytes() const;

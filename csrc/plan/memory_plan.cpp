@@ -9,7 +9,7 @@ namespace zerocore {
 
 namespace {
 
-// Adds the bytes that one unit keeps between steps on the device, and its moments.
+// Adds the bytes that one unit needs between steps on the device, and its moments.
 void add_unit(
     MemoryPlan& plan,
     const UnitPlan& unit,
@@ -24,7 +24,7 @@ void add_unit(
   if (tiers.states == Tier::Device) {
     plan.main_weights += own.retyped(&Region::main).nbytes_of(tiers.main_regions(layout));
   }
-  int64_t on_disk = 0; // not used: DiskLayout counts them
+  int64_t on_disk = 0; // ignored: DiskLayout counts the bytes on disk
   int64_t& moments = tiers.states == Tier::Device ? plan.optimizer
       : tiers.states == Tier::Host                ? plan.host.optimizer
                                                   : on_disk;

@@ -1,4 +1,4 @@
-// Predicts what one step communicates and holds, by driving the schedule that the runtime runs.
+// Predicts the collectives and the memory of one step. It drives the runtime's own schedule.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@
 
 namespace zerocore {
 
-// An event of a backward: a call's outputs get their gradient, or (`ready`) all gradients of a unit
-// exist.
+// An event of a backward. The outputs of a call get their gradient, or (`ready`) the last gradient
+// of a unit arrives.
 struct BackwardEvent {
   bool ready = false;
-  int32_t index = 0; // index of the call's Exit in the order; with `ready` the unit
+  int32_t index = 0; // index of the call's Exit in the order; if `ready`, the unit
 
   bool operator==(const BackwardEvent&) const = default;
 };
@@ -27,7 +27,7 @@ struct PlanOptions {
   std::vector<UnitMesh> meshes; // the first mesh is the model's
   int micro_batches = 1; // forwards and backwards of a step; all but the last under no_sync
   bool sums_on_host = false; // the CPU computes, see Note [Replicas]
-  // The order that the schedule expects in the first forward; if empty, the true order.
+  // The order that the schedule expects in the first forward; if empty, the planned order.
   Instructions first_order;
   // The observed events of a backward; if empty, the backward mirrors the forward.
   std::vector<BackwardEvent> backward;
@@ -38,7 +38,7 @@ struct UnitPlan {
   std::vector<ParamSpec> params;
   std::vector<int> unused; // indices of parameters that get no gradient
   bool stays = false; // unsharded from its forward to its backward
-  bool near = true; // gathers again from near ranks, if the mesh has any
+  bool near = true; // later gathers come from near ranks, if the mesh has any
   int mesh = 0; // number of its mesh in the options
 };
 
@@ -47,11 +47,11 @@ struct PlannedEvent {
   UnitId unit = -1;
   int64_t nbytes = 0;
   int64_t pool_nbytes = 0; // bytes of the pool in use right after the event
-  // The time, for an order of n events: i at event i of the forward, 2n - 1 - i at its mirror in
-  // the backward, 2n at the end of the backward, 2n + 1 at the optimizer's step.
+  // The event's time, for an order of n events: i at event i of the forward, 2n - 1 - i at its
+  // mirror in the backward, 2n at the end of the backward, 2n + 1 at the optimizer's step.
   int32_t moment = 0;
-  AxisName axis = AxisName::State; // the ranks that communicate
-  int64_t num_ranks = 1; // their number
+  AxisName axis = AxisName::State; // the axis whose ranks communicate
+  int64_t num_ranks = 1; // number of ranks on the axis
 
   bool operator==(const PlannedEvent& other) const = default;
 };
@@ -59,7 +59,7 @@ struct PlannedEvent {
 // Bytes of one rank on the host and in its file, see plan/state_layout.h.
 struct HostBytes {
   int64_t weights = 0; // main weights, their casts for sending, and shards of parameters
-  int64_t gradients = 0; // kept on the host, or sent there for the update
+  int64_t gradients = 0; // gradients kept on the host, or sent there for the update
   int64_t optimizer = 0;
   int64_t buffers = 0; // buffers of states on disk, and gaps between the parts
   int64_t disk = 0;
@@ -87,24 +87,24 @@ struct MemoryPlan {
 
 std::vector<Layout> plan_layouts(const std::vector<UnitPlan>& units, const PlanOptions& options);
 
-// Returns the first places of blocks in the pool, which suit the expected step: one micro-batch of
+// Returns the first places of blocks in the pool. They fit the expected step: one micro-batch of
 // calls in the first order, with a backward that mirrors it.
 PoolMap plan_pool(
     const std::vector<UnitPlan>& units,
     const Instructions& order,
     const PlanOptions& options);
 
-// Returns the events of a steady step. Parameters have changed since the last forward, forwards
-// follow `order`, each has a backward that uses every parameter, and no gradients are kept from
-// before the step.
+// Returns the events of a steady step. Parameters have changed since the last forward. Forwards
+// follow `order`; each has a backward that uses every parameter. No gradients exist before the
+// step.
 std::vector<PlannedEvent> plan_events(
     const std::vector<UnitPlan>& units,
     const Instructions& order,
     const PlanOptions& options);
 
-// Returns the bytes on the meshes' rank after two steps. The optimizer keeps `optimizer_states`
-// tensors (2 for Adam) for each parameter that gets a gradient, in the size and dtype of its main
-// weight, or of the parameter itself.
+// Returns the bytes on the meshes' rank after two steps. For each parameter that gets a gradient
+// the optimizer holds `optimizer_states` tensors (2 for Adam), in the size and dtype of the main
+// weight, or of the parameter if it has none.
 MemoryPlan plan_memory(
     const std::vector<UnitPlan>& units,
     const Instructions& order,

@@ -13,7 +13,7 @@ namespace zerocore {
 
 namespace {
 
-// The alignment of torch's CUDA allocator; blocks in the arena have it, too.
+// The alignment of torch's CUDA allocator, and of blocks in the arena.
 constexpr int64_t kBlockAlignment = 512;
 
 using Neighbours = std::vector<std::vector<int>>;
@@ -63,9 +63,9 @@ Arrangement place_in_order(
   return result;
 }
 
-// Places blocks greedily (Pisarchyk and Lee 2020, arXiv:2001.03288), each at the lowest offset that
-// no block held at the same time has. Tries the order of first use, and the order by the bytes of a
-// block and its neighbours, largest first. Returns the smaller arrangement.
+// Places blocks greedily (Pisarchyk and Lee 2020, arXiv:2001.03288): each at the lowest offset at
+// which it overlaps no block held at the same time. Tries the order of first use, and the order by
+// the bytes of a block and its neighbours, largest first. Returns the smaller arrangement.
 Arrangement arrange(std::vector<HeldBlock> blocks) {
   for (HeldBlock& block : blocks) {
     block.nbytes = round_up(block.nbytes, kBlockAlignment);
@@ -108,7 +108,7 @@ void PoolMap::acquire(
     bool learn) {
   const bool placed = place.has_value();
   Block& block = block_of(key);
-  TORCH_INTERNAL_ASSERT(block.where == Where::Nowhere, "a block is acquired twice");
+  TORCH_INTERNAL_ASSERT(block.where == Where::Nowhere, "the block is held already");
   if (learn) {
     learn_from(static_cast<int>(&block - blocks_.data()), nbytes);
     missed_ = missed_ || !placed;
@@ -128,7 +128,7 @@ void PoolMap::acquire(
 void PoolMap::release(const BlockKey& key) {
   Block& block = block_of(key);
   const auto index = static_cast<int>(&block - blocks_.data());
-  TORCH_INTERNAL_ASSERT(block.where != Where::Nowhere, "a block is released that nobody holds");
+  TORCH_INTERNAL_ASSERT(block.where != Where::Nowhere, "the released block is not held");
   stats_.in_use_nbytes -= block.held_nbytes;
   stats_.reserved_nbytes -= block.where == Where::Own ? block.held_nbytes : 0;
   block.where = Where::Nowhere;
@@ -206,9 +206,9 @@ std::vector<HeldBlock> PoolMap::all_blocks() const {
   return result;
 }
 
-// Keeps places for everything known if the arena is at most a quarter larger than the most bytes
-// held at a time. Otherwise it keeps places for this period alone, if that gives a smaller arena,
-// unless the period was a small part of a step (an evaluation, say).
+// Arranges all known blocks if the arena is at most a quarter larger than the most bytes held at a
+// time. Otherwise arranges the blocks of this period alone, if that arena is smaller and the period
+// was a large part of a step (an evaluation is not).
 void PoolMap::rearrange() {
   std::vector<HeldBlock> blocks = all_blocks();
   Arrangement next = arrange(blocks);
@@ -231,7 +231,7 @@ void PoolMap::rearrange() {
 void PoolMap::adopt(std::vector<HeldBlock> blocks, const Arrangement& arrangement) {
   for (size_t i = 0; i < blocks_.size(); ++i) {
     blocks_[i].known = std::move(blocks[i]);
-    blocks_[i].recent = {}; // `known` has it now
+    blocks_[i].recent = {}; // merged into `known`
     blocks_[i].place = arrangement.places[i];
   }
   arena_nbytes_ = arrangement.nbytes;

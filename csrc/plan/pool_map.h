@@ -2,15 +2,15 @@
 //
 // Note [Places in the arena]
 // A block is the memory that a unit takes from the pool for one purpose: its full parameters, or a
-// bucket of gradients. It lies at the same place in every step. Two blocks may share bytes if they
-// were never held at the same time, so the map remembers which ones were. For a step of the Llama
-// presets, the arena then needs no more than the step holds at a time.
+// bucket of gradients. The block lies at the same place in every step. Two blocks may share bytes
+// if they were never held at the same time, so the map records which blocks were held together. For
+// a step of the Llama presets, the arena then needs no more bytes than the step holds at a time.
 //
-// The first places come from the expected step, before anything is allocated. A step may do
-// something else: a block without a place, or whose place is taken, gets memory of its own until it
-// is released. When no block is held any more, usually at the end of a backward, the map then
-// arranges all places again: for the blocks that it knew and those held since the last such moment.
-// If these together pack badly, as after a change of the order of calls, it keeps the latter only.
+// The first places come from the expected step, before anything is allocated. An unexpected block,
+// or a block whose place is taken, gets memory of its own until it is released. When no block is
+// held any more, usually at the end of a backward, the map arranges all places again. It then uses
+// all known blocks and the blocks held since the last such moment. If these pack badly together, as
+// after a change of the order of calls, it uses the recent blocks only.
 //
 // The planner drives the same object as the runtime, so both count the same bytes.
 #pragma once
@@ -71,20 +71,20 @@ struct BlockKey {
 struct PoolStats {
   int64_t in_use_nbytes = 0;
   int64_t peak_nbytes = 0; // highest in_use_nbytes so far
-  int64_t recent_peak_nbytes = 0; // the same since forget_recent_peak()
+  int64_t recent_peak_nbytes = 0; // highest in_use_nbytes since forget_recent_peak()
   int64_t reserved_nbytes = 0; // from the device's allocator: the arena and blocks outside of it
   int64_t peak_reserved_nbytes = 0; // highest reserved_nbytes so far
   int64_t num_allocations = 0; // calls to the device's allocator
 };
 
-// A block that was held; zero bytes stand for a block that was not.
+// A block that was held. Zero bytes: the block was not held.
 struct HeldBlock {
   int64_t nbytes = 0;
-  int64_t first_use = 0; // grows with time
-  BitSet beside; // blocks held at the same time; of two such blocks at least one has the other
+  int64_t first_use = 0; // order among the first uses of blocks
+  BitSet beside; // blocks held at the same time; at least one of each pair lists the other
 };
 
-// Places such that blocks that were held at the same time do not overlap.
+// Places in which blocks held at the same time do not overlap.
 struct Arrangement {
   std::vector<Range> places; // by block, aligned; empty for a block of zero bytes
   int64_t nbytes = 0;
@@ -93,8 +93,8 @@ struct Arrangement {
 // The places of all blocks of a pool, and the blocks that are held.
 class PoolMap {
  public:
-  // Returns the block's offset in the arena; nullopt if it gets memory of its own. `learn` says
-  // that later steps will probably do the same; without it the block stays out of the arena.
+  // Returns the block's offset in the arena; nullopt if it gets memory of its own. With `learn`
+  // later steps probably take the block again; without it the block stays out of the arena.
   std::optional<int64_t> find_place(const BlockKey& key, int64_t nbytes, bool learn = true) const;
   // Takes a block; `place` is the result of find_place().
   void acquire(
@@ -111,7 +111,7 @@ class PoolMap {
   int64_t arena_nbytes() const {
     return arena_nbytes_;
   }
-  // Returns how often places were arranged again; each time the arena must be allocated again.
+  // Returns how often places were arranged again; each time the arena must be reallocated.
   int64_t arrangement() const {
     return arrangement_;
   }
@@ -125,9 +125,9 @@ class PoolMap {
  private:
   enum class Where : uint8_t { Nowhere, Arena, Own };
   struct Block {
-    HeldBlock known; // all that its place takes into account
-    HeldBlock recent; // the last period in which it was acquired
-    int64_t period = -1; // that period
+    HeldBlock known; // the uses that its place accounts for
+    HeldBlock recent; // the uses in `period`
+    int64_t period = -1; // the last period in which the block was acquired
     Range place; // empty if it has no place
     Where where = Where::Nowhere;
     int64_t held_nbytes = 0;
@@ -144,8 +144,8 @@ class PoolMap {
   std::map<BlockKey, int> indices_;
   std::vector<Block> blocks_;
   std::vector<int> held_; // indices of held blocks that were acquired with `learn`
-  BitSet held_set_; // the same
-  int64_t held_nbytes_ = 0; // their sizes, aligned as in the arena
+  BitSet held_set_; // held_ as a set
+  int64_t held_nbytes_ = 0; // sum of the held sizes, aligned as in the arena
   int64_t highest_nbytes_ = 0, recent_highest_nbytes_ = 0; // highest held_nbytes_
   int64_t num_acquired_ = 0;
   int64_t period_ = 0; // how often held_ became empty

@@ -64,14 +64,14 @@ Program backward_program(
   for (size_t i = 0; i < forward.size(); ++i) {
     first.emplace(forward[i].unit, i);
   }
-  std::unordered_map<UnitId, int> depth; // by unit: its calls that are open at this point
+  std::unordered_map<UnitId, int> depth; // by unit: its open calls at this event
   Instructions list;
   size_t next_pre = 0;
   for (size_t i = forward.size(); i-- > 0;) {
     const Instruction& event = forward[i];
     if (event.kind == InstructionKind::Enter) {
       if (--depth[event.unit] > 0) {
-        continue; // the backward of an enclosing call of the unit goes on
+        continue; // the backward of an enclosing call of the unit continues
       }
       const bool reduce = first.at(event.unit) == i && reduces(event.unit);
       const auto kind = reduce ? InstructionKind::Reduce : InstructionKind::Release;

@@ -1,9 +1,9 @@
 // The instructions of a forward and of its backward, and how far this rank has run them.
 //
 // The program of a forward is the order of calls (plan/call_order.h). The program of a backward is
-// compiled from the calls of its forward. Both are the same on every rank, whichever of the calls
-// the rank makes. Before a rank runs a later instruction it runs all instructions before it, so no
-// rank waits for a collective that another rank leaves out.
+// compiled from the calls of its forward. Both are equal on all ranks, whichever calls a rank
+// makes. A rank runs all instructions before the one that it needs, so no rank waits for a
+// collective that another rank skips.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ enum class InstructionKind : uint8_t {
   Exit, // the call ends
   Pre, // the backward of the call is about to run
   Gather, // start the unit's all-gather unless it is unsharded
-  Release, // reshard the unit without a reduction: an earlier call reduces it, or no call does
+  Release, // reshard the unit without a reduction: an earlier call reduces it, or none does
   Reduce, // the unit's gradients are complete: reshard the unit and reduce them
 };
 
@@ -65,7 +65,7 @@ class Program {
   void restart() {
     cursor_ = 0;
   }
-  // Returns the index of the first instruction in the rest for which `is` holds.
+  // Returns the index of the first remaining instruction for which `is` holds.
   template <typename Is>
   std::optional<size_t> find(const Is& is) const {
     for (size_t i = cursor_; i < list_.size(); ++i) {
@@ -75,7 +75,7 @@ class Program {
     }
     return std::nullopt;
   }
-  // Returns the first `count` different units that the rest enters.
+  // Returns the first `count` different units that the remaining instructions enter.
   std::vector<UnitId> next_entered(int count) const;
   // Returns the units of the next `count` Pres that read parameters.
   std::vector<UnitId> next_read(int count) const;
@@ -85,8 +85,8 @@ class Program {
   size_t cursor_ = 0;
 };
 
-// Compiles the backward through the calls of a forward, with a prefetch for the next `prefetch`
-// calls. `reduces(unit)` says whether the backward of the unit's first call reduces its gradients.
+// Compiles the backward through the calls of a forward; it prefetches the next `prefetch` calls.
+// `reduces(unit)` says whether the backward of the unit's first call reduces its gradients.
 Program backward_program(
     const Instructions& forward,
     int prefetch,

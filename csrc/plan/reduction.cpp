@@ -9,7 +9,7 @@ namespace zerocore {
 
 namespace {
 
-// The blocks of the pool that a reduction takes, in the order in which it gives them back.
+// The blocks of the pool that a reduction takes, in the order in which it frees them.
 constexpr std::array kBlocks = {Memory::Sums, Memory::Scratch, Memory::Wire, Memory::FullGrad};
 
 Step make_step(StepKind kind, RegionKey key, Memory from = Memory::Kept, Memory to = Memory::Kept) {
@@ -22,15 +22,15 @@ Step make_move(How how, RegionKey key, Memory from = Memory::Kept, Memory to = M
   return step;
 }
 
-// Makes later collectives wait for the gradients that were packed until now.
+// Makes later collectives wait for the gradients packed so far.
 void order(RegionKey key, Steps& steps) {
   Step step = make_step(StepKind::Order, key);
   step.stream = StreamRole::ReduceScatter;
   steps.run(step);
 }
 
-// Sums the received parts, see Note [Sums in order]; `last` has the target and scale of the last
-// sum. Returns whether an all-gather of the sums is still to be waited for.
+// Sums the received parts, see Note [Sums in order]. `last` has the target and the scale of the
+// last sum. Returns whether the caller must wait for an all-gather of the sums.
 bool sum_in_order(const ReductionFacts& facts, Step last, Steps& steps) {
   const RegionKey key{last.unit, last.region};
   const UnitMesh& mesh = facts.mesh_of(last.unit);
@@ -90,7 +90,7 @@ bool Reduction::reduce(UnitId unit, bool sync, Steps& steps, bool averages) {
     if (!keys.empty()) {
       in_flight_.push_back(keys);
     }
-    if (facts_.runs_sums_across(unit)) { // after all reductions of the unit: they may be one launch
+    if (facts_.runs_sums_across(unit)) { // after the unit's reductions, which may be one launch
       for (const Key& key : keys) {
         start_across(key, state_.of(key).result, steps);
       }
@@ -112,11 +112,11 @@ bool Reduction::reduce(UnitId unit, bool sync, Steps& steps, bool averages) {
   return !holds;
 }
 
-// Returns how many units may still be reducing beside this one. The number is limited if they hold
+// Returns how many other units may still be reducing. The number is limited if reductions hold
 // blocks of the pool, which the next units need, or if sums over the replicas wait for the host.
 size_t Reduction::most_beside(UnitId unit) const {
   if (is_in_flight(unit)) {
-    return 0; // a second reduction in one backward
+    return 0; // the backward reduces the unit a second time
   }
   const UnitMesh& mesh = facts_.mesh_of(unit);
   const bool is_limited = mesh.shards_gradients || facts_.takes_scratch(unit) ||
@@ -141,12 +141,12 @@ void Reduction::finish(Steps& steps) {
   }
 }
 
-// A failed step leaves it unknown which blocks are held, so a Free is issued for all.
+// After a failed step the held blocks are unknown, so this frees every block.
 void Reduction::reset(Steps& steps) {
   in_flight_.clear();
   for (const Key& key : state_.regions()) {
     RegionState& state = state_.of(key);
-    // `.grad` shows them in the memory that stays, as under DistributedDataParallel.
+    // `.grad` shows local sums in the persistent memory, as under DistributedDataParallel.
     const bool stays = state.local && !facts_.mesh_of(key.first).shards_gradients;
     state.local = stays;
     state.across = false;
@@ -170,15 +170,15 @@ Memory Reduction::target(Key key, bool holds) const {
   return to_wire ? Memory::Wire : Memory::FullGrad;
 }
 
-// Returns whether local sums stay unscaled, to be shown in `.grad`. They cannot if they are added
-// to a reduced gradient, of which this rank has only its own part.
-bool Reduction::holds_bare(Key key) const {
+// Returns whether local sums stay unscaled, so that `.grad` can show them. They cannot stay
+// unscaled beside a reduced gradient, of which this rank has only its own part.
+bool Reduction::holds_unscaled(Key key) const {
   const UnitMesh& mesh = facts_.mesh_of(key.first);
   return !mesh.shards_gradients &&
       ((!mesh.shards_optimizer && !mesh.shards_across) || !state_.any_valid(key));
 }
 
-// Returns whether the kept gradients can enter the next average from every rank.
+// Returns whether every rank can add its kept gradients to the next average.
 bool Reduction::can_average_again(Key key) const {
   const UnitMesh& mesh = facts_.mesh_of(key.first);
   const bool is_replicated =
@@ -199,26 +199,26 @@ void Reduction::pack(Key key, bool holds, bool averages, Steps& steps) {
     take(key, Memory::FullGrad, steps);
   }
   if (!state.local || !state_.any_summed(key)) {
-    state.is_bare = (holds && holds_bare(key)) || (averages && can_average_again(key));
+    state.is_unscaled = (holds && holds_unscaled(key)) || (averages && can_average_again(key));
   }
   const bool to_wire = step.to == Memory::Wire;
   const bool splits = facts_.splits_scale(key);
-  step.scale = state.is_bare ? ScalePart::None
-      : to_wire && splits    ? ScalePart::Packed
-                             : ScalePart::All;
+  step.scale = state.is_unscaled ? ScalePart::None
+      : to_wire && splits        ? ScalePart::Packed
+                                 : ScalePart::All;
   steps.run(step);
   const bool wires = facts_.is_wired(key) && !holds && !to_wire;
-  if (wires || (state.is_bare && !holds)) {
+  if (wires || (state.is_unscaled && !holds)) {
     step.how = How::Cast;
     step.from = Memory::FullGrad;
     step.to = wires ? Memory::Wire : Memory::FullGrad;
-    step.scale = state.is_bare ? (wires && splits ? ScalePart::Packed : ScalePart::All)
-        : splits               ? ScalePart::RestUndone
-                               : ScalePart::None;
+    step.scale = state.is_unscaled ? (wires && splits ? ScalePart::Packed : ScalePart::All)
+        : splits                   ? ScalePart::RestUndone
+                                   : ScalePart::None;
     steps.run(step);
-    state.is_bare = false;
+    state.is_unscaled = false;
   }
-  // Reduced values, if there are any, are not among the packed ones and must be added.
+  // Reduced values are not among the packed ones, so the reduction must add them.
   state.adds = (to_wire || facts_.mesh_of(key.first).shards_gradients) && state_.any_valid(key);
   state.local = holds;
   for (const int param : facts_.region_of(key).params) {
@@ -263,10 +263,10 @@ Range Reduction::added(const Step& pack, int param) const {
   if (state_.of(key).local) {
     return state.local ? place : none;
   }
-  // A reduced value must enter the next sum once, from one of the ranks that hold it. An unscaled
-  // local sum must enter it from every rank.
+  // The next sum must contain a reduced value once, from one of the ranks that hold it. It must
+  // contain an unscaled local sum from every rank.
   if (mesh.shards_gradients || !state.valid ||
-      !(mesh.is_first_holder() || state_.of(key).is_bare)) {
+      !(mesh.is_first_holder() || state_.of(key).is_unscaled)) {
     return none;
   }
   const Range kept = intersect(place, facts_.region_of(key).shard_range(mesh.shard()));
@@ -287,7 +287,7 @@ void Reduction::issue(Key key, Steps& steps) {
   steps.run(step);
 }
 
-// Chooses where the collective leaves its result: in the kept gradient if it can.
+// Chooses the memory for the result of the collective: the kept gradient if possible.
 void Reduction::choose_result(Key key, Steps& steps) {
   RegionState& state = state_.of(key);
   const bool wired = facts_.is_wired(key);
@@ -306,7 +306,7 @@ void Reduction::complete_until(size_t most, Steps& steps) {
     oldest.insert(oldest.end(), in_flight_.front().begin(), in_flight_.front().end());
   }
   if (!facts_.options.on_host && oldest.size() > 1) {
-    // Wait for the last one first. On a stream the others end before it, so one wait is enough.
+    // On a stream the last collective ends after the others: one wait for it is enough.
     steps.run(make_step(StepKind::Wait, oldest.back()));
   }
   for (const Key& key : oldest) {
@@ -314,7 +314,7 @@ void Reduction::complete_until(size_t most, Steps& steps) {
   }
 }
 
-// Waits for a reduction and brings its result into the kept gradient.
+// Waits for a reduction and moves its result to the kept gradient.
 void Reduction::complete(Key key, Steps& steps) {
   RegionState& state = state_.of(key);
   steps.run(make_step(StepKind::Wait, key));
@@ -339,7 +339,6 @@ void Reduction::complete(Key key, Steps& steps) {
   }
 }
 
-// See Note [Sums in order].
 void Reduction::complete_in_order(Key key, Steps& steps) {
   const bool offloads = facts_.offloads_grads();
   if (offloads || facts_.mesh_of(key.first).sums_across()) {
@@ -359,20 +358,19 @@ void Reduction::complete_in_order(Key key, Steps& steps) {
   }
 }
 
-// If states are on the host: tells the engine that the kept gradient is final.
+// With states on the host: reports to the engine that the kept gradient is final.
 void Reduction::grad_ready(Key key, Steps& steps) {
   if (!facts_.options.sharding.tiers.has_host_states() || !final_[key.first]) {
     return;
   }
   Step step = make_step(StepKind::Ready, key);
-  if (!facts_.offloads_grads()) { // else the copy to the host has counted it
+  if (!facts_.offloads_grads()) { // else the trace has counted the copy to the host
     step.op = TraceOp::ToHost;
     step.nbytes = facts_.region_of(key).grad.itemsize * facts_.region_of(key).shard_numel;
   }
   steps.run(step);
 }
 
-// See Note [Replicas].
 void Reduction::complete_across(Key key, Steps& steps) {
   const RegionState& state = state_.of(key);
   const bool in_place =
@@ -388,7 +386,7 @@ void Reduction::complete_across(Key key, Steps& steps) {
   }
 }
 
-// Sums the parts that an exchange has left in Scratch.
+// Sums the parts that an exchange has written to Scratch.
 void Reduction::sum_parts(Key key, Memory to, ScalePart scale, Steps& steps) {
   Step step = make_move(How::Sum, key, Memory::Scratch, to);
   step.scale = scale;

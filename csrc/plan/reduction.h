@@ -1,42 +1,42 @@
-// Decides where gradients are packed, when they are added to, and when they are reduced; integers
+// Decides where gradients are packed, what they are added to, and when they are reduced; integers
 // only.
 //
 // Note [Where gradients live]
-// stage 0, 1   Gradients are packed into memory that stays, and reduced in place. The optimizer
+// stage 0, 1   Gradients are packed into persistent memory, and reduced in place. The optimizer
 //              sees this rank's slice of it (stage 0: all of it).
-// stage 2, 3   Gradients are packed into a block of the pool, and reduced into a shard that stays.
-//              The block is given back.
+// stage 2, 3   Gradients are packed into a block of the pool, and reduced into a persistent shard.
+//              The block is freed.
 // While gradients accumulate without communication, FullGrad holds this rank's own sums (`local`).
 // Packing scales gradients by 1 / world size. Local sums that `.grad` shows, as in
 // DistributedDataParallel, are scaled when they are reduced.
 //
 // Note [Gradients on the wire]
-// If gradients travel in another dtype than they are kept in, they are packed (local sums: cast)
-// into a block of that dtype, reduced there, and added to the kept gradient.
+// Gradients may travel in another dtype than the dtype of kept gradients. They are then packed
+// (local sums: cast) into a block of that dtype, reduced there, and added to the kept gradient.
 //
 // Note [Replicas]
 // In hybrid sharding a second collective sums the reduced shards over the replicas. On a device it
 // runs on a stream of its own, right after the unit's reductions. On the CPU it starts when the
-// host knows the first sum, which the reduction of the next unit waits for. If the first sum is in
-// its final place, the second one is waited for only at the end of the backward.
+// host has the first sum; the reduction of the next unit waits for that. If the first sum is in its
+// final place, only the end of the backward waits for the second one.
 //
 // If the optimizer's states are sharded over the replicas, too, the second collective is a
 // reduce-scatter. Its result is added to the gradient before the next reduction.
 //
 // Note [Sums in order]
-// Gradients travel in a dtype of their own. Each rank sums its part of them in the dtype that they
-// are kept in, in the order of ranks, so the sum does not depend on what else is reduced with it.
-// Replicas exchange parts of these sums (`Sums`) in the same way. A rank that keeps more than it
-// sums gathers the rest from the others at the end.
+// Gradients travel in a dtype of their own. Each rank sums its part of them in the dtype of kept
+// gradients and in the order of ranks, so the sum does not depend on other tensors in the launch.
+// Replicas exchange parts of these sums (`Sums`) in the same way. A rank that keeps a larger part
+// than it sums gathers the rest from the others at the end.
 //
 // Note [Scale of gradients]
-// If gradients are summed in another dtype than they travel in, packing applies only a part of
-// their scale, and the sum applies the rest. Local sums have the full scale already, so the cast to
-// the wire's dtype takes the rest off again.
+// If gradients travel in one dtype and are summed in another, packing applies only a part of their
+// scale, and the sum applies the rest. Local sums already have the full scale, so their cast to the
+// wire's dtype undoes the rest.
 //
 // Note [Gradients on the host]
-// If a device keeps its gradients on the host, a reduction leaves its result in a block of the
-// pool, from which it is copied. Without a collective, the block has the packed gradients.
+// If a device keeps its gradients on the host, a reduction writes its result to a block of the
+// pool, and a copy to the host follows. Without a collective the block has the packed gradients.
 #pragma once
 
 #include <algorithm>
@@ -68,7 +68,7 @@ struct ReducedUnit {
 
 using RegionKey = std::pair<UnitId, int>; // unit and region
 
-// Answers questions about a unit's mesh and layout: which collectives run, in which memory, and its
+// Answers questions about a unit's mesh and layout: which collectives run, in which memory, of what
 // size.
 class ReductionFacts {
  public:
@@ -88,12 +88,12 @@ class ReductionFacts {
   const Region& region_of(RegionKey key) const {
     return layout_of(key.first).regions()[key.second];
   }
-  // Returns whether the collective over the replicas starts when the host knows the first sum, see
-  // Note [Replicas].
+  // Returns whether the sum over the replicas starts when the host has the first sum, see Note
+  // [Replicas].
   bool hands_sums_across(UnitId unit) const {
     return options.on_host && sums_at_once_across(unit);
   }
-  // Returns whether it starts right after the first collective, on its own stream.
+  // Returns whether it starts right after the first collective, on a stream of its own.
   bool runs_sums_across(UnitId unit) const {
     return !options.on_host && sums_at_once_across(unit);
   }
@@ -109,11 +109,11 @@ class ReductionFacts {
   bool splits_scale(RegionKey key) const {
     return is_wired(key) && (mesh_of(key.first).sums_in_order || !offloads_grads());
   }
-  // Returns whether the collective needs Scratch for what it leaves.
+  // Returns whether the collective writes its result to Scratch.
   bool takes_scratch(UnitId unit) const {
     return mesh_of(unit).parts() > 1 || mesh_of(unit).shards_across;
   }
-  // Returns where the last collective leaves its result; `first` is where the first one does.
+  // Returns the memory of the last collective's result; `first` is the memory of the first one's.
   Memory last_result(UnitId unit, Memory first) const {
     return mesh_of(unit).shards_across ? Memory::Across : first;
   }
@@ -158,10 +158,10 @@ struct RegionState {
   bool trainable = true;
   bool kept = false; // the kept gradient has memory
   bool local = false; // FullGrad holds local sums that were not reduced
-  bool adds = false; // the running reduction is added to the kept gradient
-  bool across = false; // the last collective, over the replicas or of sums, must be waited for
-  bool is_bare = false; // the local sums are not scaled yet
-  Memory result = Memory::Kept; // where the reduction leaves its result
+  bool adds = false; // the running reduction adds to the kept gradient
+  bool across = false; // must wait for the last collective: over the replicas, or of sums
+  bool is_unscaled = false; // the local sums are not scaled yet
+  Memory result = Memory::Kept; // the memory of the reduction's result
   ByMemory<bool> held; // blocks of the pool that the region holds
 };
 
@@ -239,17 +239,17 @@ class Reduction {
   Reduction(const Reduction&) = delete;
   Reduction& operator=(const Reduction&) = delete;
 
-  // Packs the unit's gradients and starts their reduction. Returns false if, without sync, they are
-  // only summed on this rank. With `averages`, a gradient of stage 0 from before is a part of the
-  // next average, on each rank its own, as under DistributedDataParallel.
+  // Packs the unit's gradients and starts their reduction. Without sync it may only sum them on
+  // this rank; it then returns false. With `averages`, each rank adds its own old gradient of stage
+  // 0 to the next average, as under DistributedDataParallel.
   bool reduce(UnitId unit, bool sync, Steps& steps, bool averages = false);
   // Ends a backward: completes all reductions.
   void finish(Steps& steps);
-  // Forgets reductions, and local sums that `.grad` does not show. Gives back all blocks, whichever
+  // Forgets reductions, and local sums that `.grad` does not show. Frees all blocks, whichever
   // steps were carried out.
   void reset(Steps& steps);
 
-  // Sets whether the region's parameters get gradients; at first its layout says so.
+  // Sets whether the region's parameters get gradients; the layout has the first value.
   void set_trainable(UnitId unit, int region, bool trainable) {
     state_.of({unit, region}).trainable = trainable;
   }
@@ -264,8 +264,8 @@ class Reduction {
   void drop(UnitId unit, int param) {
     state_.params(unit).at(param) = {};
   }
-  // Returns the elements of the parameter, as a range of the region, that a Pack adds to; it
-  // overwrites the others. If it adds to none, the range is empty, at the parameter's begin.
+  // Returns the parameter's elements, as a range of the region, that a Pack adds to; it overwrites
+  // the others. A Pack that adds to none gets an empty range at the parameter's begin.
   Range added(const Step& pack, int param) const;
   // Returns whether the unit's gradients are final in this step: its last reduction was with sync.
   bool is_final(UnitId unit) const {
@@ -275,11 +275,10 @@ class Reduction {
   bool has_local(UnitId unit) const {
     return state_.any_local(unit);
   }
-  // Returns whether the memory that stays holds unscaled local sums of the region, which `.grad`
-  // shows.
+  // Returns whether `.grad` shows unscaled local sums of the region, in the persistent memory.
   bool shows_sums(UnitId unit, int region) const {
     const RegionState& state = state_.of({unit, region});
-    return state.local && state.is_bare && !facts_.mesh_of(unit).shards_gradients;
+    return state.local && state.is_unscaled && !facts_.mesh_of(unit).shards_gradients;
   }
   // Returns the bytes of the unit's kept gradients.
   int64_t kept_nbytes(UnitId unit) const;
@@ -287,7 +286,7 @@ class Reduction {
  private:
   using Key = RegionKey;
 
-  // Returns whether the unit's gradients are only summed on this rank.
+  // Returns whether reduce() only sums the unit's gradients on this rank.
   bool holds(UnitId unit, bool sync) const {
     return !sync && (!facts_.mesh_of(unit).shards_gradients || facts_.options.sharding.hold_full);
   }
@@ -295,12 +294,12 @@ class Reduction {
   size_t most_beside(UnitId unit) const;
 
   Memory target(Key key, bool holds) const;
-  bool holds_bare(Key key) const;
+  bool holds_unscaled(Key key) const;
   bool can_average_again(Key key) const;
   void pack(Key key, bool holds, bool averages, Steps& steps);
-  // Takes a block of the pool unless the region holds it.
+  // Takes a block of the pool unless the region holds it already.
   void take(Key key, Memory memory, Steps& steps);
-  // Gives all blocks back; `copied` is still copied to the host if gradients are kept there.
+  // Frees all blocks; on the way to the host, `copied` is freed after its copy.
   void free_all(Key key, Memory copied, Steps& steps);
 
   void issue(Key key, Steps& steps);

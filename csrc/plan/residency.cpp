@@ -32,7 +32,7 @@ void Residency::unshard(UnitId unit, Actions& out) {
   }
 }
 
-void Residency::leave(UnitId unit, bool late, Actions& out) {
+void Residency::end_residency(UnitId unit, bool late, Actions& out) {
   units_[unit].resident = false;
   units_[unit].late = late;
   if (!late) {
@@ -51,7 +51,7 @@ void Residency::release(UnitId unit, Actions& out) {
   const Uses& uses = state.uses;
   const bool in_use = uses.active > 0 || uses.in_backward || uses.holds > 0 || uses.stays;
   if (state.releases && state.resident && !in_use) {
-    leave(unit, /*late=*/uses.entered > 0 || uses.kept_for_backward, out);
+    end_residency(unit, /*late=*/uses.entered > 0 || uses.kept_for_backward, out);
   }
 }
 
@@ -73,7 +73,7 @@ void Residency::serve(UnitId unit, Actions& out) {
   UnitEntry& state = units_[unit];
   unshard(unit, out);
   if (state.releases && state.uses.active == 0 && state.uses.holds == 0 && !state.uses.stays) {
-    leave(
+    end_residency(
         unit,
         /*late=*/state.uses.entered > 0 || state.uses.in_backward || state.uses.kept_for_backward,
         out);

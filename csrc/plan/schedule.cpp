@@ -12,7 +12,7 @@ namespace zerocore {
 
 namespace {
 
-// Returns where the call's backward begins in the rest of the program.
+// Returns the index of the call's Pre among the remaining instructions.
 std::optional<size_t> find_pre(const Program& program, int32_t call) {
   return program.find([call](const Instruction& each) { return each.is_pre(call); });
 }
@@ -27,8 +27,8 @@ void Schedule::close_loose_pass() {
   }
 }
 
-// A backward, or a change of parameters, inside running calls has closed the pass in which they
-// began. They move to the new pass; else a backward would alternate between the two.
+// A backward or a change of parameters inside running calls closes the pass in which they began.
+// These calls move to the new pass; otherwise a backward would alternate between both passes.
 void Schedule::open_loose_pass() {
   if (in_root_forward_ || open_ >= 0) {
     return;
@@ -44,7 +44,7 @@ void Schedule::open_loose_pass() {
   }
 }
 
-// A pass follows the order if it has a backward, or if units are unsharded or resharded in it.
+// A pass follows the order if it has a backward, or if it unshards or reshards units.
 void Schedule::begin_pass(bool grad, Actions& out) {
   close_loose_pass();
   open_ = passes_.open(grad).id;
@@ -146,7 +146,7 @@ int32_t Schedule::enter_in_order(UnitId unit, Actions& out) {
   } else {
     finish_order(out);
     call = order_.add(unit);
-    ++residency_.uses(unit).entered; // so that serve() keeps the unit on this rank
+    ++residency_.uses(unit).entered; // makes serve() keep the unit on this rank
     residency_.serve(unit, out);
     --residency_.uses(unit).entered;
   }
@@ -163,10 +163,10 @@ CallHandle Schedule::exit(UnitId unit, bool needs_backward, bool reads, Actions&
   frames_.pop_back();
   --residency_.uses(unit).entered;
   if (frame.follows) {
-    order_.leave(frame.call, needs_backward);
+    order_.exit(frame.call, needs_backward);
     const bool is_lookup = !order_.reads(frame.call);
     reads_more_ = reads_more_ || (is_lookup && reads && needs_backward);
-    leave_calls(out);
+    exit_calls(out);
     residency_.release_late(unit, out);
   } else {
     ForwardPass* pass = frame.pass >= 0 ? passes_.find(frame.pass) : nullptr;
@@ -190,7 +190,7 @@ void Schedule::cancel_calls(size_t num) {
     frames_.pop_back();
     Residency::Uses& uses = residency_.uses(frame.unit);
     --uses.entered;
-    uses.active -= frame.follows ? 0 : 1; // the exits of the order count down its own calls
+    uses.active -= frame.follows ? 0 : 1; // the order's exits decrement it for its own calls
   }
 }
 
@@ -218,8 +218,8 @@ void Schedule::finish_order(Actions& out) {
   run_to(order_.program(), order_.events().size(), out);
 }
 
-// Runs the exits that come next in the order, up to one of a call that this rank is still in.
-void Schedule::leave_calls(Actions& out) {
+// Runs the exits that come next in the order, up to the exit of a call that is open on this rank.
+void Schedule::exit_calls(Actions& out) {
   Program& program = order_.program();
   while (const Instruction* due = program.next()) {
     const bool is_open = std::ranges::any_of(
@@ -304,7 +304,7 @@ void Schedule::do_exit(const Instruction& due, Actions& out) {
   }
 }
 
-// Reshards the unit before its reduction, so that the pool can reuse its block for the gradients.
+// Reshards the unit before its reduction: the pool can then reuse its block for the gradients.
 void Schedule::do_release(const Instruction& due, Actions& out) {
   const UnitId unit = due.unit;
   const bool reduces = due.kind == InstructionKind::Reduce;
@@ -344,7 +344,7 @@ bool Schedule::pre_backward(const CallHandle& call, Actions& out) {
       return true;
     }
   }
-  // This is a second output of a call whose backward has begun, or a call that no program has.
+  // Either the call's backward has begun and this is a second output, or no program has the call.
   if (!residency_.is_here(call.unit) && passes_.reads(call)) {
     residency_.uses(call.unit).in_backward = true;
     residency_.unshard(call.unit, out);
@@ -363,15 +363,15 @@ bool Schedule::is_out_of_turn(const CallHandle& call) const {
   return !find_pre(pass->backward, call.call);
 }
 
-void Schedule::reach(const BackwardPlace& place, Actions& out) {
-  ForwardPass* pass = passes_.find(place.pass);
+void Schedule::reach(const BackwardPosition& position, Actions& out) {
+  ForwardPass* pass = passes_.find(position.pass);
   if (pass == nullptr || (backward_ >= 0 && pass->id > backward_)) {
     return; // a backward goes from the last pass to the first
   }
   go_to_pass(*pass, out);
   Program& program = pass->backward;
   while (const Instruction* due = program.next()) {
-    if (due->kind != InstructionKind::Gather && due->call < place.end) {
+    if (due->kind != InstructionKind::Gather && due->call < position.end) {
       return;
     }
     run_to(program, program.cursor() + 1, out);
@@ -392,13 +392,13 @@ bool Schedule::recompute(const CallHandle& call, Actions& out) {
 
 void Schedule::ready(UnitId unit, Actions& out) {
   if (residency_.is_released(unit)) {
-    return; // the input's gradient may still need parameters that are frozen or read detached
+    return; // the input's gradient may still need parameters that are frozen or were read detached
   }
   units_[unit].ready = true;
   ForwardPass* pass = passes_.find(backward_);
   while (const Instruction* due = pass == nullptr ? nullptr : pass->backward.next()) {
     const BackwardUnit& next = units_[due->unit];
-    // The gradients must be of the call that is left next, not of a nested call of the same unit.
+    // The gradients must belong to the call that ends next, not to a nested call of the same unit.
     if (due->kind != InstructionKind::Reduce || !next.ready || next.call != due->call) {
       return;
     }
@@ -431,9 +431,9 @@ void Schedule::forget_backward() {
   }
 }
 
-// Returns the units that the backward of `pass` does not reduce: an earlier pass will go backward
-// through them (see Note [Passes whose backward never comes]), or the user holds them unsharded and
-// may use them outside of all calls.
+// Returns the units that the backward of `pass` does not reduce. Either an earlier pass will go
+// backward through them (see Note [Passes whose backward never comes]), or the user holds them
+// unsharded and may use them outside of all calls.
 std::vector<bool> Schedule::reduced_later(const ForwardPass& pass) const {
   std::vector<bool> later =
       waits_ ? passes_.awaited_before(pass.id) : std::vector<bool>(units_.size(), false);
@@ -472,7 +472,7 @@ void Schedule::finish_program(Actions& out) {
   }
 }
 
-void Schedule::leave_program(Actions& out) {
+void Schedule::abandon_program(Actions& out) {
   for (UnitId unit = 0; unit < static_cast<UnitId>(units_.size()); ++unit) {
     Residency::Uses& uses = residency_.uses(unit);
     uses.kept_for_backward = uses.kept_for_backward || uses.in_backward;

@@ -1,5 +1,5 @@
-// Options that decide what a sharded model communicates and holds; the engine and the plan share
-// them.
+// Options that determine the communication and the memory of a sharded model, for the engine and
+// the planner.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@ namespace zerocore {
 
 // Note [States on the host]
 // Trained parameters have main weights on the host, even if layers compute in the same dtype. The
-// optimizer updates them there, next to its moments. The device keeps the model weights, which the
+// optimizer updates them there, next to its moments. The device has the model weights, which the
 // host sends after each update. Parameters that do not require grad when the model is sharded have
-// no states and stay as they are. A state on disk is memory of the host whose bytes are in a file,
-// see Note [Memory of a file].
+// no states and do not change. A state on disk is host memory mapped from a file, see Note [Memory
+// of a file].
 
-// The memory that holds a part of the training state.
+// The memory of a part of the training state.
 enum class Tier : uint8_t { Device, Host, Disk };
 
 struct Tiers {
@@ -38,8 +38,8 @@ struct Tiers {
   bool has_host_gradients() const {
     return gradients != Tier::Device || has_host_states();
   }
-  // Returns whether gradients are copied from a device to be kept on the host. `on_host` says that
-  // the CPU computes, so that there is nothing to copy.
+  // Returns whether a device's gradients are copied to the host and kept there. `on_host`: the CPU
+  // computes, so there is nothing to copy.
   bool lands_gradients(bool on_host) const {
     return gradients == Tier::Host && !on_host;
   }
@@ -73,9 +73,9 @@ struct Tiers {
 
 struct ShardOptions {
   int64_t stage = 3; // see UnitMesh
-  int prefetch = 1; // how many units are gathered ahead
+  int prefetch = 1; // units gathered ahead of their use
   int reductions = 1; // units reduced at a time, if reductions hold blocks of the pool
-  bool hold_full = false; // stages 2, 3: without sync, keeps full local sums of gradients
+  bool hold_full = false; // stages 2, 3: keeps full local sums of gradients without sync
   bool by_rows = false; // see Note [Shards of rows]
   bool shard_across = false; // see Note [Sharded across]
   bool sums_in_order = false; // see Note [Sums in order]

@@ -63,7 +63,7 @@ int64_t HostLayout::moment_elements(const Layout& layout, int64_t shard) const {
   return nbytes;
 }
 
-// Moments begin on a page of their own, so that no pinned page has any.
+// Moments begin on a page of their own, so that no pinned page holds any.
 int64_t HostLayout::moments_begin() const {
   return moments_nbytes_ == 0 ? copied_nbytes() : round_up(copied_nbytes(), page_nbytes());
 }

@@ -12,12 +12,12 @@
 
 namespace zerocore {
 
-// The parts of a unit's state, in the order in which they lie on the host or on disk.
+// The parts of a unit's state, in their order on the host or on disk.
 inline constexpr std::array kStateParts =
     {Memory::Shard, Memory::Main, Memory::Sent, Memory::ExpAvg, Memory::ExpAvgSq, Memory::Kept};
 
-// Returns the bytes of a unit's parts that the mesh's rank has in the tier, Host or Disk. Kept has
-// gradients that are kept on the host, or sent there for the update.
+// Returns the bytes of a unit's parts that the mesh's rank has in the tier, Host or Disk. Kept
+// counts gradients that the host keeps, or receives for the update.
 inline ByMemory<int64_t> part_sizes(
     Tier tier,
     const Layout& layout,
@@ -40,30 +40,30 @@ inline ByMemory<int64_t> part_sizes(
 
 // -- on the host: one mapping ---------------------------------------------------------------------
 //
-// Memory that is copied to and from a device comes first, unit after unit, so that it alone can be
+// Memory that a device copies from or to comes first, unit after unit, so that it alone can be
 // pinned. Two buffers for gradients of a device follow, see Note [Gradients of a device on the
-// host]. The moments come last, on pages of their own; they take memory when an optimizer touches
-// them. Each part has the alignment of a region.
+// host]. The moments come last, on pages of their own; they take memory when an optimizer first
+// writes them. Each part has the alignment of a region.
 
 class HostLayout {
  public:
-  // `lands` says that kept gradients are copied from a device.
+  // `lands`: gradients are copied from a device and kept here.
   HostLayout(const Tiers& tiers, bool lands) : tiers_(tiers), lands_(lands) {}
   // Adds the next unit.
   void add(const Layout& layout, const UnitMesh& mesh);
 
-  // Returns a part's bytes in the mapping; empty if it is not on the host. Add all units first.
+  // Returns a part's bytes in the mapping; empty without the part on the host. Add all units first.
   Range part(UnitId unit, Memory which) const;
   // Returns the bytes of a trained region's gradient.
   Range gradient(UnitId unit, int region) const;
 
-  // Returns one of the two buffers for gradients that are added to others; empty without them.
+  // Returns one of the two buffers for gradients that are added to others; empty if there is none.
   Range landing_buffer(int index) const;
 
   int64_t nbytes() const {
     return moments_begin() + moments_nbytes_;
   }
-  // Returns how many bytes, from the beginning on, are copied to and from a device.
+  // Returns how many bytes at the front a device copies from or to.
   int64_t copied_nbytes() const {
     return landing_buffer(1).end;
   }
@@ -75,14 +75,14 @@ class HostLayout {
   int64_t gradients_nbytes() const {
     return gradients_nbytes_;
   }
-  // Returns all other bytes but the elements of moments.
+  // Returns all other bytes without the elements of moments.
   int64_t gaps_nbytes() const {
     return nbytes() - weights_nbytes_ - gradients_nbytes_ - moment_elements_nbytes_;
   }
 
  private:
   struct HostUnit {
-    ByMemory<Range> parts; // moments count from moments_begin()
+    ByMemory<Range> parts; // offsets of moments count from moments_begin()
     std::vector<Range> gradients; // by region
   };
 
@@ -100,7 +100,7 @@ class HostLayout {
 // -- on disk: one mapped file, see Note [Memory of a file] ----------------------------------------
 //
 // The parts of a unit lie one after the other, each on pages of its own. An update reads and writes
-// them from the first trained weight on; an all-gather reads only the parameters.
+// all parts from the first trained weight on; an all-gather reads only the parameters.
 
 struct DiskUnit {
   ByMemory<Range> parts; // ranges of the file; empty if the part is not on disk
@@ -109,9 +109,9 @@ struct DiskUnit {
 
 class DiskLayout {
  public:
-  // Units in memory at a time: one is read and one is written while a third is updated.
+  // Units in memory at a time: one is read, one is updated, one is written.
   static constexpr int kNumUpdated = 3;
-  static constexpr int kNumLoaded = 2; // one is copied while the next is read
+  static constexpr int kNumLoaded = 2; // one unit is copied while the next is read
 
   explicit DiskLayout(const Tiers& tiers) : tiers_(tiers) {}
   // Adds the next unit.
@@ -123,7 +123,7 @@ class DiskLayout {
   int64_t file_nbytes() const {
     return file_nbytes_;
   }
-  // Returns the most memory that updates and loads take.
+  // Returns the peak memory of updates and loads.
   int64_t buffers_nbytes() const;
 
  private:

@@ -6,8 +6,8 @@ namespace zerocore {
 
 namespace {
 
-// Returns the backward that mirrors a forward: the calls, last first, and a unit's gradients when
-// the backward leaves its first call.
+// Returns the backward that mirrors a forward: the calls, last first. A unit's gradients are ready
+// when the backward has finished its first call.
 std::vector<BackwardEvent> backward_of(const Instructions& order) {
   std::vector<BackwardEvent> events;
   for (size_t i = order.size(); i-- > 0;) {
@@ -24,25 +24,28 @@ std::vector<BackwardEvent> backward_of(const Instructions& order) {
   return events;
 }
 
-// Returns the events of a forward and its backward. The times of the backward mirror the forward's.
-std::vector<Told> micro_batch_of(
+// Returns the events of a forward and its backward. The backward's times mirror the forward's.
+std::vector<ScheduleEvent> micro_batch_of(
     const Instructions& order,
     const std::vector<BackwardEvent>& backward) {
   const auto num_events = static_cast<int32_t>(order.size());
-  std::vector<Told> list = {{Told::BeginPass}};
+  std::vector<ScheduleEvent> list = {{ScheduleEvent::BeginPass}};
   for (int32_t i = 0; i < num_events; ++i) {
-    list.push_back({order[i].kind == InstructionKind::Enter ? Told::Enter : Told::Exit, i, i});
+    list.push_back(
+        {order[i].kind == InstructionKind::Enter ? ScheduleEvent::Enter : ScheduleEvent::Exit,
+         i,
+         i});
   }
-  list.push_back({Told::EndPass, -1, num_events - 1});
-  list.push_back({Told::BeginBackward, -1, num_events - 1});
+  list.push_back({ScheduleEvent::EndPass, -1, num_events - 1});
+  list.push_back({ScheduleEvent::BeginBackward, -1, num_events - 1});
   for (const BackwardEvent& event : backward) {
     const auto first = std::ranges::find_if(
         order, [&](const Instruction& each) { return each.is_enter(event.index); });
     const auto mirrored = event.ready ? static_cast<int32_t>(first - order.begin()) : event.index;
     const int32_t moment = std::max(list.back().moment, 2 * num_events - 1 - mirrored);
-    list.push_back({event.ready ? Told::Ready : Told::Pre, event.index, moment});
+    list.push_back({event.ready ? ScheduleEvent::Ready : ScheduleEvent::Pre, event.index, moment});
   }
-  list.push_back({Told::EndBackward, -1, 2 * num_events});
+  list.push_back({ScheduleEvent::EndBackward, -1, 2 * num_events});
   return list;
 }
 
@@ -115,9 +118,9 @@ void StepSimulation::step() {
   run(actions);
   for (int index = 0; index < options_.micro_batches; ++index) {
     sync_ = index == options_.micro_batches - 1;
-    std::ranges::for_each(micro_batch_, [this](const Told& told) { tell(told); });
+    std::ranges::for_each(micro_batch_, [this](const ScheduleEvent& event) { tell(event); });
   }
-  // zero_grad() drops the gradients.
+  // As zero_grad() does after each step.
   for (size_t unit = 0; unit < layouts_.size(); ++unit) {
     for (size_t param = 0; param < layouts_[unit].places().size(); ++param) {
       reduction_.drop(static_cast<UnitId>(unit), static_cast<int>(param));
@@ -144,49 +147,49 @@ void StepSimulation::optimizer_step() {
   run(actions);
 }
 
-void StepSimulation::tell(const Told& told) {
+void StepSimulation::tell(const ScheduleEvent& event) {
   Actions actions;
-  moment_ = told.moment;
-  tell_schedule(told, actions);
+  moment_ = event.moment;
+  tell_schedule(event, actions);
   run(actions);
-  if (told.kind == Told::Enter) {
-    unsharding_[order_[told.index].unit].wait(*this);
-  } else if (told.kind == Told::Pre) {
-    unsharding_[calls_.at(told.index).unit].wait(*this);
-  } else if (told.kind == Told::EndPass) {
+  if (event.kind == ScheduleEvent::Enter) {
+    unsharding_[order_[event.index].unit].wait(*this);
+  } else if (event.kind == ScheduleEvent::Pre) {
+    unsharding_[calls_.at(event.index).unit].wait(*this);
+  } else if (event.kind == ScheduleEvent::EndPass) {
     std::ranges::for_each(unsharding_, [this](Unsharding& unit) { unit.wait(*this); });
-  } else if (told.kind == Told::EndBackward) {
+  } else if (event.kind == ScheduleEvent::EndBackward) {
     reduction_.finish(*this);
   }
 }
 
-void StepSimulation::tell_schedule(const Told& told, Actions& actions) {
-  switch (told.kind) {
-    case Told::BeginPass:
+void StepSimulation::tell_schedule(const ScheduleEvent& event, Actions& actions) {
+  switch (event.kind) {
+    case ScheduleEvent::BeginPass:
       calls_.assign(order_.size(), {});
       schedule_.begin_pass(/*grad=*/true, actions);
       break;
-    case Told::Enter:
-      schedule_.enter(order_[told.index].unit, true, actions);
+    case ScheduleEvent::Enter:
+      schedule_.enter(order_[event.index].unit, true, actions);
       break;
-    case Told::Exit: {
-      const Instruction& exit = order_[told.index];
-      calls_[told.index] = schedule_.exit(exit.unit, exit.needs_backward, exit.reads, actions);
+    case ScheduleEvent::Exit: {
+      const Instruction& exit = order_[event.index];
+      calls_[event.index] = schedule_.exit(exit.unit, exit.needs_backward, exit.reads, actions);
       break;
     }
-    case Told::EndPass:
+    case ScheduleEvent::EndPass:
       schedule_.end_pass(actions);
       break;
-    case Told::BeginBackward:
+    case ScheduleEvent::BeginBackward:
       schedule_.begin_backward();
       break;
-    case Told::Pre:
-      schedule_.pre_backward(calls_.at(told.index), actions);
+    case ScheduleEvent::Pre:
+      schedule_.pre_backward(calls_.at(event.index), actions);
       break;
-    case Told::Ready:
-      schedule_.ready(told.index, actions);
+    case ScheduleEvent::Ready:
+      schedule_.ready(event.index, actions);
       break;
-    case Told::EndBackward:
+    case ScheduleEvent::EndBackward:
       schedule_.end_backward(actions);
       break;
   }
@@ -209,7 +212,7 @@ void StepSimulation::run(Actions& actions) {
   actions.clear();
 }
 
-// If full parameters stay, frozen ones are not gathered again.
+// If full parameters are persistent, frozen ones are gathered only once.
 void StepSimulation::unshard(UnitId unit) {
   const Layout& layout = layouts_[unit];
   const bool again = gathered_[unit];

@@ -1,5 +1,5 @@
-// Simulates a step on integers: drives a schedule as the engine would, and carries out its actions,
-// all-gathers and reductions with sizes instead of memory.
+// Simulates a step on integers. It drives a schedule as the engine does, and carries out the
+// actions, all-gathers and reductions with sizes instead of memory.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@
 namespace zerocore {
 
 // An event that the engine reports to its schedule.
-struct Told {
+struct ScheduleEvent {
   enum Kind : uint8_t { BeginPass, Enter, Exit, EndPass, BeginBackward, Pre, Ready, EndBackward };
   Kind kind = BeginPass;
-  int32_t index = -1; // index in the order; the unit of a Ready
+  int32_t index = -1; // index in the order; for a Ready the unit
   int32_t moment = 0; // see PlannedEvent
 };
 
@@ -33,7 +33,7 @@ class StepSimulation final : private Steps {
   StepSimulation(const StepSimulation&) = delete; // reduction_ points to layouts_
   StepSimulation& operator=(const StepSimulation&) = delete;
 
-  // Simulates the first step and a steady one; events() has the second.
+  // Simulates the first step and a steady one; events() has the steady one.
   void run_steps();
 
   const std::vector<PlannedEvent>& events() const {
@@ -48,7 +48,7 @@ class StepSimulation final : private Steps {
   const UnitMesh& mesh(size_t unit) const {
     return meshes_[unit];
   }
-  // Returns the bytes of gradients that stay between steps.
+  // Returns the bytes of gradients that persist between steps.
   int64_t kept_gradients(size_t unit) const {
     return reduction_.kept_nbytes(static_cast<UnitId>(unit));
   }
@@ -57,20 +57,20 @@ class StepSimulation final : private Steps {
   void step();
   void optimizer_step();
   bool gathers_behind_step(UnitId unit) const;
-  void tell(const Told& told);
-  void tell_schedule(const Told& told, Actions& actions);
+  void tell(const ScheduleEvent& event);
+  void tell_schedule(const ScheduleEvent& event, Actions& actions);
   void run(Actions& actions);
   void unshard(UnitId unit);
   void run(const Step& step) override;
 
   PlanOptions options_;
   Instructions order_;
-  std::vector<Told> micro_batch_; // a forward and its backward
+  std::vector<ScheduleEvent> micro_batch_; // a forward and its backward
   std::vector<UnitMesh> meshes_; // by unit
   Schedule schedule_;
   std::vector<Layout> layouts_;
   Reduction reduction_;
-  std::vector<CallHandle> calls_; // by instruction of the order; set for Exits
+  std::vector<CallHandle> calls_; // by instruction of the order; only Exits have one
   std::vector<PlannedEvent> events_;
   PoolMap pool_;
   std::vector<Unsharding> unsharding_; // by unit

@@ -1,9 +1,9 @@
-// The steps of which all-gathers and reductions consist: memory is taken and freed, values move,
-// collectives start and are waited for; integers only.
+// The steps of all-gathers and reductions: allocate or free memory, move values, start or wait for
+// a collective; integers only.
 //
 // Unsharding and Reduction decide the steps. The engine carries them out with tensors
-// (engine/unit/step_runner.h), the planner with sizes (plan/step_simulation.h), so it predicts what
-// the engine does. Each step is carried out before the next one is decided.
+// (engine/unit/step_runner.h), the planner with sizes (plan/step_simulation.h), so it predicts the
+// engine's steps. Each step is carried out before the next one is decided.
 #pragma once
 
 #include <algorithm>
@@ -17,40 +17,40 @@
 namespace zerocore {
 
 enum class StepKind : uint8_t {
-  Take, // allocates `to`: a block of the pool that `stream` writes first, or Kept, which stays
-  Free, // gives the block `from` back, if it is taken; `stream` used it last
+  Take, // allocates `to`: a block of the pool that `stream` writes first, or Kept, which persists
+  Free, // frees the block `from` if it is taken; `stream` used it last
   Order, // makes later work of `stream` wait for earlier work of `behind`
-  Move, // moves values of `from` to `to`, as `how` says
+  Move, // moves values from `from` to `to` as `how` says
   Start, // starts a collective over `axis`; all-gathers send `from`, or this rank's part of `to`
   Wait, // waits for the all-gathers if `to` is Full, else for the region's reductions
-  Ready, // `to` has its values: a Shard from the disk, Full for the layers, Kept for the host
-  Count, // only counts in the trace
+  Ready, // `to` has its values: Shard from the disk, Full for the layers, Kept for the host
+  Count, // only adds to the trace
 };
 
 enum class How : uint8_t {
   Copy, // copies between the device and the host
   CopyOut, // copies Received, in rank order, to the parameters in Full
-  Encode, // encodes this rank's part of `to` for a one-byte gather
+  Encode, // encodes this rank's part of `to` for a one-byte all-gather
   Keep, // copies this rank's part of Full to Near
   Pack, // packs the backward's gradients; see Reduction::added()
   Cast, // casts and scales
   Sum, // sums the `parts` of `from` into the elements of `to` that this rank sums
-  Zero, // zeroes the kept gradient of `param`, whose memory holds an old value
+  Zero, // zeroes the kept gradient of `param`, which holds a stale value
 };
 
-// The factor of a unit's gradient scale that a step applies, see Note [Scale of gradients].
+// The part of a unit's gradient scale that a step applies, see Note [Scale of gradients].
 enum class ScalePart : uint8_t { None, All, Packed, Rest, RestUndone };
 
 struct Step {
   StepKind kind = StepKind::Count;
   UnitId unit = -1;
-  int region = -1; // -1 for all
+  int region = -1; // -1 for all regions
   Memory from = Memory::Shard, to = Memory::Full;
   How how = How::Copy;
-  std::optional<TraceOp> op = std::nullopt; // the operation that the trace counts
+  std::optional<TraceOp> op = std::nullopt; // the operation in the trace
   AxisName axis = AxisName::State;
-  int64_t nbytes = 0; // size of the block, or bytes that the trace counts
-  int64_t parts = 1; // addends of a sum; values that a collective leaves for each element
+  int64_t nbytes = 0; // bytes of the block, or bytes in the trace
+  int64_t parts = 1; // addends of a sum; values per element in the result of a collective
   bool adds = false; // adds to the values of `to`
   int param = -1;
   ScalePart scale = ScalePart::None; // multiplies the written values

@@ -16,11 +16,10 @@
 //
 // Note [Sharded across]
 // In HFSDP the optimizer's states are sharded over the replicas, too: each rank owns and updates a
-// part of the shard that its replica would own. Gradients are reduce-scattered over the ranks that
-// share the state, then over the replicas. The first all-gather after an update goes over the
-// replicas, which own the parts of a shard, then over the ranks that share the state. From then on
-// the latter are the near ranks. The parts of one shard are adjacent in memory, see
-// Region::shard_range.
+// part of its replica's shard. Gradients are reduce-scattered over the ranks that share the state,
+// then over the replicas. The first all-gather after an update goes over the replicas, which own
+// the parts of a shard, then over the ranks that share the state. Later all-gathers go over the
+// latter, the near ranks. The parts of one shard are adjacent in memory, see Region::shard_range.
 #pragma once
 
 #include <cstdint>
@@ -45,14 +44,14 @@ struct Axis {
   WireMethods methods = {};
   AxisName name = AxisName::State;
 
-  // Returns how many values a reduction over the axis leaves for each element.
+  // Returns the number of values per element in the result of a reduction over the axis.
   int64_t parts() const {
     return methods.reduce.parts(size);
   }
 };
 
 struct UnitMesh {
-  Axis state; // ranks that share the state; the replicas if each of them holds the whole state
+  Axis state; // ranks that share the state; the replicas if each rank holds the whole state
   Axis replicas; // ranks that hold the same part of the state
   Axis near; // some ranks of `state`; see Note [Near ranks]
   bool shards_parameters = false;
@@ -62,9 +61,9 @@ struct UnitMesh {
   bool sums_in_order = false; // see Note [Sums in order]
   int64_t divisor = 1; // divides sums of gradients; by default the size of the mesh
 
-  // Returns the mesh of a stage. Parameters on the host count as sharded even with one rank, and so
-  // do gradients that a device keeps on the host. `on_host` says that the CPU computes. Throws
-  // c10::ValueError for a stage other than 0 to 3.
+  // Returns the mesh of a stage. Parameters on the host count as sharded even with one rank; so do
+  // a device's gradients on the host. `on_host`: the CPU computes. Throws c10::ValueError for a
+  // stage other than 0 to 3.
   static UnitMesh of(
       const ShardOptions& sharding,
       Axis state,
@@ -75,15 +74,15 @@ struct UnitMesh {
   const Axis& axis(AxisName name) const {
     return name == AxisName::State ? state : name == AxisName::Replicas ? replicas : near;
   }
-  // Returns the size of the axis that was given this name, even if `state` is the replicas.
+  // Returns the size of the axis with this name, even if `state` is the replicas.
   int64_t num_ranks(AxisName name) const {
     return (state.name == name ? state : replicas.name == name ? replicas : near).size;
   }
-  // Returns into how many equal shards the state is cut.
+  // Returns the number of equal shards of the state.
   int64_t num_shards() const {
     return shards_optimizer ? state.size * num_across() : 1;
   }
-  // Returns into how many parts the replicas cut one replica's shard.
+  // Returns the number of parts into which the replicas cut one replica's shard.
   int64_t num_across() const {
     return shards_across ? replicas.size : 1;
   }
@@ -102,24 +101,24 @@ struct UnitMesh {
   bool sums_across() const {
     return replicas.size > 1;
   }
-  // Returns how many values a reduction over `state` leaves for each element.
+  // Returns the number of values per element in the result of a reduction over `state`.
   int64_t parts() const {
     return shards_optimizer || sums_in_order ? state.parts() : 1;
   }
-  // Returns into how many parts ranks cut a shard to sum one each, see Note [Sums in order].
+  // Returns the number of parts of a shard that ranks sum, one each, see Note [Sums in order].
   int64_t num_cuts() const {
     const int64_t within = shards_optimizer ? 1 : state.size;
     return sums_in_order ? within * (shards_across ? 1 : replicas.size) : 1;
   }
-  // Returns whether this rank's value counts in a sum, among the ranks that hold the same gradient.
+  // Of the ranks that hold the same reduced gradient, only the first adds it to the next sum.
   bool is_first_holder() const {
     return (shards_across || replicas.rank == 0) && (shards_optimizer || state.rank == 0);
   }
   bool gathers_near() const {
     return near.size > 1;
   }
-  // Returns whether the all-gather after an update starts when the step ends: it needs full
-  // parameters that stay, and takes no memory; their new values are on the device.
+  // Returns whether the all-gather after an update starts when the step ends. Full parameters must
+  // be persistent, so that it takes no memory, and their new values must be on the device.
   bool gathers_behind_step(const Layout& layout, const Tiers& tiers) const {
     const bool gathers = shards_optimizer && !shards_parameters;
     return gathers && !layout.copies_out() && !tiers.has_host_states();
@@ -138,7 +137,7 @@ struct UnitMesh {
     mesh.near = {};
     return mesh;
   }
-  // Returns how many of `nbytes` of parameters a rank keeps for its near ranks.
+  // Returns how many of `nbytes` bytes of parameters a rank keeps for its near ranks.
   int64_t near_nbytes(int64_t nbytes) const {
     return gathers_near() ? nbytes / near.size : 0;
   }

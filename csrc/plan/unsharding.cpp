@@ -5,8 +5,8 @@
 namespace zerocore {
 
 void Unsharding::begin(const std::vector<int>& regions, bool again, Steps& steps) {
-  wait(steps); // a rank that skipped the unit may not have waited for its last gather
-  if (has_full_ && mesh_.shards_parameters) { // in use: the compute stream may read Full
+  wait(steps); // if this rank skipped the unit, its last gather may be pending
+  if (has_full_ && mesh_.shards_parameters) { // unit in use: compute may read Full
     steps.run({.kind = StepKind::Order, .unit = unit_, .stream = StreamRole::AllGather});
   }
   is_near_ = again && mesh_.gathers_near() && (has_near_ || has_full_);
@@ -34,7 +34,7 @@ void Unsharding::begin(const std::vector<int>& regions, bool again, Steps& steps
   is_whole_ = true;
 }
 
-// See Note [Sharded across]. On a device, the all-gather stream orders the two all-gathers.
+// See Note [Sharded across]. On a device, the all-gather stream orders both all-gathers.
 void Unsharding::start_across(const std::vector<int>& regions, Steps& steps) const {
   for (const int region : regions) {
     steps.run(
@@ -78,7 +78,7 @@ void Unsharding::start(int index, Steps& steps) const {
   steps.run(step);
 }
 
-// A rank that still uses the unit sends its part of Full.
+// If a rank still uses the unit, it sends its part of Full.
 void Unsharding::start_near(int region, Steps& steps) const {
   steps.run(
       {.kind = StepKind::Start,
@@ -95,7 +95,7 @@ void Unsharding::wait(Steps& steps) {
     return;
   }
   steps.run({.kind = StepKind::Wait, .unit = unit_});
-  if (layout_.num_shards() == 1) { // the copy from the host was not a collective
+  if (layout_.num_shards() == 1) { // the copy from the host is no collective
     steps.run({.kind = StepKind::Order, .unit = unit_, .behind = StreamRole::AllGather});
   }
   if (receives_) {
@@ -113,7 +113,7 @@ void Unsharding::wait(Steps& steps) {
 void Unsharding::reshard(Steps& steps) {
   wait(steps);
   TORCH_INTERNAL_ASSERT(
-      has_full_ && mesh_.shards_parameters, "unit ", unit_, " has nothing to give back");
+      has_full_ && mesh_.shards_parameters, "unit ", unit_, " has no block to free");
   if (mesh_.gathers_near() && keeps_near_ && is_whole_ && !has_near_) {
     steps.run(
         {.kind = StepKind::Move,

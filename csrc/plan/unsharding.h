@@ -1,12 +1,13 @@
-// Decides the steps in which one unit is unsharded and resharded; integers only.
+// Decides the steps that unshard and reshard one unit; integers only.
 //
 // Note [Where parameters live]
-// stage 0 to 2  Full stays. This rank's shard is its part of Full, which all-gathers send. They
+// stage 0 to 2  Full is persistent. This rank's shard is its part of Full, which all-gathers send.
+// They
 //               gather changed regions only.
 // stage 3       Shard is memory of its own, on the device, the host or the disk. Full is a block of
 //               the pool from the all-gather to the reshard.
-// A layout by rows is gathered into Received, a block of the pool, then copied out to Full. So are
-// encoded parameters; each rank encodes its part into Received.
+// A layout by rows is gathered into Received, a block of the pool, then copied out to Full. The
+// same holds for encoded parameters; each rank encodes its part into Received.
 // With near ranks, Near keeps a part of Full from the first reshard until the parameters change.
 #pragma once
 
@@ -21,13 +22,13 @@
 
 namespace zerocore {
 
-// Sharded > Unsharding > Unsharded > Sharded; if Full stays: Unsharded > Unsharding > Unsharded
+// Sharded > Unsharding > Unsharded > Sharded; persistent Full: Unsharded > Unsharding > Unsharded
 enum class ShardedState : uint8_t { Sharded, Unsharding, Unsharded };
 
 class Unsharding {
  public:
-  // `layout` must outlive the object. `on_host` says that the host waits for collectives, which run
-  // on no stream.
+  // `layout` must outlive the object. `on_host`: the host waits for collectives, which run on no
+  // stream.
   Unsharding(
       UnitId unit,
       const UnitMesh& mesh,
@@ -47,14 +48,14 @@ class Unsharding {
   ShardedState state() const {
     return state_;
   }
-  // Starts the all-gathers of `regions`: all at stage 3, else those that have changed. A unit in
-  // use keeps its block. `again` says that no parameter has changed since the last all-gather.
+  // Starts the all-gathers of `regions`: all at stage 3, else the changed ones. A unit in use keeps
+  // its block. `again`: no parameter has changed since the last all-gather.
   void begin(const std::vector<int>& regions, bool again, Steps& steps);
-  // Completes the all-gathers that begin() has started, if any.
+  // Completes the all-gathers that begin() started, if any.
   void wait(Steps& steps);
-  // Completes them and gives Full back. The unit must not be sharded.
+  // Completes the all-gathers and frees Full. The unit must not be sharded.
   void reshard(Steps& steps);
-  // Sets whether a reshard may fill Near, as it may at first. False also forgets what Near holds.
+  // Sets whether a reshard may fill Near (at first it may). False also forgets Near's values.
   void set_keeps_near(bool keeps) {
     keeps_near_ = keeps;
     has_near_ = has_near_ && keeps;

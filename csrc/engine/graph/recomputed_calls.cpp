@@ -32,17 +32,17 @@ RecomputedCalls::Found RecomputedCalls::find(UnitId unit) {
   const auto made = std::ranges::find_if(
       group_, [&](const Made* each) { return each->recorded.call.unit == unit; });
   if (made == group_.end()) {
-    return {place_, {-1, -1, unit}};
+    return {position_, {-1, -1, unit}};
   }
   (*made)->found = true;
   const CallHandle call = (*made)->recorded.call;
   group_.erase(group_.begin(), made + 1);
-  return {place_, call};
+  return {position_, call};
 }
 
-// Finds the checkpoint's calls among those that the backward has left, and its position.
+// Finds the checkpoint's calls among those that the backward is past, and its position.
 void RecomputedCalls::look_behind() {
-  place_ = {};
+  position_ = {};
   group_.clear();
   std::optional<CallHandle> next; // the first call whose backward has run
   int64_t pass = -1; // the last pass with a call that began before the node
@@ -66,9 +66,9 @@ void RecomputedCalls::look_behind() {
   }
   if (next) {
     std::erase_if(group_, [&](const Made* made) { return !is_before(made->recorded.call, *next); });
-    place_ = {next->pass, next->call};
+    position_ = {next->pass, next->call};
   } else if (group_.empty()) {
-    place_ = place_behind(pass);
+    position_ = position_behind(pass);
   }
   std::sort(group_.begin(), group_.end(), [](const Made* a, const Made* b) {
     return is_before(a->recorded.call, b->recorded.call);
@@ -77,21 +77,21 @@ void RecomputedCalls::look_behind() {
     std::erase_if(group_, [first = group_.front()->recorded.call.pass](const Made* made) {
       return made->recorded.call.pass != first;
     });
-    place_ = {group_.back()->recorded.call.pass, group_.back()->recorded.call.call + 1};
+    position_ = {group_.back()->recorded.call.pass, group_.back()->recorded.call.call + 1};
   }
 }
 
 // Returns the position after all calls of the pass that began before the node.
-BackwardPlace RecomputedCalls::place_behind(int64_t pass) const {
-  BackwardPlace place{pass, 0};
+BackwardPosition RecomputedCalls::position_behind(int64_t pass) const {
+  BackwardPosition position{pass, 0};
   for (const Made& made : calls_) {
     const RecordedCall& recorded = made.recorded;
     const bool is_of_pass = recorded.thread == node_.thread && recorded.call.pass == pass;
     if (is_of_pass && recorded.first <= node_.number) {
-      place.end = std::max(place.end, recorded.call.call + 1);
+      position.end = std::max(position.end, recorded.call.call + 1);
     }
   }
-  return place;
+  return position;
 }
 
 void RecomputedCalls::end_backward() {
