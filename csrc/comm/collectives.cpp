@@ -1,4 +1,4 @@
-// Calls the c10d backend as the group's wire methods say.
+// Issues the c10d calls that the group's wire methods ask for.
 #include "comm/collectives.h"
 
 #include <ATen/ops/empty.h>
@@ -39,7 +39,7 @@ Works broadcast_slices(
   const int64_t numel = slices.front().numel();
   Works works;
   int64_t begin = 0;
-  do { // once even if the slices are empty
+  do { // at least once, even if the slices are empty
     const int64_t length = std::min(most, numel - begin);
     for (size_t root = 0; root < slices.size(); ++root) {
       std::vector<at::Tensor> tensors = {slices[root].narrow(0, begin, length)};
@@ -53,12 +53,12 @@ Works broadcast_slices(
 }
 
 // Note [Pieces]
-// Gloo sends when the receiver has asked, and a rank's request waits for the data that it sends
-// itself. So the broadcasts and the all-to-all of two ranks use a link in one direction at a time.
-// A piece of 1 MiB goes to the socket's buffer at once, so pieces in turn keep both directions
-// busy. At 1 Gbit/s a step of stage 3 takes 0.63 of FSDP2's time instead of 1.03
-// (benchmarks/network.py). Over loopback pieces only add turns of gloo's threads: a step takes 1.07
-// of the time without. With more ranks the links are busy both ways anyway.
+// A gloo rank sends when the receiver has asked, and its request waits for the data that it sends
+// itself. So broadcasts and all-to-alls of two ranks use a link in one direction at a time. A piece
+// of 1 MiB fits into the socket's buffer, so pieces in turn use both directions. At 1 Gbit/s a step
+// of stage 3 then takes 0.63 of FSDP2's time, without pieces 1.03 (benchmarks/network.py). Over
+// loopback pieces only add turns of gloo's threads: a step takes 1.07 of the time without. More
+// than two ranks use both directions anyway.
 int64_t piece_numel(const at::Tensor& tensor) {
   return 1024 * 1024 / static_cast<int64_t>(tensor.itemsize());
 }
@@ -93,7 +93,7 @@ Works all_to_all(c10d::Backend& backend, at::Tensor received, at::Tensor sent, b
   return {backend.alltoall_base(received, sent, even, even, options)};
 }
 
-// Returns a number that is equal in processes that share a loopback device.
+// Returns a number that is equal exactly in processes with the same loopback device.
 int64_t loopback_number() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -158,7 +158,7 @@ Works reduce(
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// Writes the sum to the first part of `received` and zeros to the others.
+// Writes the sum to the first part of `received`, and zeros to the others.
 c10::intrusive_ptr<c10d::Work> reduce_by(
     const OwnCollective& reduce,
     const at::Tensor& received,
@@ -171,8 +171,8 @@ c10::intrusive_ptr<c10d::Work> reduce_by(
   return reduce(received.narrow(0, 0, numel), full);
 }
 
-// Makes one launch of the collectives that `issue` begins. Ends it even on an error: else the
-// backend would coalesce for ever. Throws the error of a backend that cannot
+// Makes one launch of the collectives that `issue` starts. Ends the launch even on an error:
+// otherwise the backend would coalesce for ever. Throws the backend's error if it cannot coalesce
 // (Backend::supportsCoalescing).
 template <typename Issue>
 Works launch_together(c10d::Backend& backend, const Issue& issue) {
@@ -189,7 +189,7 @@ Works launch_together(c10d::Backend& backend, const Issue& issue) {
   return {backend.endCoalescing()};
 }
 
-// Returns gloo's guard, or null for other backends: see Note [Known sequences].
+// Returns gloo's guard, or null for other backends, see Note [Known sequences].
 std::shared_ptr<IssueGuard> guard_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
   if (backend->getBackendName() != "gloo") {
     return nullptr;
@@ -238,7 +238,7 @@ Works Collectives::issue(TraceOp op, const CollectiveCall& call, bool async) con
   }
 }
 
-// GatherSums and AllReduce work in place, so they read no other tensor.
+// GatherSums and AllReduce run in place, so they read no other tensor.
 PendingCollective Collectives::begin(TraceOp op, const CollectiveCall& call) {
   const bool is_in_place = op == TraceOp::GatherSums || op == TraceOp::AllReduce;
   const at::Tensor from = is_in_place ? at::Tensor() : call.from;

@@ -1,8 +1,8 @@
 // All-gather, reduce-scatter, all-reduce and all-to-all of flat buckets over a c10d process group.
 //
 // Every call returns at once with a PendingCollective that keeps its tensors alive. On a device a
-// collective runs on its role's stream. The caller orders that stream after the work that wrote the
-// tensors: if this class did so, a gather would wait for the layer it should overlap with. wait()
+// collective runs on its role's stream. The caller orders that stream after the writers of the
+// tensors: if this class did so, a gather would wait for the layer that it should overlap. wait()
 // orders the compute stream after the collective; on the CPU it blocks the host.
 //
 // Collectives calls the backend directly, not through the dispatcher, to save 5 us of host time a
@@ -19,23 +19,23 @@
 
 namespace zerocore {
 
-// Tensors are 1-D: bytes, or floating-point numbers if they are summed.
+// Tensors are 1-D: bytes, or floating-point numbers for sums.
 struct CollectiveCall {
   at::Tensor to, from;
   CollectiveTag tag;
 };
 
-// Bytes of the messages of an all-to-all, by rank.
+// Bytes of an all-to-all's messages, by rank.
 struct MessageSizes {
   std::vector<int64_t> sent, received;
-  int64_t total_nbytes = 0; // of all ranks' messages: the same on all ranks
+  int64_t total_nbytes = 0; // bytes of all ranks' messages; equal on all ranks
 };
 
 class Collectives {
  public:
-  // `alarm` may be null; otherwise it outlives the collectives. `reductions`: a second communicator
-  // of the same ranks, for reductions, GatherSums and all-to-alls; null to use `group` for all.
-  // They run on the stream of `reducing`. `sums_in_order`: see WireMethods.
+  // `alarm` may be null; otherwise it must outlive the object. `reductions`: a second communicator
+  // of the same ranks, for reductions, GatherSums and all-to-alls; null to use `group` for all of
+  // them. They run on the stream of `reducing`. `sums_in_order`: see WireMethods.
   Collectives(
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       const Streams& streams,
@@ -50,7 +50,7 @@ class Collectives {
   int64_t size() const {
     return group_->getSize();
   }
-  // Returns how gathers and reduce-scatters go over the wire.
+  // Returns the wire methods of gathers and reduce-scatters.
   const WireMethods& methods() const {
     return methods_;
   }
@@ -63,25 +63,24 @@ class Collectives {
     return reducing_;
   }
 
-  // Issues a gather or a reduction over the ranks, of which `call.to` receives:
-  //   AllGather      every rank's `from`, rank after rank; `from` may be this rank's slice of `to`,
-  //                  in place, or other memory
+  // Issues a gather or a reduction. When it is done, `call.to` holds:
+  //   AllGather      every rank's `from`, rank after rank; `from` may be this rank's slice of `to`
   //   GatherSums     the same, in place, on the communicator of reductions
-  //   ReduceScatter  as many parts as methods().reduce says, each of the size of this rank's slice.
-  //                  A single part is the slice of the sum, and may be that slice of `from`. An
-  //                  exchange leaves each rank's part, rank after rank, for the caller to add
+  //   ReduceScatter  methods().reduce.parts() values per element, each part as large as this rank's
+  //                  slice. A single part is the sum, and may be this rank's slice of `from`. An
+  //                  exchange writes each rank's part, rank after rank, for the caller to add
   //   AllReduce      the sum of `to`, in place
   PendingCollective start(TraceOp op, const CollectiveCall& call);
-  // Returns whether start_together() makes several calls of one kind one launch.
+  // Returns whether start_together() makes one launch of several calls of one kind.
   bool launches_together() const {
     return launches_together_;
   }
-  // Starts all calls, in one launch with one event after all.
+  // Starts all calls in one launch, with one event after all of them.
   std::vector<PendingCollective> start_together(
       TraceOp op,
       const std::vector<CollectiveCall>& calls);
-  // Sends each rank its part of `from`, and receives the ranks' parts for this one in `to`. Both
-  // are bytes, rank after rank.
+  // Sends each rank its part of `from`, and receives this rank's part from each rank into `to`.
+  // Both are bytes, rank after rank.
   PendingCollective all_to_all(CollectiveCall call, MessageSizes sizes);
   // Sends rank 0's bytes to all ranks, in place.
   PendingCollective broadcast(const at::Tensor& bytes, const CollectiveTag& tag);

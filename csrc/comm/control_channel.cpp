@@ -1,4 +1,4 @@
-// Encodes messages so that the largest values over the ranks are the answer.
+// Encodes messages so that the maximum over the ranks is the answer.
 #include "comm/control_channel.h"
 
 #include <c10/util/Exception.h>
@@ -18,8 +18,8 @@ namespace {
 const std::string kCalls = "the calls of a pass";
 const std::string kOptimizerFlags = "optimizer";
 const std::string kUsed = "the parameters that a backward used";
-// The ranks take the largest of each field. A wanted unit is encoded so that the first unit wins; 0
-// is no unit.
+// The ranks take the maximum of each field. A wanted unit is encoded so that the first unit wins;
+// 0: no unit.
 constexpr int64_t kFirstUnit = std::numeric_limits<int32_t>::max();
 constexpr size_t kMostKnown = 4096; // see Note [Static graphs]
 enum Field : uint8_t {
@@ -71,7 +71,7 @@ ControlChannel::Pending ControlChannel::begin(ControlMessage own, const std::str
 
 ControlMessage ControlChannel::wait(Pending& pending) {
   const ControlLink::Ticket round = std::exchange(pending.round, nullptr);
-  TORCH_INTERNAL_ASSERT(round != nullptr, "waits for a message that was not sent");
+  TORCH_INTERNAL_ASSERT(round != nullptr, "wait() for a message that this rank did not send");
   ControlMessage heard;
   pending.watched.wait([&] { heard = link_->wait(round); });
   return heard;
@@ -84,7 +84,7 @@ void ControlChannel::begin_backward(const std::shared_ptr<void>& running) {
     if (alarm_ != nullptr) {
       alarm_->note_failure(error.what_without_backtrace());
     }
-    throw; // autograd reports the first error; the alarm ends other waits
+    throw; // autograd reports the first error; the alarm ends the other waits
   }
 }
 
@@ -153,7 +153,7 @@ std::vector<bool> ControlChannel::any_rank(const std::vector<bool>& flags, Messa
   return hear(told);
 }
 
-// First ends the message before, which has long arrived: the ledger needs its end.
+// First ends the previous message, which has arrived: the ledger needs its end.
 void ControlChannel::tell_used(const std::vector<bool>& flags) {
   if (used_.pending.round != nullptr) {
     hear(used_);

@@ -1,11 +1,11 @@
-// Small messages between the ranks of a model about the calls of a pass, on the CPU only.
+// Small messages about the calls of a pass between the ranks of a model; CPU only.
 //
 // See Note [One order on every rank] in plan/schedule.h. In each round every rank says which unit
-// it needs, or that it has left the pass, and all hear which unit is served next.
+// it needs, or that it has left the pass, and all ranks hear which unit they serve next.
 //
 // Note [Static graphs]
-// The program may promise that all ranks do the same in each pass. Then ranks exchange messages
-// only about calls and flags that are new, and remember the answers. A rank that breaks the promise
+// The program may promise that all ranks do the same in each pass. Then ranks exchange only
+// messages about new calls and flags, and remember the answers. A rank that breaks the promise
 // sends a message alone, or issues a collective alone, and waits until the alarm.
 #pragma once
 
@@ -28,41 +28,40 @@ class ControlChannel {
  public:
   struct Answer {
     std::optional<UnitId> wanted = {}; // the first unit, by registration, that any rank needs
-    uint64_t calls = 0; // for say(): a hash of the calls that this rank has made
+    uint64_t calls = 0; // for say(): a hash of this rank's calls
     bool calls_differ = false;
     std::vector<bool> needs = {}; // by call, whether any rank needs its backward
-    std::vector<bool> open = {}; // by call: see Schedule::open_calls
+    std::vector<bool> open = {}; // see Schedule::open_calls
     std::optional<int> failed = {}; // the highest rank whose forward raised
-    bool reads = false; // whether a backward reads more than expected on any rank
-    int64_t gathered = 0; // for say(): a hash of what this rank has gathered again
+    bool reads = false; // on some rank a backward reads more than expected
+    int64_t gathered = 0; // for say(): a hash of the units that this rank gathered again
     bool gathers_differ = false;
-    int64_t written = 0; // for say(): a hash of what this rank has written in place
+    int64_t written = 0; // for say(): a hash of this rank's writes in place
     bool writes_differ = false;
   };
 
-  // `control`: a gloo group of all ranks of the model. `alarm` may be null; otherwise it outlives
-  // the channel.
+  // `control`: a gloo group of all ranks of the model. `alarm` may be null; otherwise it must
+  // outlive the object.
   ControlChannel(
       const c10::intrusive_ptr<c10d::ProcessGroup>& control,
       Alarm* alarm,
       bool is_static);
 
-  // Calls ControlLink::begin_backward(). A refusal raises the alarm: another rank may have begun
-  // this backward first, and waits for this one.
+  // Calls ControlLink::begin_backward(). If that throws, raises the alarm: another rank may have
+  // begun this backward first, and waits for this rank.
   void begin_backward(const std::shared_ptr<void>& running);
-  // Begins a round with what this rank has to say; wait() ends it and returns the answer.
+  // Begins a round with this rank's message; wait() ends the round and returns the answer.
   void say(const Answer& own);
   Answer wait();
 
-  // Says at the end of a backward which parameters this rank used. hear_used() waits for the flags
-  // of all ranks, combined, if they are needed.
+  // At the end of a backward, tells the other ranks which parameters this rank used. If the flags
+  // are needed, hear_used() waits for those of all ranks, combined by or.
   void tell_used(const std::vector<bool>& flags);
   std::vector<bool> hear_used();
 
-  // Returns for each flag whether any rank has set it. Blocks. `kind` is AnyFlags or
-  // OptimizerFlags.
+  // Returns for each flag whether any rank sets it. Blocks. `kind` is AnyFlags or OptimizerFlags.
   std::vector<bool> any_rank(const std::vector<bool>& flags, MessageKind kind);
-  // Returns which numbers differ among ranks with equal entries in `sharers`. Blocks.
+  // Returns by number whether it differs between ranks with equal entries in `sharers`. Blocks.
   std::vector<bool> differing(
       const std::vector<int64_t>& sharers,
       const std::vector<int64_t>& numbers);
@@ -76,7 +75,7 @@ class ControlChannel {
   bool is_static() const {
     return is_static_;
   }
-  // Returns how many messages this rank has begun.
+  // Returns the number of messages that this rank has begun.
   uint64_t num_messages() const {
     return num_messages_;
   }
@@ -107,14 +106,14 @@ class ControlChannel {
   LedgerGroup* group_; // null without an alarm
   uint64_t num_messages_ = 0;
   Pending round_;
-  size_t num_needs_ = 0; // of the round under way
+  size_t num_needs_ = 0; // of the running round
   Flags used_;
   // All ranks' flags, by this rank's flags; see Note [Static graphs].
   std::map<std::pair<MessageKind, std::vector<bool>>, std::vector<bool>> known_;
 };
 
-// Connects this rank of the group named `control` with the ranks that it exchanges messages with.
-// Collective. Throws the backend's error if it cannot.
+// Connects this rank of the group named `control` to the ranks that it exchanges messages with.
+// Collective. Throws the backend's error if that fails.
 void connect_peers(const std::string& control);
 
 } // namespace zerocore

@@ -35,14 +35,14 @@ void PendingCollective::issue(
     const Streams& streams,
     const std::function<Works(bool async)>& issue) {
   const bool async = !streams.has_streams();
-  { // record() below would take the role's stream for the compute stream
+  { // narrow scope: record() below must see the caller's stream as the compute stream
     const auto guard = streams.use(role_);
     watched_.run([&] {
       works_ = issue(async);
       std::erase(works_, nullptr);
     });
-    // NCCL returns no work then: the stream runs the collective. Gloo uses its own threads and
-    // streams even so, and the role's stream must go on after them.
+    // NCCL then returns no work: the stream runs the collective. Gloo uses its own threads and
+    // streams even then, so the role's stream must wait for them.
     if (!async && !works_.empty()) {
       wait_on_host(watched_);
     }
@@ -62,7 +62,7 @@ void PendingCollective::trace_end(const Streams& streams) const {
   if (record_ != nullptr && streams.has_streams()) {
     record_->end = streams.record_timed(role_);
   } else if (record_ != nullptr) {
-    record_->note_done(); // the end, if no work is left
+    record_->note_done(); // without a work, the collective is done
     for (const auto& work : works_) {
       work->getFuture()->addCallback(
           [record = record_](c10::ivalue::Future&) { record->note_done(); });
@@ -82,7 +82,7 @@ void PendingCollective::wait(const Streams& streams) {
     watched.run([&] { wait_on_device(streams); });
   }
   if (record_) {
-    record_->wait_ns += now_ns() - begin; // a device's events replace it
+    record_->wait_ns += now_ns() - begin; // on a device, the events' time replaces it
   }
   *this = {};
 }

@@ -1,5 +1,5 @@
 // A collective, from before its issue until the wait for it. It keeps its tensors alive, and
-// informs the watch of its group, the trace and the log of hand-overs.
+// reports to the group's watch, the trace and the log of hand-overs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,22 +18,22 @@
 
 namespace zerocore {
 
-// An entry is null if the current stream runs the work.
+// A null entry: the current stream runs the work.
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-// A program's own collective, called instead of the backend's. It may return null if it is done, or
-// if the current stream runs it.
+// A program's own collective, called instead of the backend's. It may return null if the collective
+// is done or the current stream runs it.
 using OwnCollective =
     std::function<c10::intrusive_ptr<c10d::Work>(const at::Tensor& to, const at::Tensor& from)>;
 
 // Names a collective in errors and in the trace; `unit` must outlive the collective.
 struct CollectiveTag {
   const std::string* unit = nullptr;
-  std::shared_ptr<OpenRecord> record; // null when not traced
-  UnitId id = -1; // of the unit, -1 for several
-  // Bytes that ranks compare, the same on all of them; by default the bytes of `to`.
+  std::shared_ptr<OpenRecord> record; // null while nothing is traced
+  UnitId id = -1; // the unit's id; -1 for several units
+  // Bytes that ranks compare, equal on all of them; by default the bytes of `to`.
   std::optional<int64_t> nbytes = std::nullopt;
-  const OwnCollective* own = nullptr; // null for the backend's, else not empty; outlives the call
+  const OwnCollective* own = nullptr; // null for the backend's; not empty; outlives the call
 };
 
 class PendingCollective {
@@ -52,13 +52,13 @@ class PendingCollective {
   PendingCollective(PendingCollective&&) = default;
   PendingCollective& operator=(PendingCollective&&) = default;
 
-  // Calls `issue`, which issues this collective, and others of the same launch.
+  // Calls `issue`, which issues this collective and the others of its launch.
   void issue(const Streams& streams, const std::function<Works(bool async)>& issue);
-  // Says that it was issued in the launch of `other`.
+  // Records that the launch of `other` issued this collective.
   void end_with(const PendingCollective& other, const Streams& streams);
 
   // Orders later work of the compute stream after the collective; on the CPU blocks until it is
-  // done. Waiting again does nothing. If it failed (a peer died, a timeout, mismatched sizes),
+  // done. Repeated calls do nothing. If it failed (a peer died, a timeout, mismatched sizes),
   // throws a c10::DistBackendError that names the collective and the unit.
   void wait(const Streams& streams);
 
@@ -76,7 +76,7 @@ class PendingCollective {
 };
 
 // Waits for collectives of one role, the last one first: a stream runs it after the others, so one
-// wait is enough. Empties the list.
+// wait is enough. Clears the list.
 void wait_for_all(std::vector<PendingCollective>& collectives, const Streams& streams);
 
 } // namespace zerocore

@@ -37,7 +37,7 @@ constexpr uint64_t mix(uint64_t seed, uint64_t value) {
   return (seed ^ value) * 0x9E3779B97F4A7C15ULL + 1;
 }
 
-// O_DIRECT requires offsets, sizes and addresses that are multiples of this.
+// O_DIRECT requires multiples of this for offsets, sizes and addresses.
 constexpr int64_t kDiskAlignment = 4096;
 
 // Returns a multiple of both the page size and kDiskAlignment.
@@ -53,7 +53,7 @@ constexpr int64_t kScaledNbytes = kScaledNumel + 4;
 // Four blocks: the smallest number of blocks whose bytes are a multiple of 16.
 constexpr int64_t kAlignedScaledNumel = 4 * kScaledNumel;
 
-// Returns the encoded bytes of `numel` values, a multiple of a block.
+// Returns the encoded bytes of `numel` values, which fill whole blocks.
 constexpr int64_t scaled_nbytes(int64_t numel) {
   return numel / kScaledNumel * kScaledNbytes;
 }

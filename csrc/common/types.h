@@ -1,4 +1,4 @@
-// Ids and small value types that all folders share.
+// Ids and small value types for all folders.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -29,9 +29,9 @@ constexpr const char* stream_role_name(StreamRole role) {
   return kNames[static_cast<size_t>(role)];
 }
 
-// Operations that the runtime counts. The planner predicts all but an optimizer's: AllToAll,
-// HostSquares, HostUpdate, and ToDevice of updated weights. The last four are of states on the
-// host: gradients go there, are squared for their norm, weights are updated, and go back.
+// Operations that the runtime counts. The planner predicts all of them but the optimizer's:
+// AllToAll, HostSquares, HostUpdate, and ToDevice of updated weights. The last four update states
+// on the host: copy gradients, square them, update weights, return these.
 enum class TraceOp : uint8_t {
   AllGather,
   GatherNear,
@@ -67,19 +67,19 @@ constexpr const char* trace_op_name(TraceOp op) {
 
 // The buffers of a unit, on any device.
 enum class Memory : uint8_t {
-  Shard, // this rank's parameters, if they have memory of their own
-  Main, // main weights, which the optimizer updates if layers compute with other values
+  Shard, // this rank's parameters, if the unit has separate memory for them
+  Main, // main weights: the optimizer updates these if layers compute with others
   Sent, // main weights, cast for the copy to the device
-  ExpAvg, // AdamW's moments: this one and the next
+  ExpAvg, // AdamW's first moment
   ExpAvgSq,
   Full, // parameters as layers compute with them
-  Received, // gathered parameters that are yet to be decoded or copied out
+  Received, // gathered parameters before they are decoded or copied out
   Near, // this rank's part of Full, from which the near ranks gather
   Kept, // this rank's gradients between steps
   FullGrad, // packed gradients for all ranks' shards; includes Kept unless gradients are sharded
-  Wire, // FullGrad in the dtype that travels
-  Scratch, // the result of a reduction that is not the gradient yet
-  Sums, // sums in the order of ranks that are not the gradient yet, in its dtype
+  Wire, // FullGrad in the dtype of the collective
+  Scratch, // the result of a reduction before it becomes the gradient
+  Sums, // sums in the order of ranks, in the dtype of the gradient, before they become the gradient
   Across, // the part of Scratch or Sums that the reduction over the replicas fills
 };
 inline constexpr int kNumMemories = 14;
@@ -112,7 +112,7 @@ struct Range {
   bool operator==(const Range& other) const = default;
 };
 
-// Returns an error's text without the stack trace that torch adds.
+// Returns an error's text without the stack trace that torch appends.
 inline const char* message_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   return torch_error == nullptr ? error.what() : torch_error->what_without_backtrace();

@@ -96,7 +96,7 @@ void check_not_capturing(c10::Device device, std::string_view what) {
   TORCH_CHECK(
       !is_capturing(device),
       what,
-      " in the capture of a CUDA graph: a replay would leave out what the host does there, as it "
+      " in the capture of a CUDA graph: a replay would skip the work of the host there, as it "
       "gathers, waits, and notes which weights have changed. Capture code that calls no sharded "
       "module, and steps of zerocore.optim.AdamW over plain parameters.");
 }
@@ -146,7 +146,7 @@ void Streams::follow_compute_stream() const {
   }
 }
 
-// Reuses released events: recording one again does not change waits that were issued before.
+// Reuses released events: recording an event again does not affect the waits already issued.
 std::shared_ptr<RecordedEvent> Streams::take_unused(c10::EventFlag flag) const {
   const size_t kind = flag == c10::EventFlag::BACKEND_DEFAULT ? 1 : 0;
   std::unique_ptr<RecordedEvent> event;

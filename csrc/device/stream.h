@@ -22,10 +22,10 @@
 
 namespace zerocore {
 
-// A log of memory accesses and of the events that order them, for a checker to replay.
+// A log of memory accesses and of the events that order them. A checker replays it.
 //
-// The log is for engines on the CPU, where work runs at once in the host's order. It says on which
-// stream a device would have run the work, and which events would have ordered it. A change of the
+// Engines on the CPU write the log; their work runs at once, in the host's order. The log says on
+// which stream a device would run the work, and which events would order it. A change of the
 // compute stream begins a new epoch.
 
 enum class HandOverKind : uint8_t { Record, Wait, Read, Write };
@@ -42,8 +42,8 @@ struct HandOver {
 
 class HandOverLog {
  public:
-  // Says that this process's compute stream is now number `stream`; it is 0 at first. The caller
-  // orders the new stream after the old one, and the logs say so.
+  // Makes `stream` the number of this process's compute stream; it is 0 at first. The caller orders
+  // the new stream after the old one, and logs that.
   static void set_compute_stream(int stream);
   // Begins a new epoch and returns true if the compute stream has changed.
   bool follow_compute_stream();
@@ -77,10 +77,10 @@ class HandOverLog {
 // Streams works on any device through c10's device guards, so it needs no CUDA header.
 //
 // Note [Waits that are needed]
-// Every stream keeps a vector clock: the last event of each stream that its own work runs after. An
+// Every stream has a vector clock: for each stream, the last event that precedes its own work. An
 // event carries the clock of its stream, so Streams skips a wait that would order nothing new. This
-// saves driver calls. It also lets the checker demand that each remaining wait is needed: without
-// it something breaks.
+// saves driver calls. It also lets the checker demand that each remaining wait is needed, so that
+// leaving one out is an error.
 
 // By StreamRole: the number of that stream's last event that comes before this point.
 using StreamClock = std::array<int64_t, kNumStreamRoles>;
@@ -90,39 +90,39 @@ StreamRole stream_role_named(const std::string& name);
 
 // A point in a stream's work.
 struct RecordedEvent {
-  std::optional<c10::Event> event; // none on the CPU
+  std::optional<c10::Event> event; // empty on the CPU
   StreamRole role = StreamRole::Compute;
   StreamClock clock = {};
   int64_t epoch = 0;
 };
 
-// Copies share the event; null stands for an event that was reached.
+// Copies share the event. Null: the event was reached.
 using StreamEvent = std::shared_ptr<const RecordedEvent>;
 
-// Throws while a CUDA graph is captured; the error says that `what` was called. A replay would skip
-// zerocore's work on the host: waits, control messages, gathers in the ranks' order, notes of
-// changed weights. The pool's events from before the capture would also invalidate it.
+// Throws while a CUDA graph is captured; `what` begins the error. A replay would skip zerocore's
+// work on the host: waits, control messages, ordered gathers, version counts. The pool's events
+// from before the capture would also invalidate it.
 void check_not_capturing(c10::Device device, std::string_view what);
 
 class Streams {
  public:
-  // With a log nothing is asynchronous, and the log says what the streams would have done.
+  // With a log all work is synchronous, and the log says what the streams would do.
   explicit Streams(c10::Device device, HandOverLog* log = nullptr);
 
   // Adds the streams for copies between the device and the host.
   void add_copy_streams();
 
-  // Records an event after all work that the role's stream has so far.
+  // Records an event after the role's work so far.
   StreamEvent record(StreamRole role) const;
-  // Records an event whose time elapsed_ms() can read.
+  // Records an event with a time for elapsed_ms().
   StreamEvent record_timed(StreamRole role) const;
-  // Returns the milliseconds between two timed events that were reached.
+  // Returns the milliseconds between two timed events that the device has reached.
   static double elapsed_ms(const StreamEvent& begin, const StreamEvent& end);
   // Blocks the host until the event is reached.
   static void synchronize(const StreamEvent& event);
   // Makes later work of the role's stream wait for `event`. The host does not wait.
   void wait(StreamRole role, const StreamEvent& event) const;
-  // Makes later work of `role` wait for all work that `behind` has so far.
+  // Makes later work of `role` wait for `behind`'s work so far.
   void order(StreamRole role, StreamRole behind) const {
     if (has_streams() && role != behind) {
       wait(role, record(behind));
@@ -130,8 +130,8 @@ class Streams {
   }
   // Returns the current stream; nullopt on the CPU.
   std::optional<c10::Stream> compute_stream() const;
-  // Makes later work of `stream`, if it is not the current one, wait for the current one's work so
-  // far.
+  // Makes later work of `stream` wait for the current stream's work so far, unless they are the
+  // same.
   void order_other(const std::optional<c10::Stream>& stream) const;
   // Makes the role's stream the current one while the guard lives.
   std::optional<c10::StreamGuard> use(StreamRole role) const;
@@ -142,7 +142,7 @@ class Streams {
   bool has_streams() const {
     return has_device() || log_ != nullptr;
   }
-  // Logs that work of the role's stream, issued now, reads or writes `tensor`, which is contiguous.
+  // Logs that the role's work, issued now, reads or writes `tensor`, which is contiguous.
   void note_read(
       StreamRole role,
       const at::Tensor& tensor,
@@ -161,8 +161,8 @@ class Streams {
       log_access(role, HandOverKind::Write, tensor.const_data_ptr(), tensor.nbytes(), what, unit);
     }
   }
-  // Logs that the device's allocator gives or takes back memory, which others use on the compute
-  // stream.
+  // Logs that the device's allocator hands out or takes back memory, which other tensors use on the
+  // compute stream.
   void note_allocator(const void* memory, int64_t nbytes) const {
     if (log_ != nullptr) {
       log_access(StreamRole::Compute, HandOverKind::Write, memory, nbytes, "other use", "others");
@@ -189,7 +189,7 @@ class Streams {
   }
 
   // Released events, by whether they are timed: recording one again is faster than creating one.
-  // Events may outlive the streams.
+  // Events may outlive Streams.
   struct Unused {
     std::mutex mutex;
     std::array<std::vector<std::unique_ptr<RecordedEvent>>, 2> events;
@@ -199,7 +199,7 @@ class Streams {
   HandOverLog* log_ = nullptr;
   std::shared_ptr<Unused> unused_ = std::make_shared<Unused>();
   std::array<std::optional<c10::Stream>, kNumStreamRoles> streams_; // by role; none for Compute
-  // Clocks hold for one compute stream; a change of it begins a new epoch.
+  // Clocks belong to one compute stream; a change of that stream begins a new epoch.
   mutable std::array<StreamClock, kNumStreamRoles> clocks_ = {};
   mutable std::optional<c10::Stream> compute_;
   mutable int64_t epoch_ = 0;

@@ -1,4 +1,4 @@
-// Puts the times of a device's events on the host's clock.
+// Converts the times of a device's events to the host's clock.
 #include "device/trace.h"
 
 #include <algorithm>
@@ -16,8 +16,8 @@ void Trace::start(bool align) {
   }
 }
 
-// The host may be interrupted before it reads its clock, so the shortest of several readings
-// counts.
+// The host may be interrupted before it reads its clock, so this uses the fastest of several
+// readings.
 void Trace::tie_clocks() {
   constexpr int kReadings = 5;
   int64_t closest = std::numeric_limits<int64_t>::max();

@@ -1,9 +1,9 @@
 // A trace of the runtime's operations: counters that are always on, and records on demand.
 //
-// The counters cost two additions per operation; records cost a branch while they are off. On the
+// The counters cost two additions per operation; records cost one branch while they are off. On the
 // CPU times are the host's. On a device, events on the streams measure when a collective began and
-// ended, and how long the compute stream waited for it. The trace reads them when it stops. The
-// host waits for the device only then, and in start() to align the clocks.
+// ended, and how long the compute stream waited for it. stop() reads these times. The host waits
+// for the device only there, and in start() to align the clocks.
 #pragma once
 
 #include <array>
@@ -22,24 +22,24 @@ inline int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch().count();
 }
 
-// Times are nanoseconds of a monotonic clock; -1 = not known.
+// Times are nanoseconds of a monotonic clock; -1: unknown.
 struct TraceRecord {
   TraceOp op = TraceOp::AllGather;
-  UnitId unit = -1; // -1 = an optimizer's
-  int64_t nbytes = 0; // of the full bucket; for an all-to-all, of what leaves this rank
-  int64_t pool_nbytes = 0; // of the pool in use right after
-  int64_t issued_ns = -1; // device: when it began
+  UnitId unit = -1; // -1: an optimizer's operation
+  int64_t nbytes = 0; // bytes of the full bucket; for an all-to-all, the bytes that this rank sends
+  int64_t pool_nbytes = 0; // bytes of the pool in use right after the operation
+  int64_t issued_ns = -1; // host: time of issue; device: time of its begin
   int64_t done_ns = -1;
-  int64_t wait_ns = 0; // how long the host was blocked on it; device: the compute stream
+  int64_t wait_ns = 0; // how long the host, or on a device the compute stream, waited for it
 };
 
-// A record whose times are not read yet. Other threads set begun_at and done_at: gloo's, for each
-// part of a collective, and the threads of steps on the host.
+// A record whose times are still open. Other threads set begun_at and done_at: gloo's, for each
+// part of a collective, and the threads of host updates.
 struct OpenRecord : TraceRecord {
   void note_begun() {
     begun_at = now_ns();
   }
-  // Keeps the latest time of several calls.
+  // Stores the latest time of several calls.
   void note_done() {
     int64_t before = done_at;
     const int64_t now = now_ns();
@@ -62,14 +62,14 @@ class Trace {
  public:
   explicit Trace(const Streams& streams) : streams_(streams) {}
 
-  // Begins to record. `align` puts a device's times on the host's clock, for which the host waits a
-  // few times. Without it only differences of times have a meaning.
+  // Starts recording. `align` puts a device's times on the host's clock, for which the host waits a
+  // few times. Without it only differences of times are valid.
   void start(bool align);
-  // Ends recording and keeps the records for stop(). Never waits for the device.
+  // Stops recording; the records remain for stop(). Never waits for the device.
   void pause() {
     enabled_ = false;
   }
-  // Ends recording and returns the records since start(), in order of issue. On a device the host
+  // Stops recording and returns the records since start(), in order of issue. On a device the host
   // waits for the last of them.
   std::vector<TraceRecord> stop();
 
@@ -77,8 +77,8 @@ class Trace {
     return counters_;
   }
 
-  // Counts an operation and returns its record, or null while recording is off. The record may be
-  // completed later, its times also by another thread.
+  // Counts an operation and returns its record, or null while recording is off. Any thread may set
+  // the record's times later.
   std::shared_ptr<OpenRecord> add(TraceOp op, UnitId unit, int64_t nbytes, int64_t pool_nbytes);
 
  private:
@@ -88,7 +88,7 @@ class Trace {
   const Streams& streams_;
   OpCounters counters_ = {};
   bool enabled_ = false;
-  StreamEvent origin_; // at origin_ns_ of the host's clock
+  StreamEvent origin_; // an event at origin_ns_ of the host's clock
   int64_t origin_ns_ = 0;
   std::vector<std::shared_ptr<OpenRecord>> records_;
 };

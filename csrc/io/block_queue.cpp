@@ -1,4 +1,4 @@
-// Runs the threads of a queue of blocks, and maps their memory.
+// Runs the queue's threads, and maps the memory of blocks.
 #include "io/block_queue.h"
 
 #include <cerrno>
@@ -24,12 +24,12 @@ void BlockQueue::start(size_t num_threads) {
   }
 }
 
-// Maps one block more, so that the first one can begin on a multiple of the block size.
+// Maps one extra block, so that the first one can begin on a multiple of the block size.
 void BlockQueue::add_memory(size_t num_blocks) {
   const size_t nbytes = (num_blocks + 1) * kBlockNbytes;
   char* data = memory_.emplace_back(nbytes).data();
   if (data == nullptr) {
-    fail_with(errno, "cannot take memory for " + std::to_string(num_blocks) + " blocks of a file");
+    fail_with(errno, "cannot map memory for " + std::to_string(num_blocks) + " blocks of a file");
   }
   ::madvise(data, nbytes, MADV_HUGEPAGE);
   data += kBlockNbytes - reinterpret_cast<uintptr_t>(data) % kBlockNbytes;

@@ -1,11 +1,11 @@
 // Blocks of a file on their way between memory and the disk, and the threads that work on them.
 //
 // Note [Past the page cache]
-// Reading a block into memory of large pages takes a few requests of the disk. Through the page
+// Reading a block into memory of large pages takes a few requests to the disk. Through the page
 // cache, or into small pages, it takes many, and the processor copies the block as well. So bytes
-// that are not in the cache are read past it (O_DIRECT), and bytes in the cache come from there.
-// Large files are written past it, too: the cache would take as much new memory as the file has
-// bytes, from the training beside it.
+// that are not in the cache are read past it (O_DIRECT), and cached bytes come from the cache.
+// Large files are written past the cache, too: otherwise the cache would take memory of the file's
+// size away from the training.
 #pragma once
 
 #include <condition_variable>
@@ -23,10 +23,10 @@
 
 namespace zerocore::io {
 
-enum class StreamWay : uint8_t { Any, Cached, Direct }; // Any: past the page cache where it is best
+enum class StreamWay : uint8_t { Any, Cached, Direct }; // Any: past the page cache if faster
 
 constexpr int64_t kBlockNbytes = int64_t{2} << 20; // a large page
-// Bytes that are summed and copied at a time: they fit a core's cache.
+// Bytes that are summed and copied at a time: they fit into a core's cache.
 constexpr int64_t kSumNbytes = int64_t{256} << 10;
 
 inline int64_t num_blocks_of(int64_t nbytes) {
@@ -34,33 +34,33 @@ inline int64_t num_blocks_of(int64_t nbytes) {
 }
 
 struct Block {
-  int64_t index = 0; // in the file
-  char* data = nullptr; // its first byte
-  bool is_own = false; // whether the memory is the queue's
+  int64_t index = 0; // index of the block in the file
+  char* data = nullptr; // the first byte
+  bool is_own = false; // the memory is the queue's
 };
 
-// A queue of blocks, and threads that call pread and pwrite. With blocks of megabytes they are
+// A queue of blocks, and threads that call pread and pwrite. With blocks of megabytes this is
 // within 5 % of io_uring, which containers may forbid.
 class BlockQueue {
  public:
   using Lock = std::unique_lock<std::mutex>;
-  // Does one thing to a block with the lock released; returns false if there is nothing to do now.
+  // Processes one block with the lock released; returns false if there is nothing to do now.
   using Work = std::function<bool(Lock&)>;
 
   explicit BlockQueue(Work work) : work_(std::move(work)) {}
-  // Ends the threads after their current work.
+  // Joins the threads after their current work.
   ~BlockQueue();
 
   Lock lock() {
     return Lock(mutex_);
   }
 
-  // -- under the lock
+  // -- call these with the lock held
   void start(size_t num_threads);
-  // Adds memory for `num_blocks` blocks, of large pages if the system has them. It is taken once it
-  // is touched.
+  // Adds memory for `num_blocks` blocks, of large pages if the system has them. The memory is taken
+  // at the first access.
   void add_memory(size_t num_blocks);
-  std::vector<char*> free; // unused memory by block; the last one is taken first
+  std::vector<char*> free; // unused memory by block; the last entry is taken first
   std::deque<Block> waiting; // for the threads
   // Returns whether no thread works and no block waits.
   bool is_idle() const {
@@ -69,9 +69,9 @@ class BlockQueue {
   void wake() {
     changed_.notify_all();
   }
-  // Releases the lock until is_so(). Throws a thread's error, which ends all threads.
+  // Releases the lock until is_so() holds. Throws a thread's error, which ends all threads.
   void wait_until(Lock& lock, const std::function<bool()>& is_so);
-  // The same, but works as the threads do; then ends them, also on an error.
+  // Does the same while it works as the threads do; then joins them, also on an error.
   void finish(Lock& lock, const std::function<bool()>& is_so);
 
  private:

@@ -1,5 +1,5 @@
-// Computes CRC-32 by carry-less products, 64 bytes at a time, if the processor has them; else by
-// tables.
+// Computes CRC-32 by carry-less products, 64 bytes at a time, if the processor has them; otherwise
+// by tables.
 #include "io/crc32.h"
 
 #include <array>
@@ -40,7 +40,7 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTables = make_tables();
 
-// Adds bytes to a state that is not inverted, as does add_by_products().
+// Adds bytes to a state that is not inverted, as add_by_products() does.
 uint32_t add_by_tables(uint32_t state, const uint8_t* data, size_t nbytes) {
   for (; nbytes >= kSlices; nbytes -= kSlices, data += kSlices) {
     uint32_t low = 0;
@@ -84,7 +84,7 @@ ZEROCORE_PCLMUL inline __m128i load(const uint8_t* data) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data));
 }
 
-// Moves the 128 bits of `value` over the bits of `next`, and adds these.
+// Moves the 128 bits of `value` over the bits of `next`, and adds `next`.
 ZEROCORE_PCLMUL inline __m128i fold(__m128i value, __m128i factors, __m128i next) {
   const __m128i low = _mm_clmulepi64_si128(value, factors, 0x00);
   const __m128i high = _mm_clmulepi64_si128(value, factors, 0x11);
@@ -147,7 +147,7 @@ uint32_t crc32(uint32_t crc, const void* data, size_t nbytes) {
 }
 
 uint32_t crc32_joined(uint32_t first, uint32_t second, uint64_t second_nbytes) {
-  // Each byte after the first run multiplies its remainder by x^8: squares of that make the power.
+  // Each byte after the first run multiplies its remainder by x^8; the power comes from squaring.
   uint32_t power = kPolynomialOne >> 8;
   for (; second_nbytes > 0; second_nbytes >>= 1) {
     if ((second_nbytes & 1) != 0) {

@@ -7,13 +7,13 @@
 namespace zerocore::io {
 
 // Returns the checksum of earlier bytes, whose checksum is `crc` (0 for none), and `nbytes` more.
-// `data` has any alignment; any thread may call it.
+// `data` has any alignment. Thread-safe.
 uint32_t crc32(uint32_t crc, const void* data, size_t nbytes);
 
-// The same without carry-less products, for tests to compare.
+// Does so without carry-less products, for tests to compare.
 uint32_t crc32_by_tables(uint32_t crc, const void* data, size_t nbytes);
 
-// Returns the checksum of two runs of bytes one after the other, from the checksum of each.
+// Returns the checksum of two adjacent runs of bytes from the checksum of each.
 uint32_t crc32_joined(uint32_t first, uint32_t second, uint64_t second_nbytes);
 
 } // namespace zerocore::io

@@ -1,4 +1,4 @@
-// Each thread reads the next block, or sums one that was read.
+// Each thread reads the next block, or sums a block that was read.
 #include "io/file_stream.h"
 
 #include <sys/stat.h>
@@ -29,7 +29,7 @@ int open_to_read(const std::string& path) {
   return file;
 }
 
-// Returns whether at most half of a file's pages are in the page cache, by a sample.
+// Samples the file's pages; returns whether at most half of them are in the page cache.
 bool is_mostly_cold(int file, int64_t nbytes) {
   const Mapping mapped(static_cast<size_t>(nbytes), MAP_SHARED, file, 0, PROT_READ);
   if (mapped.data() == nullptr) {
@@ -77,7 +77,8 @@ FileStream::FileStream(
   sums_.resize(static_cast<size_t>(end_ - first_));
   is_direct_ = choose_direct(file_, file_nbytes_, way);
   if (way == StreamWay::Direct && !is_direct_) {
-    fail_with(EINVAL, "no reads past the page cache of '" + path_ + "'");
+    fail_with(
+        EINVAL, "the file system has no reads past the page cache (O_DIRECT) for '" + path_ + "'");
   }
   num_threads_ = is_direct_ ? kDirectThreads : num_threads_;
   const auto lock = queue_.lock();
@@ -121,8 +122,8 @@ bool FileStream::work(BlockQueue::Lock& lock) {
   return true;
 }
 
-// Keeps the disk busy. Blocks from the page cache are summed first, while the processor's cache has
-// them.
+// Keeps the disk busy. Sums blocks from the page cache first, while they are in the processor's
+// cache.
 bool FileStream::may_read() const {
   if (next_ >= end_ || (!asked_ && !is_direct_)) {
     return false;
@@ -162,8 +163,8 @@ void FileStream::sum_next(BlockQueue::Lock& lock) {
   }
 }
 
-// Returns where a block that lies within one run belongs. Null for other blocks, and for direct
-// reads, which need aligned memory.
+// Returns the destination of a block that lies within one run. Null for other blocks, and for
+// direct reads, which need aligned memory.
 char* FileStream::place_of(int64_t index) const {
   const int64_t begin = index * kBlockNbytes;
   const size_t at = is_direct_ || !asked_ ? runs_.size() : first_run_behind(begin);
@@ -187,7 +188,7 @@ void FileStream::fill(const Block& block) const {
       fail_with(EIO, "'" + path_ + "' ends at byte " + std::to_string(begin + done));
     }
     if (count < 0 && errno == EINVAL && is_direct_ && set_direct(file_, false)) {
-      continue; // the file system wants another alignment
+      continue; // the file system requires another alignment
     }
     if (count < 0 && errno != EINTR) {
       fail_with(errno, "cannot read '" + path_ + "' at byte " + std::to_string(begin + done));
@@ -196,8 +197,8 @@ void FileStream::fill(const Block& block) const {
   }
 }
 
-// Sums a block piece by piece, and copies each piece to its place while the processor's cache has
-// it.
+// Sums a block piece by piece, and copies each piece to its destination while it is in the
+// processor's cache.
 uint32_t FileStream::sum(const Block& block) const {
   const int64_t begin = block.index * kBlockNbytes;
   const int64_t end = std::min(begin + kBlockNbytes, file_nbytes_);

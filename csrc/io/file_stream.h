@@ -9,20 +9,20 @@
 
 namespace zerocore::io {
 
-// Bytes of the file, and where they go.
+// Bytes of the file, and their destination.
 struct Run {
   int64_t offset = 0;
   int64_t nbytes = 0;
   char* data = nullptr;
 };
 
-// One thread may use it. Throws std::system_error with the errno of the call that failed, whose
-// text names the file.
+// For one thread. Throws std::system_error with the errno of the failed call; the text names the
+// file.
 class FileStream {
  public:
-  // Opens the file to read its blocks `first_block` to `end_block`, or to its end. Direct reads of
-  // the first `ahead_nbytes` begin before read(); through the cache `num_threads` read. Throws
-  // EINVAL for StreamWay::Direct if the file system has no direct reads.
+  // Opens the file to read its blocks from `first_block` to `end_block`, or to its end. Direct
+  // reads of the first `ahead_nbytes` begin before read(). `num_threads` read through the cache.
+  // Throws EINVAL for StreamWay::Direct if the file system has no direct reads.
   FileStream(
       std::string path,
       int64_t ahead_nbytes,
@@ -31,9 +31,9 @@ class FileStream {
       int64_t first_block,
       int64_t end_block);
 
-  // Reads all blocks and returns the CRC-32 of each; may be called once. The runs must be sorted by
-  // their place in the file and must not overlap. Throws EIO if the blocks end before a run does;
-  // std::invalid_argument for another order or a second call.
+  // Reads all blocks and returns the CRC-32 of each; call it once. The runs must be sorted by their
+  // place in the file and must not overlap. Throws EIO if the blocks end before a run does, and
+  // std::invalid_argument for a wrong order or a second call.
   std::vector<uint32_t> read(std::vector<Run> runs);
 
   bool is_direct() const {
@@ -57,16 +57,16 @@ class FileStream {
   bool is_direct_ = false;
   int64_t file_nbytes_ = 0;
   int64_t first_; // block
-  int64_t end_; // after the last one
+  int64_t end_; // one after the last block
 
-  // Under the lock of the queue.
-  bool asked_ = false; // read() was called: runs_ stay as they are
+  // Guarded by the queue's lock.
+  bool asked_ = false; // read() was called: runs_ no longer change
   std::vector<Run> runs_;
-  std::vector<uint32_t> sums_; // of each block
+  std::vector<uint32_t> sums_; // by block
   size_t num_summed_ = 0;
   int64_t next_; // the first block that no thread reads yet
-  size_t num_reads_ = 0; // under way
-  BlockQueue queue_; // of blocks that are read, and not summed; destroyed first
+  size_t num_reads_ = 0; // running reads
+  BlockQueue queue_; // blocks that are read but not summed; destroyed first
 };
 
 } // namespace zerocore::io

@@ -35,7 +35,7 @@ void write_all(int file, const char* data, int64_t nbytes, int64_t offset) {
   for (int64_t done = 0; done < nbytes;) {
     const auto rest = static_cast<size_t>(nbytes - done);
     const ssize_t count = ::pwrite(file, data + done, rest, offset + done);
-    if (count < 0 && errno == EINVAL && !is_refused) { // the file system wants another alignment
+    if (count < 0 && errno == EINVAL && !is_refused) { // the file system requires another alignment
       is_refused = true;
       set_direct(file, false);
     } else if (count < 0 && errno != EINTR) {
@@ -45,7 +45,7 @@ void write_all(int file, const char* data, int64_t nbytes, int64_t offset) {
   }
 }
 
-// Writes each piece while the processor's cache has it.
+// Writes each piece while it is in the processor's cache.
 uint32_t write_and_sum(int file, const char* data, int64_t nbytes, int64_t offset) {
   uint32_t crc = 0;
   for (int64_t at = 0; at < nbytes; at += kSumNbytes) {
@@ -59,7 +59,7 @@ uint32_t write_and_sum(int file, const char* data, int64_t nbytes, int64_t offse
 } // namespace
 
 void reserve(int file, int64_t nbytes) {
-  // posix_fallocate would write to each block if the file system cannot reserve.
+  // Not posix_fallocate, which writes to each block if the file system cannot reserve.
   while (nbytes > 0 && ::fallocate(file, 0, 0, nbytes) != 0) {
     if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO) {
       fail_with(errno, "fallocate");
@@ -79,7 +79,7 @@ FileWriter::FileWriter(int file, int64_t nbytes, StreamWay way)
       sums_(static_cast<size_t>(num_blocks_of(nbytes))),
       queue_([this](BlockQueue::Lock& lock) { return write_next(lock); }) {
   if (way == StreamWay::Direct && !is_direct_) {
-    fail_with(EINVAL, "no writes past the page cache");
+    fail_with(EINVAL, "the file system has no writes past the page cache (O_DIRECT)");
   }
   if (is_direct_) {
     const auto lock = queue_.lock();
@@ -111,14 +111,14 @@ uint32_t FileWriter::write(const void* data, size_t nbytes, int64_t offset, uint
     at += count;
   }
   if (!is_direct_ && end - offset >= kFlushNbytes) {
-    // Begins the writes that fsync will wait for; an error here says nothing about the data.
+    // Begins the writes that fsync will wait for; an error here does not concern the data.
     ::sync_file_range(file_, offset, end - offset, SYNC_FILE_RANGE_WRITE);
   }
   return crc;
 }
 
-// A block's checksum is the XOR of its parts' checksums, in any order, each moved over the bytes
-// after the part.
+// A block's checksum is the XOR of its parts' checksums, in any order. Each part's checksum is
+// first moved over the bytes after the part.
 void FileWriter::note(int64_t offset, uint32_t crc, int64_t nbytes) {
   const int64_t index = offset / kBlockNbytes;
   const int64_t end = index * kBlockNbytes + nbytes_of(index);
@@ -130,8 +130,8 @@ std::vector<uint32_t> FileWriter::sums() const {
   return {sums_.begin(), sums_.end()};
 }
 
-// Returns the memory of a block. Waits while all memory is on its way to the disk. If all of it
-// belongs to incomplete blocks, it takes more.
+// Returns the memory of a block. Waits while all memory is on its way to the disk. If incomplete
+// blocks hold all of it, takes more.
 char* FileWriter::place_of(int64_t index) {
   auto lock = queue_.lock();
   queue_.wait_until(
@@ -146,7 +146,7 @@ char* FileWriter::place_of(int64_t index) {
   return open_[index].data;
 }
 
-// Notes that bytes of a block were copied; the last ones hand it to the threads.
+// Counts copied bytes of a block; the last ones hand the block to the threads.
 void FileWriter::add(int64_t index, int64_t nbytes) {
   const auto lock = queue_.lock();
   const auto found = open_.find(index);
@@ -184,8 +184,8 @@ void FileWriter::finish() {
   if (!open_.empty()) {
     const auto& [index, block] = *open_.begin();
     throw std::invalid_argument(
-        std::to_string(block.missing) + " bytes were not given of those from byte " +
-        std::to_string(index * kBlockNbytes) + " on");
+        std::to_string(block.missing) + " bytes are missing in the block that begins at byte " +
+        std::to_string(index * kBlockNbytes));
   }
   set_direct(file_, false);
   const auto rest = static_cast<int64_t>(rest_.size());

@@ -1,5 +1,5 @@
-// Writes a file whose bytes come in any order, in large blocks and past the page cache: see Note
-// [Past the page cache].
+// Writes a file from bytes in any order, in large blocks and past the page cache, see Note [Past
+// the page cache].
 #pragma once
 
 #include <algorithm>
@@ -14,31 +14,31 @@
 
 namespace zerocore::io {
 
-// Reserves the first `nbytes` of a new file, which then are zeros, if the file system can. Writing
-// them then has less to do, and a full disk is an error here. Throws std::system_error.
+// Reserves the first `nbytes` of a new file, which become zeros, if the file system can. Later
+// writes are then faster, and a full disk is an error here. Throws std::system_error.
 void reserve(int file, int64_t nbytes);
 
-// Several threads may use it at a time. Throws std::system_error with the errno of the call that
-// failed; std::invalid_argument for bytes outside of the file.
+// Thread-safe. Throws std::system_error with the errno of the failed call, and
+// std::invalid_argument for bytes outside of the file.
 class FileWriter {
  public:
-  // Memory that it takes; it takes more only if that much belongs to incomplete blocks.
+  // The memory of the writer; it takes more only if incomplete blocks hold this much.
   static constexpr int64_t kRingNbytes = 12 * kBlockNbytes;
 
-  // Writes to an open file, which the caller may close, and which in the end has `nbytes`.
-  // StreamWay::Any writes a large one past the page cache. Throws EINVAL for StreamWay::Direct if
+  // Writes to an open file, which the caller may close, and whose final size is `nbytes`.
+  // StreamWay::Any writes a large file past the page cache. Throws EINVAL for StreamWay::Direct if
   // the file system has no direct writes.
   FileWriter(int file, int64_t nbytes, StreamWay way);
 
-  // Writes `nbytes` at `offset`, and returns crc32(crc, data, nbytes). The caller gives each byte
+  // Writes `nbytes` at `offset`, and returns crc32(crc, data, nbytes). The caller writes each byte
   // of the file once. Throws the errors of earlier writes, too. Through the page cache it starts
-  // long writes to the disk at once, so that a later fsync finds little left.
+  // long writes to the disk at once, so that a later fsync has little to do.
   uint32_t write(const void* data, size_t nbytes, int64_t offset, uint32_t crc);
-  // Waits until the system has all bytes. Call it once, after every byte was given; fsync is the
-  // caller's.
+  // Waits until the system has all bytes. Call it once, after every byte is written; the caller
+  // calls fsync.
   void finish();
   // Returns the CRC-32 of each block of the file. If several writers share a file through the page
-  // cache, the XOR of their sums is the CRC-32: each one skips the others' bytes.
+  // cache, the CRC-32 is the XOR of their sums: each writer skips the others' bytes.
   std::vector<uint32_t> sums() const;
 
   bool is_direct() const {
@@ -46,7 +46,7 @@ class FileWriter {
   }
 
  private:
-  struct OpenBlock { // some of its bytes are missing
+  struct OpenBlock { // a block with missing bytes
     char* data = nullptr;
     int64_t missing = 0;
   };
@@ -59,15 +59,15 @@ class FileWriter {
     return std::min(kBlockNbytes, nbytes_ - index * kBlockNbytes);
   }
 
-  Descriptor file_; // a duplicate of the caller's
+  Descriptor file_; // a duplicate of the caller's descriptor
   int64_t nbytes_;
   bool is_direct_;
-  std::vector<std::atomic<uint32_t>> sums_; // of each block's bytes so far
+  std::vector<std::atomic<uint32_t>> sums_; // by block: checksum of its bytes so far
 
-  // Under the lock of the queue.
+  // Guarded by the queue's lock.
   std::map<int64_t, OpenBlock> open_; // by the block's index in the file
   std::string rest_; // the file's last bytes, too few for a direct write
-  BlockQueue queue_; // of complete blocks; destroyed first
+  BlockQueue queue_; // complete blocks; destroyed first
 };
 
 } // namespace zerocore::io

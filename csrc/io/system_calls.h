@@ -1,4 +1,4 @@
-// System calls: their errors, files and mappings that end with their owner, and O_DIRECT.
+// System calls: errors, descriptors and mappings that their owner ends, and O_DIRECT.
 #pragma once
 
 #include <fcntl.h>
@@ -16,7 +16,7 @@ namespace zerocore::io {
   throw std::system_error(code, std::generic_category(), what);
 }
 
-// An open file, which the destructor closes; a negative number stands for no file.
+// An open file, which the destructor closes; a negative number: no file.
 class Descriptor {
  public:
   explicit Descriptor(int number) : number_(number) {}
@@ -40,13 +40,13 @@ class Descriptor {
 inline int duplicate(int file) {
   const int own = ::fcntl(file, F_DUPFD_CLOEXEC, 0);
   if (own < 0) {
-    fail_with(errno, "cannot take a descriptor of a file");
+    fail_with(errno, "cannot duplicate the descriptor of a file");
   }
   return own;
 }
 
-// Bytes mapped to memory. data() is null for zero bytes, or if the system refuses, with the reason
-// in errno.
+// Mapped memory. data() is null for zero bytes, or if the system refuses; errno then has the
+// reason.
 class Mapping {
  public:
   explicit Mapping(

@@ -15,8 +15,8 @@ namespace zerocore {
 
 namespace {
 
-// Before torch 2.13 an access error cannot be taken back. A detached storage is null there, and
-// reading it crashes instead of raising an error.
+// Before torch 2.13 an access error cannot be removed from a storage. A detached storage is a null
+// pointer there, and reading it crashes instead of raising an error.
 template <typename Storage>
 constexpr bool kHasAccessErrors =
     requires(Storage* storage) { storage->clear_data_ptr_access_error_msg_(); };
@@ -53,7 +53,7 @@ at::Tensor tensor_over(
     at::IntArrayRef sizes,
     at::IntArrayRef strides) {
   const auto options = at::TensorOptions().dtype(dtype).device(storage.device());
-  // empty() sets the right dispatch keys. InferenceMode must not leak into leaves.
+  // empty() sets the right dispatch keys. InferenceMode must not apply to leaves.
   const c10::InferenceMode normal(false);
   at::Tensor tensor = at::empty({0}, options);
   tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -66,8 +66,8 @@ c10::DataPtr allocate_memory(c10::Device device, int64_t nbytes) {
   if (device.is_cpu()) {
     return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(nbytes));
   }
-  // On a GPU at::empty() allocates: c10 keeps the allocator from before the program plugged in its
-  // own. Python modes, such as FakeTensorMode, must not intercept it.
+  // On a GPU at::empty() allocates: c10 ignores an allocator that the program plugged in later.
+  // Python modes, such as FakeTensorMode, must not intercept the allocation.
   const c10::impl::ExcludeDispatchKeyGuard below_modes(c10::python_ks);
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
   return at::empty({nbytes}, options).storage().set_data_ptr(c10::DataPtr(nullptr, device));

@@ -1,13 +1,13 @@
-// A flat buffer with a layout: one storage, which points at a slot of memory, and views made once.
+// A flat buffer with a layout: one storage, which points at a slot of memory, and permanent views.
 //
 // Note [One storage, many slots]
-// All tensors of a bucket share one StorageImpl. Attaching a slot is one pointer assignment,
-// whatever the number of parameters, and moves no version counter; tensors that autograd saved
-// share the storage and so read the bytes of the slot attached last. While nothing is attached,
-// touching the data raises an error that names the owner instead of reading freed memory.
+// All tensors of a bucket share one StorageImpl. Attaching a slot is one pointer assignment, for
+// any number of parameters, and changes no version counter. Tensors that autograd saved share the
+// storage, so they read the bytes of the slot attached last. While no slot is attached, accessing
+// the data raises an error that names the owner instead of reading freed memory.
 //
-// A bucket that `hides` gives its leaves a second storage. Collectives write to the first, layers
-// read the second. It raises an error until show(), which comes after the wait for the bytes.
+// A bucket with `hides` gives its leaves a second storage. Collectives write to the first, layers
+// read the second. The second raises an error until show(), which follows the wait.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,7 @@
 
 namespace zerocore {
 
-// Returns a leaf tensor over `storage` with its own version counter: it is no view of another
-// tensor.
+// Returns a leaf tensor over `storage` with its own version counter; it is a view of no tensor.
 at::Tensor tensor_over(
     const c10::Storage& storage,
     c10::ScalarType dtype,
@@ -29,22 +28,22 @@ at::Tensor tensor_over(
     at::IntArrayRef sizes,
     at::IntArrayRef strides);
 
-// Allocates at least `nbytes`, not initialised, from the allocator that tensors use at this moment:
-// a CUDA program may have plugged in its own.
+// Allocates at least `nbytes`, uninitialised, from the allocator that tensors use now: a CUDA
+// program may have plugged in its own.
 c10::DataPtr allocate_memory(c10::Device device, int64_t nbytes);
 // Returns a pointer to `data` that keeps its `owner` alive.
 c10::DataPtr kept_memory(std::shared_ptr<void> owner, void* data, c10::Device device = c10::kCPU);
-// Returns a leaf tensor like `tensor`, on its memory, with a storage of its own.
+// Returns a leaf tensor like `tensor` over its memory, with a storage of its own.
 at::Tensor window_on(const at::Tensor& tensor);
-// Frees the memory of a tensor's storage. From torch 2.13 on all tensors over it raise `message`
-// until give_memory() gives it memory of the same size.
+// Frees the memory of a tensor's storage. From torch 2.13 on all tensors over the storage raise
+// `message` until give_memory() gives it memory of the same size.
 void free_memory(const at::Tensor& tensor, const std::string& message);
 void give_memory(const at::Tensor& tensor, c10::DataPtr data);
 
 class Bucket {
  public:
   // Holds `regions` of `layout`, one after the other; `shard` is this rank's index. Errors name
-  // `owner`. With `hides` views cannot be read before show(). Allocates nothing.
+  // `owner`. With `hides`, views raise an error until show(). Allocates nothing.
   Bucket(
       const Layout& layout,
       std::vector<int> regions,
@@ -55,11 +54,11 @@ class Bucket {
 
   // Points the storage at `data`, at least nbytes() long, which the caller owns.
   void attach(void* data);
-  // The same; the bucket owns the memory.
+  // Does the same with memory that the bucket owns.
   void attach(c10::DataPtr data);
-  // Lets readers of views see the attached bytes; does nothing unless the bucket hides them.
+  // Gives views access to the attached bytes; does nothing without `hides`.
   void show();
-  // Drops the memory; any access to it is an error until the next attach.
+  // Drops the memory; any access is an error until the next attach.
   void detach();
 
   bool attached() const {
@@ -86,7 +85,7 @@ class Bucket {
   const at::Tensor& own(int region) const {
     return parts_.at(region).own;
   }
-  // The same memory as bytes, for collectives that only move it.
+  // The same memory as bytes, for collectives that do no arithmetic.
   const at::Tensor& full_bytes(int region) const {
     return parts_.at(region).full_bytes;
   }
@@ -94,10 +93,9 @@ class Bucket {
     return parts_.at(region).own_bytes;
   }
   // Returns a new leaf over the bucket with its own version counter; `offset` counts elements of
-  // the region. For a region that the bucket does not hold, returns zeros in the memory of one
-  // element.
+  // the region. If the bucket does not hold the region, returns zeros in the memory of one element.
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
-  // The same, contiguous.
+  // Returns a contiguous one.
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes) const;
 
  private:
@@ -118,7 +116,7 @@ class Bucket {
   bool attached_ = false;
   bool hides_;
   c10::Storage storage_;
-  c10::Storage leaf_storage_; // is storage_ unless the bucket hides its bytes
+  c10::Storage leaf_storage_; // storage_ itself without `hides`
 };
 
 } // namespace zerocore

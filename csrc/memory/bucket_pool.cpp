@@ -13,7 +13,7 @@
 namespace zerocore {
 
 BucketPool::~BucketPool() {
-  // A failed device refuses to wait, and no more work will run on it.
+  // A failed device refuses the wait; it will run no more work.
   try {
     free_arena();
   } catch (const std::exception& error) {
@@ -75,8 +75,8 @@ void BucketPool::release(Slot& slot, StreamRole role) {
   }
 }
 
-// Frees spares of other sizes before it allocates: the pool never holds more than slots held at a
-// time.
+// Frees spares of other sizes before it allocates. So the pool never has more slots than were held
+// at a time.
 DeviceMemory BucketPool::take_spare(int64_t nbytes) {
   const auto found = std::ranges::find(spares_, nbytes, &DeviceMemory::nbytes);
   if (found == spares_.end()) {
@@ -88,7 +88,7 @@ DeviceMemory BucketPool::take_spare(int64_t nbytes) {
   return memory;
 }
 
-// The system clears new pages, which takes as long as the copy into them; huge pages take less.
+// The system clears new pages, which takes as long as the copy into them. Huge pages take less.
 c10::DataPtr BucketPool::new_spare(int64_t nbytes) const {
   constexpr int64_t kHugeNbytes = int64_t{4} << 20;
   return recycles_ && nbytes >= kHugeNbytes
@@ -96,7 +96,7 @@ c10::DataPtr BucketPool::new_spare(int64_t nbytes) const {
       : allocate_memory(streams_.device(), nbytes);
 }
 
-// The compute stream may still run work of the memory's last owner.
+// The compute stream may still run work of the memory's last user.
 DeviceMemory BucketPool::own(c10::DataPtr data, int64_t nbytes) const {
   DeviceMemory memory{std::move(data), nbytes, streams_.compute_stream()};
   streams_.note_allocator(memory.data.get(), nbytes);
@@ -125,7 +125,7 @@ void BucketPool::wait_for_past_uses(const Range& range, StreamRole role) {
       }
     }
   }
-  // The newest first: it comes after most others, and Streams skips a wait that orders nothing new.
+  // Newest first: its clock covers most others, and Streams skips a wait that orders nothing new.
   for (auto use = past_uses_.rbegin(); use != past_uses_.rend(); ++use) {
     if (overlaps(*use)) {
       streams_.wait(role, use->end);
@@ -135,8 +135,7 @@ void BucketPool::wait_for_past_uses(const Range& range, StreamRole role) {
 }
 
 void BucketPool::free_arena() {
-  // Most uses end on the compute stream, which needs no wait unless the user has changed that
-  // stream.
+  // Most uses end on the compute stream, which needs no wait unless the user has switched streams.
   for (auto use = past_uses_.rbegin(); use != past_uses_.rend(); ++use) {
     streams_.wait(StreamRole::Compute, use->end);
   }

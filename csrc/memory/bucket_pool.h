@@ -1,9 +1,9 @@
-// The flat-bucket allocator: an arena of device memory that units and gradients use in turn.
+// The bucket allocator: one arena of device memory, which parameters and gradients use in turn.
 //
-// PoolMap decides where a block lies, see Note [Places in the arena]. Events order the users of its
-// bytes: release() records when the last use ends. acquire() makes the next user's stream wait for
-// the uses of its bytes, and for no others. A step like the one before allocates nothing. Not
-// thread-safe: calls come from one thread at a time.
+// PoolMap decides the place of a block, see Note [Places in the arena]. Events order the users of
+// its bytes: release() records the end of the last use, and acquire() makes the next user's stream
+// wait for the uses of these bytes, and for no others. A step like the previous one allocates
+// nothing. Not thread-safe: calls come from one thread at a time.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -19,7 +19,7 @@
 
 namespace zerocore {
 
-// Memory of the device's allocator. Once freed, it goes to later work of `stream`.
+// Memory of the device's allocator. Once freed, later work of `stream` may get it.
 struct DeviceMemory {
   c10::DataPtr data;
   int64_t nbytes = 0;
@@ -31,7 +31,7 @@ struct Slot {
   BlockKey key;
   void* data = nullptr;
   int64_t nbytes = 0;
-  DeviceMemory own; // the memory, if it is not the arena's
+  DeviceMemory own; // the memory, if it lies outside the arena
 
   bool held() const {
     return nbytes > 0;
@@ -43,14 +43,14 @@ class BucketPool {
   explicit BucketPool(const Streams& streams) : streams_(streams) {}
   ~BucketPool();
 
-  // Returns a slot of exactly `nbytes`, which work of `role`'s stream may use at once; an empty
-  // slot for 0 bytes. Throws what the device's allocator throws; the pool is then unchanged.
+  // Returns a slot of exactly `nbytes` for work of `role`'s stream, or an empty slot for 0 bytes.
+  // If the device's allocator throws, the pool is unchanged.
   Slot acquire(const BlockKey& key, int64_t nbytes, StreamRole role);
-  // Gives a slot back. Its last use is the work that the role's stream has so far; the caller has
-  // ordered that after uses on other streams. Does nothing for an empty slot.
+  // Frees a slot. Its last use is the role's work so far; the caller has ordered that work after
+  // uses on other streams. Does nothing for an empty slot.
   void release(Slot& slot, StreamRole role = StreamRole::Compute);
 
-  // Sets the places of the expected blocks; no slot was acquired yet.
+  // Sets the places of the expected blocks, before the first slot is acquired.
   void expect(PoolMap map) {
     map_ = std::move(map);
   }
@@ -58,21 +58,20 @@ class BucketPool {
   void register_arena(RegisteredMemory& memory) {
     registered_ = &memory;
   }
-  // While set, slots are held for other reasons than a step and lie outside the arena.
+  // While set, new slots lie outside the arena: they serve no regular step.
   void set_apart(bool apart) {
     apart_ = apart;
   }
 
-  // Gives the arena back to the device's allocator if no slot is held; a later acquire() takes a
-  // new one.
+  // Frees the arena if no slot is held; a later acquire() allocates a new one.
   void free_unused() {
     if (map_.stats().in_use_nbytes == 0) {
       free_arena();
     }
   }
-  // While set, slots outside the arena reuse memory of released slots of their size. This acts on
-  // the CPU only, where the system maps and clears new memory; a device's allocator has its own
-  // cache.
+  // While set, slots outside the arena reuse memory of released slots of the same size. This has an
+  // effect only on the CPU, where the system maps and clears new memory; a device's allocator has
+  // its own cache.
   void set_recycling(bool recycling) {
     recycles_ = recycling && !streams_.has_streams();
     spares_.clear();
@@ -102,7 +101,7 @@ class BucketPool {
   RegisteredMemory* registered_ = nullptr; // null for the device's allocator
   PoolMap map_;
   DeviceMemory arena_;
-  int64_t arrangement_ = 0; // of the map that the arena is for
+  int64_t arrangement_ = 0; // the arrangement of map_ that the arena has
   std::vector<PastUse> past_uses_; // disjoint ranges, oldest first
   bool apart_ = false;
   bool recycles_ = false;

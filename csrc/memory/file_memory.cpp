@@ -1,4 +1,4 @@
-// Reserves the file on the disk, and tells the system which pages are needed.
+// Reserves the file on the disk, and tells the system which pages to read, write or drop.
 #include "memory/file_memory.h"
 
 #include <fcntl.h>
@@ -20,18 +20,18 @@ constexpr int kRead = MADV_POPULATE_READ, kReadToWrite = MADV_POPULATE_WRITE;
 constexpr int kRead = MADV_WILLNEED, kReadToWrite = MADV_WILLNEED;
 #endif
 
-// Makes the file and removes its name; sets `path` to that name.
+// Creates the file and unlinks it; sets `path` to the name that it had.
 int make_file(std::string& path) {
   path += ".XXXXXX";
   const int file = ::mkostemp(path.data(), O_CLOEXEC);
   if (file < 0) {
-    io::fail_with(errno, "cannot make the file '" + path + "'");
+    io::fail_with(errno, "cannot create the file '" + path + "'");
   }
   ::unlink(path.c_str());
   return file;
 }
 
-// Asks for the free space first: some systems fill the disk before they report that it is full.
+// Checks the free space first: some systems fill the disk before they report that it is full.
 int reserve(int file, const std::string& folder, int64_t nbytes) {
   struct statvfs space{};
   const bool known = ::fstatvfs(file, &space) == 0;
@@ -40,7 +40,7 @@ int reserve(int file, const std::string& folder, int64_t nbytes) {
     io::fail_with(
         ENOSPC,
         "folder '" + folder + "' has " + std::to_string(free_nbytes) + " bytes free, " +
-            std::to_string(nbytes) + " are wanted");
+            std::to_string(nbytes) + " are needed");
   }
   const int code = nbytes > 0 ? ::posix_fallocate(file, 0, nbytes) : 0;
   if (code != 0) {

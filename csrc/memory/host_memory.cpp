@@ -13,13 +13,13 @@ namespace zerocore {
 
 namespace {
 
-// The system may not know this advice; nothing depends on it.
+// The system may not know these hints, and nothing depends on them.
 void advise([[maybe_unused]] void* data, [[maybe_unused]] const HostMemoryOptions& options) {
 #ifdef __linux__
-  // Going through gigabytes in pages of 4 KiB spends its time on looking up pages.
+  // With pages of 4 KiB, a pass over gigabytes spends its time on page lookups.
   ::madvise(data, static_cast<size_t>(options.nbytes), MADV_HUGEPAGE);
-  // When a process writes to a page that it shares with a forked child (a data loader's worker), it
-  // gets a copy. The page that a device or a disk knows stays with the child.
+  // After a fork (a data loader's worker), the first process that writes to a shared page gets a
+  // copy. The device or the disk would still use the child's page.
   const int64_t apart = options.inherited ? options.pinned_nbytes : options.nbytes;
   if (apart > 0) {
     ::madvise(data, static_cast<size_t>(apart), MADV_DONTFORK);
@@ -33,7 +33,7 @@ HostMemory::HostMemory(const HostMemoryOptions& options)
     : nbytes_(options.nbytes), mapping_(static_cast<size_t>(options.nbytes)) {
   TORCH_CHECK(
       nbytes_ == 0 || data() != nullptr,
-      "cannot take ",
+      "cannot map ",
       nbytes_,
       " bytes of host memory: ",
       std::strerror(errno),

@@ -1,4 +1,4 @@
-// Allocates a window when the first of its parts is needed.
+// Allocates a window at the first request for one of its parts.
 #include "memory/registered_memory.h"
 
 #include <ATen/ops/zeros.h>
@@ -24,7 +24,7 @@ RegisteredMemory::RegisteredMemory(c10::intrusive_ptr<c10d::Backend> backend, c1
     : backend_(std::move(backend)),
       device_(device),
       is_offered_(backend_->supportsTensorAlloc(device.index())) {
-  if (!device.is_cpu()) { // even if this rank's backend registers nothing: all ranks take part
+  if (!device.is_cpu()) { // collective: also on a rank whose backend registers nothing
     std::vector<at::Tensor> one = {at::zeros({1}, at::TensorOptions().device(device))};
     backend_->allreduce(one)->wait();
   }
@@ -82,7 +82,7 @@ c10::DataPtr RegisteredMemory::allocate(int64_t nbytes) const {
         nbytes,
         " bytes: ",
         message_of(error),
-        ". Without the option memory comes from the device's allocator");
+        ". Without registered=True, memory comes from the device's allocator");
   }
 }
 

@@ -99,4 +99,4 @@ except RuntimeError as error:
 def test_a_limit_is_an_error() -> None:
     ((code, output),) = run_program(LIMITED, 1)
     assert code == 0, output
-    assert "cannot take 2147483648 bytes of host memory: Cannot allocate memory" in output
+    assert "cannot map 2147483648 bytes of host memory: Cannot allocate memory" in output
