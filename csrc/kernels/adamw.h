@@ -1,15 +1,14 @@
 // AdamW's arithmetic for one element, and its factors. No torch header.
 //
 // Note [The arithmetic of torch]
-// This is algorithm 2 of "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). Its
-// operations have the order of torch.optim.AdamW(fused=True) on the CPU, so float32 gives the same
-// bits. The gradient's moving average is a lerp that rounds once, as does the sum of the squares.
-// Every other operation rounds, which is why the extension is compiled with -ffp-contract=off.
-// There is one difference: torch leaves the last numel % 16 elements of a tensor (% 8 with AVX2) to
-// a scalar loop, where its compiler rounds the other product of the sum of the squares. Those
-// elements may differ in the last bit of exp_avg_sq, and their weights by as much. Here every
-// element is treated the same way, so the result does not depend on how a parameter is cut into
-// shards.
+// Algorithm 2 of "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019), with the
+// order of operations of torch.optim.AdamW(fused=True) on the CPU, so float32 gives the same bits.
+// The gradient's moving average is a lerp that rounds once, like the sum of the squares. Every
+// other operation rounds, so the extension is compiled with -ffp-contract=off. There is one
+// difference. Torch handles the last numel % 16 elements of a tensor (% 8 with AVX2) in a scalar
+// loop, where its compiler rounds the other product in the sum of the squares. Those elements may
+// differ in the last bit of exp_avg_sq, and their weights by as much. Here all elements use the
+// same arithmetic, so the result does not depend on the cut into shards.
 #pragma once
 
 #include <cmath>
@@ -28,26 +27,26 @@ struct AdamWOptions {
   bool maximize = false;
 };
 
-// Numbers on the tensors' device, so that the host does not wait for them; null if not given.
+// Numbers on the tensors' device, so that the host does not wait for them; null if absent.
 struct AdamWScalars {
   const float* lr = nullptr; // instead of AdamWOptions::lr
   const float* grad_scale = nullptr; // factor of the gradients
-  const float* found_inf = nullptr; // if not zero, the step changes nothing
+  const float* found_inf = nullptr; // unless zero, the step changes nothing
 };
 
-// A parameter's tensors, whose elements all lie in the same order.
+// One parameter's tensors; all have their elements in the same order.
 struct AdamWSegment {
   void* weight = nullptr;
   const void* grad = nullptr;
   void* exp_avg = nullptr;
   void* exp_avg_sq = nullptr;
-  void* model_weight = nullptr; // receives the weight, cast; null if there is no model weight
+  void* model_weight = nullptr; // receives the cast weight; null without a model weight
   float* step = nullptr; // steps taken before this one
   int64_t numel = 0;
   int64_t first_chunk = 0; // see Note [Chunks]
 };
 
-// Numbers that depend on a tensor's step: 1 - beta1^step, and the square root of 1 - beta2^step.
+// Depend on a tensor's step: 1 - beta1^step, and the square root of 1 - beta2^step.
 struct BiasCorrection {
   double first = 1;
   double second_sqrt = 1;
@@ -63,7 +62,7 @@ struct AdamWFactors {
   A grad_factor; // scale and direction
   A decay;
   A lerp_coefficient; // factor of the difference between gradient and average
-  bool lerp_from_grad; // the lerp begins at the nearer end: the gradient or the average
+  bool lerp_from_grad; // the lerp starts at the nearer end: the gradient or the average
   A beta2;
   A square_coefficient;
   A second_sqrt;

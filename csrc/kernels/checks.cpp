@@ -1,4 +1,3 @@
-// The errors of wrong arguments.
 #include "kernels/checks.h"
 
 namespace zerocore::kernels {
@@ -10,12 +9,12 @@ Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, 
   TORCH_CHECK_TYPE(
       moves_only && dst == src,
       op,
-      ": cannot turn ",
+      ": cannot convert ",
       src,
-      " into ",
+      " to ",
       dst,
-      ". Casts are among float32, float16 and bfloat16",
-      moves_only ? "; other dtypes can be moved only." : ", or float64 to itself.");
+      ". It casts among float32, float16 and bfloat16",
+      moves_only ? "; it only moves other dtypes." : ", or float64 to itself.");
   return {{Element::Byte, Element::Byte}, static_cast<int64_t>(c10::elementSize(dst))};
 }
 
@@ -53,7 +52,7 @@ void fail_member(
       tensor.scalar_type(),
       ", expected ",
       dtype,
-      " as the others. Call it once for each dtype.");
+      " like the others. Call it once for each dtype.");
   TORCH_CHECK_VALUE(
       false, who, "must be dense without gaps or repeated elements. Pass .contiguous().");
 }
@@ -85,7 +84,7 @@ void fail_range(const char* op, size_t index, int64_t offset, int64_t numel, int
       offset + numel,
       "), expected within the ",
       size,
-      " elements there are");
+      " elements of the tensor");
 }
 
 } // namespace zerocore::kernels

@@ -11,8 +11,8 @@
 
 namespace zerocore::kernels {
 
-// How values of dtype `src` become values of `dst`. With `moves_only`, a dtype that kernels cannot
-// compute with moves as bytes. Then `step` is its itemsize, otherwise 1. conversion() throws
+// The conversion of values of dtype `src` to `dst`. With `moves_only`, a dtype that kernels cannot
+// compute with is moved as bytes; `step` is then its itemsize, otherwise 1. conversion() throws
 // TypeError for any other pair.
 struct Conversion {
   Pair pair;
@@ -23,8 +23,7 @@ Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, 
 // Throws ValueError unless the tensor is a flat buffer: 1-D and contiguous.
 void check_flat(const char* op, const char* name, const at::Tensor& tensor);
 
-// Throw the error of a failed check. The checks themselves are inline, because they run for every
-// tensor.
+// Throw the error of a failed check. The checks are inline, because they run for every tensor.
 [[noreturn]] void fail_member(
     const char* op,
     const char* name,
@@ -61,7 +60,7 @@ inline void check_range(const char* op, size_t index, int64_t offset, int64_t nu
   }
 }
 
-// Throws unless as many of `name` were given as there are of `of`.
+// Throws unless the lists `name` and `of` have equal lengths.
 void check_count(const char* op, const char* name, size_t given, const char* of, size_t wanted);
 
 // A tensor's memory without a type, to write or to read; null on the meta device.

@@ -1,4 +1,4 @@
-// The element types that the loops are compiled for, and the choice among them at run time.
+// The element types of the loops, and the choice among them at run time.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -8,7 +8,7 @@
 
 namespace zerocore::kernels {
 
-// A dtype that kernels compute with, or Byte for any other dtype, whose bytes are only moved.
+// A dtype that kernels compute with, or Byte for any other dtype, which is moved as bytes.
 using Element = c10::ScalarType;
 
 // The dtypes in which values are written and read.
@@ -30,7 +30,7 @@ constexpr bool can_compute(Element element) {
   return is_narrow(element) || element == Element::Double;
 }
 
-// Returns whether values can be cast: among the types of up to 32 bits, and from float64 to itself.
+// Returns whether values can be cast: among types of up to 32 bits, and from float64 to itself.
 constexpr bool can_cast(Pair pair) {
   const bool are_wide = pair.dst == Element::Double && pair.src == Element::Double;
   return are_wide || (is_narrow(pair.dst) && is_narrow(pair.src));
@@ -86,8 +86,8 @@ struct AdamWTypes {
   Element model;
 };
 
-// Returns whether AdamW can update with these dtypes. Float64 weights need float64 gradients, and
-// only float32 weights can have model weights, of a half type.
+// Returns whether AdamW supports these dtypes. Float64 weights need float64 gradients, and only
+// float32 weights can have model weights, of a half type.
 constexpr bool can_update(AdamWTypes types) {
   const bool casts = types.model != types.weight;
   return can_cast({types.weight, types.grad}) &&

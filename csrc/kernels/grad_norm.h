@@ -1,4 +1,4 @@
-// Squares one element of a gradient, and finds values that are not finite. No torch header.
+// Squares one element of a gradient, and finds non-finite values. No torch header.
 #pragma once
 
 #include "kernels/scaling.h"
@@ -18,7 +18,7 @@ ZEROCORE_HOST_DEVICE AccumulateType<T> squared(T value) {
   return wide * wide;
 }
 
-// Returns whether the value is NaN or infinite: only then its difference to itself is not zero.
+// Returns whether the value is NaN or infinite: only then x - x is not zero.
 template <typename T>
 ZEROCORE_HOST_DEVICE bool is_nonfinite(T value) {
   const auto wide = static_cast<AccumulateType<T>>(value);

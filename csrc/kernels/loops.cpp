@@ -27,7 +27,7 @@ constexpr Table make_table() {
       &cpu::adamw,
       &cpu::encode,
       &cpu::decode};
-  // On meta tensors callers check the arguments, and loops compute nothing.
+  // On meta tensors callers only check the arguments.
   table[static_cast<size_t>(c10::DeviceType::Meta)] = {
       &nothing<CopyCall>,
       &nothing<AccumulateCall>,
@@ -39,7 +39,7 @@ constexpr Table make_table() {
   return table;
 }
 
-// Made before any file's static initialisers run, so that their order does not matter.
+// Constant-initialised, before any file's static initialisers run: their order does not matter.
 constinit Table table = make_table();
 
 const Loops& entry(c10::DeviceType device) {

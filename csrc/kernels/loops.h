@@ -1,6 +1,6 @@
-// The loops that a device provides to run the kernels, and the table in which callers find them.
+// The loops with which a device runs the kernels, and the table in which callers find them.
 //
-// Callers have checked the arguments. On CUDA loops run on the current stream, and the host does
+// Callers have checked the arguments. On CUDA, loops run on the current stream, and the host does
 // not wait for the device.
 #pragma once
 
@@ -52,7 +52,7 @@ struct TotalCall {
   SquareSum* out;
 };
 
-// One step for every tensor. `corrections` has room for one entry per tensor.
+// One step for all tensors. `corrections` has room for one entry per tensor.
 struct AdamWCall {
   c10::Device device;
   AdamWTypes types;

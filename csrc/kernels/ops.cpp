@@ -1,4 +1,4 @@
-// Turns tensors into the lists of segments that the loops take.
+// Converts tensors to the lists of segments that the loops take.
 #include "kernels/ops.h"
 
 #include <ATen/ops/empty.h>
@@ -44,7 +44,7 @@ ScaledFormat format_of(const char* op, c10::ScalarType format) {
   return format == at::kChar ? ScaledFormat::Int8 : ScaledFormat::Float8;
 }
 
-// Rejects a misaligned tensor: reading a misaligned word ends the process's use of a GPU.
+// Rejects a misaligned tensor: a misaligned word access ends the process's use of a GPU.
 void check_aligned(const char* op, const char* name, const at::Tensor& tensor, int64_t nbytes) {
   const auto past = reinterpret_cast<uintptr_t>(Source(tensor).data) % nbytes;
   TORCH_CHECK_VALUE(
@@ -61,7 +61,7 @@ void check_aligned(const char* op, const char* name, const at::Tensor& tensor, i
       " bytes. Start the view there, or pass a tensor that is no view.");
 }
 
-// Checks dtypes and alignment: each block holds a float, its scale.
+// Checks dtypes and alignment: each block contains a float, its scale.
 void check_blocks(const char* op, const at::Tensor& blocks, const at::Tensor& values) {
   check_flat(op, "blocks", blocks);
   check_flat(op, "values", values);
@@ -83,7 +83,7 @@ constexpr std::array kElements = {
     Element::Double};
 using SquareLists = std::array<SegmentList, kElements.size()>; // by element type
 
-// Computes both sums of each chunk. A segment's `dst` points to its sums if they are known.
+// Computes both sums of each chunk. If the sums of a segment are known, its `dst` points to them.
 void find_squares(
     c10::Device device,
     Element element,
@@ -116,9 +116,9 @@ void* known_squares(const std::vector<at::Tensor>& known, size_t index, const at
   TORCH_CHECK_VALUE(
       shard.is_cpu() && known[index].is_cpu() && known[index].scalar_type() == at::kDouble &&
           known[index].numel() == 2 * num_chunks_of(shard.numel()),
-      "sum_of_squares: what is known of shard ",
+      "sum_of_squares: known[",
       index,
-      " must be float64 of ",
+      "] must be float64 of ",
       2 * num_chunks_of(shard.numel()),
       " elements on the CPU, got ",
       known[index].toString(),
@@ -127,7 +127,7 @@ void* known_squares(const std::vector<at::Tensor>& known, size_t index, const at
   return Memory(known[index]).data;
 }
 
-// The partial sums of one element type follow those of another.
+// Each element type adds its partial sums after those of the previous type.
 void run_sum_of_squares(const at::Tensor& out, const SquareLists& lists) {
   int64_t num_partials = 0;
   for (const SegmentList& list : lists) {

@@ -1,4 +1,4 @@
-// Turns the tensors of a step of AdamW into the list that the loops take.
+// Converts the tensors of an AdamW step to the list that the loops take.
 #include "kernels/optimizer_ops.h"
 
 #include <ATen/ops/empty.h>
@@ -27,7 +27,7 @@ AdamWTypes checked_types(const AdamWTensors& tensors) {
       grad,
       " gradients",
       tensors.model_weights.empty() ? "" : c10::str(" and write ", model, " model weights"),
-      ". Weights are float32, float16, bfloat16 or float64; gradients are of their dtype, or both "
+      ". Weights are float32, float16, bfloat16 or float64; gradients have their dtype, or both "
       "are among float32, float16 and bfloat16; model weights are float16 or bfloat16 beside "
       "float32 weights");
   return types;
@@ -44,7 +44,7 @@ void check_counts(const AdamWTensors& tensors) {
   }
 }
 
-// Checks tensor `index` of a list as check_member() does, and its size and strides: its weight's.
+// Checks tensor `index` of a list like check_member(); also its size and strides: its weight's.
 void check_sized(
     const char* name,
     at::TensorList list,
@@ -76,7 +76,7 @@ void check_sized(
       list[index].strides(),
       " and its weight ",
       weight.strides(),
-      ", which `p.data = t` has changed; set a tensor of the strides from before");
+      "; an assignment `p.data = t` must keep the strides");
 }
 
 const float* scalar(const char* name, const std::optional<at::Tensor>& tensor, c10::Device device) {
@@ -99,7 +99,7 @@ const float* scalar(const char* name, const std::optional<at::Tensor>& tensor, c
   return reinterpret_cast<const float*>(Source(*tensor).data);
 }
 
-// Returns the gradients, copying each one whose elements do not lie in its weight's order.
+// Returns the gradients. Copies each one whose elements are not in its weight's order.
 std::vector<at::Tensor> in_order(const AdamWTensors& tensors) {
   std::vector<at::Tensor> grads(tensors.grads.begin(), tensors.grads.end());
   for (size_t i = 0; i < grads.size(); ++i) {
@@ -144,7 +144,7 @@ void check_moments(const AdamWTensors& tensors) {
         moments[0].scalar_type(),
         ", expected ",
         tensors.weights[0].scalar_type(),
-        " as the weights");
+        " like the weights");
   }
 }
 
@@ -174,7 +174,7 @@ AdamWUpdate::AdamWUpdate(
     list_.push(make_segment(tensors, i));
   }
   for (const at::Tensor& weight : tensors.weights) {
-    weight.unsafeGetTensorImpl()->bump_version(); // tells autograd that it was written
+    weight.unsafeGetTensorImpl()->bump_version(); // tells autograd about the write
   }
 }
 

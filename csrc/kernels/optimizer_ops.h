@@ -11,14 +11,14 @@
 
 namespace zerocore::kernels {
 
-// Lists of equal length. Tensor i of each belongs to weight i and has as many elements, dense and
-// in the same order; a gradient of the weight's shape may have any order. Each list has one dtype.
+// Lists of equal length. Tensor i of each belongs to weight i, with as many elements, dense in the
+// same order; a gradient of the weight's shape may have any order. Each list has one dtype.
 struct AdamWTensors {
   at::TensorList weights;
-  at::TensorList grads; // of a dtype that casts to the weights'
+  at::TensorList grads; // dtype that casts to the weights' dtype
   at::TensorList exp_avgs; // of the weights' dtype
-  at::TensorList exp_avg_sqs; // the same
-  at::TensorList steps; // one float32 element: steps taken before, which run() counts up
+  at::TensorList exp_avg_sqs; // of the weights' dtype
+  at::TensorList steps; // one float32 element: steps taken before; run() increments it
   at::TensorList model_weights; // float16 or bfloat16, for float32 weights; may be empty
 };
 
@@ -26,12 +26,12 @@ struct AdamWTensors {
 struct AdamWScalarTensors {
   std::optional<at::Tensor> lr; // instead of AdamWOptions::lr
   std::optional<at::Tensor> grad_scale; // factor of the gradients
-  std::optional<at::Tensor> found_inf; // if not zero, the step changes nothing
+  std::optional<at::Tensor> found_inf; // unless zero, the step changes nothing
 };
 
-// One step of AdamW. The constructor checks the arguments and counts up the weights' versions.
-// run() may be called by another thread; the tensors' memory must live until then. It goes once
-// over weights, moments, steps and model weights. On CUDA it is two launches on the current stream
+// One step of AdamW. The constructor checks the arguments and increments the weights' versions.
+// Another thread may call run(); the tensors' memory must live until then. It reads and writes
+// weights, moments, steps and model weights once. On CUDA it is two launches on the current stream
 // for up to about 500 tensors, the first one for the steps; the host does not wait for the device.
 // See Note [The arithmetic of torch].
 class AdamWUpdate {

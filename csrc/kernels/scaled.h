@@ -1,4 +1,4 @@
-// The arithmetic that encodes one element as a number of one byte, with a scale for each block. No
+// The arithmetic that encodes one element as a one-byte number, with a scale for each block. No
 // torch header.
 //
 // Note [Scaled blocks]
@@ -36,12 +36,12 @@ ZEROCORE_HOST_DEVICE float float_of(uint32_t bits) {
   return value;
 }
 
-// Returns the magnitude's bits: as integers they order magnitudes, infinity and NaN.
+// Returns the magnitude's bits: as integers they sort magnitudes, infinity and NaN.
 ZEROCORE_HOST_DEVICE uint32_t magnitude(float value) {
   return bits_of(value) & 0x7fffffffU;
 }
 
-// The factors that encode a block's elements and decode them.
+// The factors that encode and decode a block's elements.
 struct BlockScale {
   float inverse = 0;
   float scale = 0;
@@ -52,13 +52,13 @@ ZEROCORE_HOST_DEVICE BlockScale block_scale(uint32_t largest, ScaledFormat forma
   return scale < FLT_MIN ? BlockScale{} : BlockScale{1.0F / scale, scale};
 }
 
-// Computes the normal and the subnormal number and takes one: loops without branches become
-// vectors.
+// Computes the normal and the subnormal number and selects one: compilers vectorise loops without
+// branches.
 ZEROCORE_HOST_DEVICE uint8_t to_float8(float value) {
   const uint32_t size = magnitude(value);
   const uint32_t rounded = size + 0x7ffffU + ((size >> 20) & 1U);
   const uint32_t normal = (rounded >> 20) - (120U << 3);
-  // Below 2^-6 numbers are multiples of 2^-9, which the low bits of a float near 2^23 count.
+  // Below 2^-6, numbers are multiples of 2^-9, which are the low bits of a float near 2^23.
   const uint32_t subnormal = bits_of(float_of(size) * 512.0F + 8388608.0F);
   const uint32_t number = size < bits_of(0.015625F) ? subnormal : normal;
   return static_cast<uint8_t>((number & 0x7fU) | (bits_of(value) >> 24 & 0x80U));
@@ -72,7 +72,7 @@ ZEROCORE_HOST_DEVICE float of_float8(uint8_t number) {
 }
 
 ZEROCORE_HOST_DEVICE uint8_t to_int8(float value) {
-  return static_cast<uint8_t>(bits_of(value + 12582912.0F) & 0xffU); // rounds as to_float8() does
+  return static_cast<uint8_t>(bits_of(value + 12582912.0F) & 0xffU); // rounds like to_float8()
 }
 
 ZEROCORE_HOST_DEVICE float of_int8(uint8_t number) {

@@ -1,9 +1,9 @@
-// Scales and sums one element on its way between tensors and flat buckets. No torch header.
+// Scales and sums one element between tensors and flat buckets. No torch header.
 #pragma once
 
 #include <cstdint>
 
-// Marks functions that the CPU loops and the CUDA kernels both compile.
+// Marks functions that both the CPU loops and the CUDA kernels compile.
 #ifdef __CUDACC__
 #define ZEROCORE_HOST_DEVICE __host__ __device__ __forceinline__
 #else
@@ -12,9 +12,9 @@
 
 namespace zerocore::kernels {
 
-// An element type may be any type that casts to and from the type of its computation.
+// An element type may be any type that casts to and from its computation type.
 
-// The type in which values are scaled and summed before they become T.
+// The type in which values are scaled and summed before the conversion to T.
 template <typename T>
 struct Accumulate {
   using type = float;
@@ -25,7 +25,7 @@ struct Accumulate<double> {
 };
 template <>
 struct Accumulate<uint8_t> {
-  using type = uint8_t; // bytes of any other dtype: moved only
+  using type = uint8_t; // bytes of any other dtype, which are only moved
 };
 template <typename T>
 using AccumulateType = typename Accumulate<T>::type;

@@ -1,10 +1,10 @@
-// Lists of segments that number their chunks; each call builds its own.
+// Lists of segments with numbered chunks; each call builds its own list.
 //
-// Note [No table to keep]
-// Gradients have other addresses in every backward, so each call writes a new table of pointers. It
-// takes some nanoseconds a segment, and lives on the stack up to kInlineSegments. CUDA kernels take
-// it by value as their parameter. So there is no device memory, no copy to order before the launch,
-// and no staging memory that a later call could overwrite too early.
+// Note [Tables by value]
+// Gradients have other addresses in every backward, so each call writes a new table of pointers.
+// This takes some nanoseconds per segment, and the table is on the stack up to kInlineSegments.
+// CUDA kernels take it by value as their parameter. So there is no device memory, no copy to order
+// before the launch, and no staging memory that a later call could overwrite too early.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -19,7 +19,7 @@ class ChunkList {
  public:
   explicit ChunkList(int64_t chunk_numel = kChunkNumel) : chunk_numel_(chunk_numel) {}
 
-  // Adds a segment and sets its first chunk. An empty segment has none; find_segment() skips it.
+  // Adds a segment and sets its first chunk. find_segment() skips empty segments, which have none.
   void push(Segment segment) {
     segment.first_chunk = num_chunks_;
     segments_.push_back(segment);

@@ -1,16 +1,16 @@
-// Index arithmetic of segments that are cut into chunks. Raw pointers only.
+// Index arithmetic of segments and their chunks. Raw pointers only.
 //
 // Note [Chunks]
 // A kernel works on any number of tensors in one launch. Every segment is cut into chunks of
 // kChunkNumel elements (the last one may be shorter). The chunks of all segments have consecutive
 // numbers, and each CUDA block takes one chunk. The cut depends on sizes alone, so sums of chunks
-// have the same order on every call. Copies of bytes use chunks of kByteChunkNumel, so that a block
+// have the same order in every call. Copies of bytes use chunks of kByteChunkNumel, so that a block
 // moves as many bytes as with floats.
 //
 // Note [Rows]
-// A parameter's elements are contiguous on one side of a copy. On the other they lie apart, some
-// for each rank. They are one segment of several runs, whatever the number of ranks; each run is
-// cut into its own chunks.
+// On one side of a copy a parameter's elements are contiguous. On the other side they are in
+// separate runs, one for each rank. They form one segment of several runs, for any number of ranks;
+// each run is cut into its own chunks.
 #pragma once
 
 #include <cstdint>
@@ -24,26 +24,26 @@ constexpr int64_t kChunkNumel = 8192;
 constexpr int64_t kByteChunkNumel = kChunkNumel * static_cast<int64_t>(sizeof(float));
 constexpr int64_t kVectorNbytes = 16; // the widest access of one thread
 
-// dst[i] = or += src[i], for numel elements. Without a source the destination is zeroed.
+// dst[i] = or += src[i], for numel elements. Without a source, dst is zeroed.
 struct Segment {
   void* dst = nullptr;
   const void* src = nullptr;
   int64_t numel = 0;
   bool add = false;
   // See Note [Rows]: elements of a run (the last one may be shorter; 0 for a single run), and bytes
-  // from one run to the next.
+  // between the starts of runs.
   int64_t run = 0;
   int64_t dst_step = 0;
   int64_t src_step = 0;
-  int64_t first_chunk = 0; // number of its first chunk in the list, which sets it
+  int64_t first_chunk = 0; // number of its first chunk; the list sets it
 };
 
 ZEROCORE_HOST_DEVICE int64_t num_chunks_of(int64_t numel, int64_t chunk_numel = kChunkNumel) {
   return (numel + chunk_numel - 1) / chunk_numel;
 }
 
-// Returns the segment that holds `chunk`: the last one that starts at or before it, which is not
-// empty. `first_chunk(i)` never decreases, and is 0 for the first segment.
+// Returns the segment that holds `chunk`: the last non-empty one that starts at or before it.
+// `first_chunk(i)` never decreases, and is 0 for the first segment.
 template <typename FirstChunk>
 ZEROCORE_HOST_DEVICE int find_segment(FirstChunk first_chunk, int num_segments, int64_t chunk) {
   int low = 0;
@@ -66,13 +66,13 @@ chunk_span(int64_t numel, int64_t index, int64_t chunk_numel = kChunkNumel) {
   return {begin, begin + chunk_numel < numel ? begin + chunk_numel : numel};
 }
 
-// The run that a chunk lies in, and the chunk's elements within it.
+// A chunk's run, and the chunk's elements within the run.
 struct RunSpan {
   int64_t run = 0;
   Range span;
 };
 
-// Returns where chunk `index` lies among `numel` elements in runs of `run`.
+// Returns the position of chunk `index` among `numel` elements in runs of `run`.
 ZEROCORE_HOST_DEVICE RunSpan
 run_span(int64_t numel, int64_t run, int64_t index, int64_t chunk_numel = kChunkNumel) {
   const int64_t run_chunks = num_chunks_of(run, chunk_numel);
@@ -94,7 +94,7 @@ inline int64_t chunks_of(const Segment& segment, int64_t chunk_numel) {
       num_chunks_of(segment.numel % segment.run, chunk_numel);
 }
 
-// Calls visit(segment of one run) for each of a segment's runs.
+// Calls visit(segment of one run) for each run of a segment.
 template <typename Visit>
 void for_each_run(const Segment& segment, Visit visit) {
   const int64_t numel = segment.run == 0 ? segment.numel : segment.run;
@@ -111,21 +111,21 @@ void for_each_run(const Segment& segment, Visit visit) {
   }
 }
 
-// Returns the elements of a group: as many of the wider type as fill one access. If the narrower
-// type filled it, the wider one would need two accesses, and each of a warp's would touch half of
-// every 32-byte sector.
+// Returns the elements of a group: as many of the wider type as one access holds. If the narrower
+// type filled an access, the wider one would need two, and each of a warp's accesses would touch
+// half of every 32-byte sector.
 ZEROCORE_HOST_DEVICE constexpr int lanes_of(int itemsize, int other_itemsize) {
   return static_cast<int>(kVectorNbytes) / (itemsize > other_itemsize ? itemsize : other_itemsize);
 }
 
-// How a run of elements is cut for wide accesses: `head` single elements until the destination is
-// aligned, `num_vectors` groups of lanes_of() elements, then single ones again.
+// The cut of a run for wide accesses: `head` single elements until the destination is aligned,
+// `num_vectors` groups of lanes_of() elements, then single ones again.
 struct VectorSplit {
   int64_t head = 0;
   int64_t num_vectors = 0;
 };
 
-// Returns the split for addresses `dst` and `src`; without vectors if the two are never aligned
+// Returns the split for addresses `dst` and `src`; without vectors if they are never aligned
 // together.
 ZEROCORE_HOST_DEVICE VectorSplit
 split_vectors(uintptr_t dst, int dst_itemsize, uintptr_t src, int src_itemsize, int64_t numel) {

@@ -1,4 +1,4 @@
-// The kernels as torch operators: their schemas, and the implementation for each device.
+// The kernels as torch operators: schemas, and the implementation for each device.
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -14,8 +14,8 @@ namespace {
 
 using MaybeTensors = c10::List<std::optional<at::Tensor>>;
 
-// Packs gradient i, numels[i] long, at offsets[i] of the bucket; gaps and missing gradients become
-// zero. If add[i], the gradient is added to the bucket's values, and a missing one leaves them.
+// Packs gradient i, numels[i] long, at offsets[i] of the bucket; zeroes gaps and missing gradients.
+// If add[i], the gradient is added to the bucket's values, and a missing one does not change them.
 void pack_gradients(
     const at::Tensor& bucket,
     const MaybeTensors& grads,
@@ -91,7 +91,7 @@ void adamw_lists(
       .run();
 }
 
-// -- traced with symbolic sizes: nothing to check yet, nothing to compute -------------------------
+// -- for tracing with symbolic sizes: nothing to check, nothing to compute -----------------------
 
 bool is_symbolic(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
@@ -159,7 +159,7 @@ TORCH_LIBRARY_IMPL(zerocore, CPU, library) {
   implement(library);
 }
 
-// The same functions: they find the loops of the tensors' device, or throw if this build has none.
+// They find the loops of the tensors' device, or throw if this build has none.
 TORCH_LIBRARY_IMPL(zerocore, CUDA, library) {
   implement(library);
 }

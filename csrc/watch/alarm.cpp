@@ -21,13 +21,13 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 using Seconds = std::chrono::duration<double>;
 
-constexpr Seconds kFirstCall(5); // silence before the first roll call, or a quarter of the limit
-constexpr Seconds kPatience(5); // how long a roll call may take
-constexpr Seconds kWatchdog(10); // how long a thread that has failed waits for the alarm
+constexpr Seconds kFirstCall(5); // wait before the first roll call, or a quarter of the limit
+constexpr Seconds kPatience(5); // longest duration of a roll call
+constexpr Seconds kWatchdog(10); // how long a failed thread waits for the alarm
 constexpr Milliseconds kEndPatience(1500); // how long the end of the process waits
-constexpr Milliseconds kInCall(100); // time between checks of the store in a roll call
+constexpr Milliseconds kInCall(100); // time between checks of the store during a roll call
 constexpr double kDefaultSeconds = 1800; // limit for a group without a timeout
-// Tags of messages that are never sent.
+// Tags that no message has.
 constexpr int kUnusedTag = 0x5afe0000;
 constexpr int kContexts = 8; // more than gloo has network devices
 
@@ -39,14 +39,14 @@ double timeout_of(c10d::ProcessGroup& group) {
       const auto options = group.getBackend(device.type())->getBackendOptions();
       seconds = std::min(seconds, Seconds(options->timeout).count());
     } catch (const std::exception&) {
-      // it has none
+      // the backend has no timeout
     }
   }
   return seconds;
 }
 
-// Closes all of gloo's connections: a receive that times out does that, unless its peer is gone. So
-// it tries all peers. A control group has connections with some ranks only.
+// Closes all of gloo's connections. A receive that times out closes them, unless its peer is gone,
+// so this tries all peers. A control group has connections with some ranks only.
 void close_gloo(c10d::Backend& backend, bool is_control) {
   std::vector<int64_t> peers = Dissemination::peers(backend.getRank(), backend.getSize());
   for (int64_t rank = 0; rank < backend.getSize() && !is_control; ++rank) {
@@ -58,13 +58,13 @@ void close_gloo(c10d::Backend& backend, bool is_control) {
         std::vector<at::Tensor> nothing = {at::zeros({1}, at::kByte)};
         backend.recv(nothing, static_cast<int>(peer), kUnusedTag + context)->wait(Milliseconds(1));
       } catch (const std::exception&) {
-        // as meant
+        // expected: the receive timed out
       }
     }
   }
 }
 
-// Keeps the backend for ever: its destructor would wait for collectives that cannot end.
+// Leaks the backend: its destructor would wait for collectives that cannot end.
 void keep(c10::intrusive_ptr<c10d::Backend> backend) {
   static std::mutex mutex;
   static auto& kept = *new std::vector<c10::intrusive_ptr<c10d::Backend>>();
@@ -102,8 +102,8 @@ void Alarm::add_group(const Group& group) {
   }
 }
 
-// Groups of different ranks may share a name in c10d, so the ranks are a part of the name here. If
-// a backend does not list its ranks, each rank has a name of its own: its counts prove nothing.
+// Groups of different ranks may have one name in c10d, so the name here includes the ranks. If a
+// backend does not list its ranks, each rank gets a different name: its counts prove nothing.
 LedgerGroup* Alarm::in_ledger(c10d::ProcessGroup& group) {
   uint64_t ranks = 0;
   for (const c10::Device device : group.getDeviceTypes()) {
@@ -112,7 +112,7 @@ LedgerGroup* Alarm::in_ledger(c10d::ProcessGroup& group) {
       for (const uint64_t rank : options->global_ranks_in_group) {
         ranks = mix(ranks, rank);
       }
-    } catch (const std::exception&) { // it has no options
+    } catch (const std::exception&) { // the backend does not list its ranks
       ranks = mix(ranks, options_.rank + 1);
     }
   }
@@ -133,7 +133,7 @@ void Alarm::throw_message() const {
 void Alarm::note_failure(const std::string& what) {
   {
     const std::lock_guard lock(mutex_);
-    if (!must_end_ && !in_call_) { // else it may be a consequence
+    if (!must_end_ && !in_call_) { // else the failure may be a consequence
       cause_ = " (Here: " + what + ")";
     }
     must_end_ = must_end_.value_or(Clock::now());
@@ -196,7 +196,7 @@ void Alarm::tick() {
   }
 }
 
-// Raises the alarm with what this rank knows.
+// Raises the alarm with the knowledge of this rank alone.
 void Alarm::raise_alone() {
   std::vector<RankReport> reports(options_.size);
   reports[options_.rank] = report();
@@ -217,13 +217,12 @@ void Alarm::raise(std::string message) {
     raised_.store(true, std::memory_order_release);
   }
   changed_.notify_all();
-  // One write, and no stream: the waiting thread may hold a stream's lock.
+  // Not through a C++ stream: the waiting thread may hold the stream's lock.
   const std::string line =
       "zerocore on rank " + std::to_string(options_.rank) + ": " + message_ + "\n";
   static_cast<void>(!write(STDERR_FILENO, line.data(), line.size()));
 }
 
-// See Note [Alarm].
 void Alarm::close_groups() {
   std::unique_lock lock(mutex_);
   const auto backends = backends_;
@@ -236,7 +235,7 @@ void Alarm::close_groups() {
     keep(backend);
     if (backend->getBackendName() == "gloo") {
       close_gloo(*backend, i == 0);
-    } else { // may wait for the device
+    } else { // may block on the device
       std::thread([backend] {
         try {
           backend->abort();
@@ -248,7 +247,7 @@ void Alarm::close_groups() {
   }
 }
 
-// -- what is told ---------------------------------------------------------------------------
+// -- reports ---------------------------------------------------------------------------------
 
 // Reports on this model alone.
 RankReport Alarm::own_report() const {
@@ -258,7 +257,7 @@ RankReport Alarm::own_report() const {
   return report;
 }
 
-// Names the model and the collective of it that the process waits in; empty if it does not wait.
+// Names the model and the collective in which the process waits in it; empty without a wait.
 std::string Alarm::waits_in() const {
   const RankReport own = own_report();
   const LedgerEntry* entry = own.find(own.waiting);
@@ -338,7 +337,7 @@ void Alarm::note_end(const std::string& how) {
 
 // -- the threads of the process ------------------------------------------------------------
 
-// Never destroyed: a thread that a dead store blocks may outlive everything else in the process.
+// Never destroyed: a thread that a dead store blocks may outlive all other objects of the process.
 Watchdog& Watchdog::of_process() {
   static std::atomic<Watchdog*> current = nullptr;
   Watchdog* watchdog = current.load();

@@ -1,4 +1,4 @@
-// Rounds of messages over point-to-point calls of a c10d backend.
+// Exchanges messages by the point-to-point calls of a c10d backend.
 #include "watch/control_link.h"
 
 #include <ATen/ops/empty.h>
@@ -13,20 +13,20 @@
 
 namespace zerocore {
 
-// Note [Gloo's loop]: one thread of gloo serves the sockets of a group. It skips a connection that
-// another thread writes to (Pair::handleEvents only tries its lock), and then epoll_wait returns at
+// Note [Gloo's loop]: one gloo thread serves the sockets of a group. It skips a connection to which
+// another thread writes (Pair::handleEvents only tries its lock), and then epoll_wait returns at
 // once. So it spins until the writer runs again, which may have lost its core to the thread that it
-// woke. On two ranks sends and receives took 0.12 to 0.20 ms a round in some runs and 0.6 to 6.2
-// ms in others, so two ranks take an all-reduce. No remedy but fewer messages was found.
+// woke. On two ranks, sends and receives took 0.12 to 0.20 ms a round in some runs and 0.6 to 6.2
+// ms in others, so two ranks use an all-reduce. Only fewer messages helped.
 
 namespace {
 
-// Tags have 31 bits, and programs use small ones. One tag for heads and one for rests is enough,
-// because a pair of ranks has the same hop in every round.
+// Tags have 31 bits, and programs use small ones. One tag for heads and one for rests suffice,
+// because two ranks share the same hop in every round.
 constexpr int kHeadTag = 0x5b000000;
 constexpr int kRestTag = 0x5b000001;
 constexpr int kConnectTag = 0x5b000002;
-// A head has a fixed number of words: kind, user, width and length, then the message's first words.
+// A head has a fixed number of words: kind, user, width, length and the message's first words.
 constexpr int64_t kHeader = 4;
 constexpr int64_t kHeadWords = 16;
 constexpr int64_t kInline = kHeadWords - kHeader;
@@ -75,9 +75,9 @@ void ControlLink::begin_backward(const std::shared_ptr<void>& running) {
   std::erase_if(backwards_, [](const auto& backward) { return backward.second.expired(); });
   TORCH_CHECK(
       std::ranges::all_of(backwards_, [&](const auto& backward) { return backward.first == self; }),
-      "two sharded models run backward at a time, in two threads: their collectives would come in "
+      "two sharded models run backward at a time, in two threads: their collectives would have "
       "no order that all ranks share. Autograd runs a device's nodes in a thread of its own and "
-      "those of the CPU in the caller's. Run a backward for each model, one after the other, in "
+      "CPU nodes in the caller's. Run a backward for each model, one after the other, in "
       "one thread, or keep the models on one device.");
   backwards_.emplace_back(self, running);
 }
@@ -118,11 +118,11 @@ ControlMessage ControlLink::wait(const Ticket& round) {
   TORCH_CHECK_WITH(
       DistBackendError,
       round->hops.heard().kind != MessageKind::Different,
-      "the ranks tell each other different things");
+      "the ranks sent control messages of different kinds or sizes");
   return round->hops.heard();
 }
 
-// Ends when the group is gone.
+// Returns when the group is gone.
 void ControlLink::run() {
   constexpr std::chrono::seconds kLook(10);
   std::unique_lock lock(mutex_);
@@ -159,7 +159,7 @@ void ControlLink::carry_out(Round& round) const {
   }
 }
 
-// See Dissemination::connections: gloo connects two ranks only while both are trying to.
+// See Dissemination::connections: gloo connects two ranks only while both try to connect.
 void ControlLink::connect(c10d::Backend& backend) const {
   const Dissemination hops(rank_, size_, {});
   for (const auto& [hop, sends] : Dissemination::connections(rank_, size_)) {
@@ -171,7 +171,7 @@ void ControlLink::connect(c10d::Backend& backend) const {
   }
 }
 
-// Posts all receives at once, because a sender waits for the receive.
+// Posts all receives at once, because a sender waits for its receiver.
 void ControlLink::post_heads(c10d::Backend& backend, Round& round) const {
   if (sums_) {
     const at::Tensor both = at::zeros({2, kHeadWords}, at::kLong);

@@ -1,7 +1,7 @@
 // Small messages that all ranks of a gloo group combine, over its connections.
 //
 // See Note [Dissemination] in plan/dissemination.h. Each hop sends a message of fixed size, and a
-// second one for words that do not fit. So no rank sends more than the receiver has room for.
+// second one for words that do not fit. So no rank sends more than its receiver expects.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,9 +21,9 @@
 
 namespace zerocore {
 
-// The control messages of a group, shared by all models that use it, because all their messages
-// need one order. One thread begins rounds and waits for them. If a round has several hops, a
-// thread of the link runs them; it keeps the group alive only during a round.
+// The control messages of a group. All models of the group share the link, because their messages
+// need one order. One thread begins rounds and waits for them. A thread of the link runs rounds of
+// several hops; it keeps the group alive only during a round.
 class ControlLink : public std::enable_shared_from_this<ControlLink> {
  public:
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
@@ -32,7 +32,7 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
     explicit Round(Dissemination hops) : hops(std::move(hops)) {}
 
     Dissemination hops;
-    std::vector<at::Tensor> heads; // received, by hop
+    std::vector<at::Tensor> heads; // received messages, by hop
     Works receiving, sending;
     std::exception_ptr error;
     bool done = false;
@@ -44,22 +44,20 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
       const c10::intrusive_ptr<c10d::Backend>& backend,
       bool is_alone = false);
 
-  // Returns a number for a new user, equal on all ranks.
+  // Returns a number for a new channel, equal on all ranks.
   int64_t add_user() {
     return ++num_users_;
   }
-  // Returns the guard of collectives on the group; it lives as long as the link.
+  // Returns the guard of the group's collectives, which lives as long as the link.
   IssueGuard& guard() {
     return guard_;
   }
-  // Notes that a backward begins on this thread; it ends when its last owner drops `running`.
-  // Throws if a backward of another thread is running: their rounds have no common order on all
-  // ranks.
+  // Records that a backward begins on this thread; it ends when its last owner drops `running`.
+  // Throws if a backward of another thread runs: their rounds have no order that all ranks share.
   void begin_backward(const std::shared_ptr<void>& running);
-  // Begins a round with this rank's message. A caller that drops the ticket does not hear the
-  // others.
+  // Begins a round with this rank's message. Drop the ticket to ignore the other messages.
   Ticket begin(ControlMessage own);
-  // Blocks until this rank has heard from all. Throws the error of a failed hop, and
+  // Blocks until this rank has all messages. Throws the error of a failed hop, and
   // c10::DistBackendError if the ranks' messages differ in kind or size.
   ControlMessage wait(const Ticket& round);
 
@@ -76,13 +74,13 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
 
   const c10::weak_intrusive_ptr<c10d::Backend> backend_;
   const int64_t rank_, size_;
-  const bool sums_; // heads go by an all-reduce, see Note [Gloo's loop]
+  const bool sums_; // an all-reduce exchanges heads, see Note [Gloo's loop]
   std::mutex mutex_; // guards all members below
   std::condition_variable changed_;
-  std::deque<Ticket> rounds_; // unfinished, in order
+  std::deque<Ticket> rounds_; // unfinished rounds, in order
   std::vector<std::pair<std::thread::id, std::weak_ptr<void>>> backwards_;
   bool has_thread_ = false;
-  // Used by the thread that begins rounds.
+  // Only the thread that begins rounds uses this.
   int64_t num_users_ = 0;
   bool connected_ = false;
   IssueGuard guard_{*this};

@@ -1,5 +1,5 @@
-// See Note [Known sequences]. Ranks compare by messages. Gloo matches collectives by their numbers,
-// so comparing by collectives would shift the numbers against ranks that do not compare.
+// See Note [Known sequences]. Ranks compare collectives by messages: gloo matches collectives by
+// their numbers, so extra collectives would shift the numbers of ranks that do not compare.
 #include "watch/issue_guard.h"
 
 #include <c10/util/Exception.h>
@@ -23,12 +23,12 @@ constexpr uint64_t power(uint64_t base, size_t exponent) {
   return result;
 }
 
-// By level: the factor, in a point's hash, of the collective that leaves it next.
+// By level: the factor, in a point's hash, of the oldest collective, which the next one replaces.
 constexpr std::array kLeaving = {power(kBase, kDepths[0] - 1), power(kBase, kDepths[1] - 1)};
 
 } // namespace
 
-// Forgets both levels at once, so that each point of the second level is one of the first, too.
+// Clears both levels together, so that each point of the second level is also one of the first.
 bool KnownSequence::advance(uint64_t collective) {
   const auto is_full = [](const Level& level) { return level.successors.size() >= kMaxPoints; };
   if (std::ranges::any_of(levels_, is_full)) {
@@ -58,7 +58,7 @@ void IssueGuard::compare(uint64_t collective) {
       link_.wait(link_.begin(ControlMessage::of(MessageKind::Collective, {own, ~own})));
   TORCH_CHECK_WITH(
       DistBackendError,
-      heard.words[0] == ~heard.words[1], // the largest and the smallest one
+      heard.words[0] == ~heard.words[1], // the maximum and the minimum
       "the ranks are about to issue different collectives");
 }
 

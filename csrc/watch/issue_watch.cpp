@@ -32,8 +32,7 @@ void WatchedCollective::fail(const std::exception& error) const {
   if (alarm_ != nullptr) {
     alarm_->fail(what);
   }
-  TORCH_CHECK_WITH(
-      DistBackendError, false, what, ". Did a rank stop, or call other units than this one?");
+  TORCH_CHECK_WITH(DistBackendError, false, what, ". Did a rank stop, or call another unit?");
 }
 
 void WatchedCollective::begin_wait() const {

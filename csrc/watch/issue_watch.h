@@ -1,5 +1,5 @@
 // Reports each collective to the model's alarm, which names it if it hangs, and to the group's
-// guard, which makes sure that all ranks issue the same collective.
+// guard, which checks that all ranks issue the same one.
 #pragma once
 
 #include <cstdint>
@@ -42,8 +42,8 @@ class WatchedCollective {
     return *unit_;
   }
 
-  // Runs a part of the collective. If it throws, raises the alarm and throws c10::DistBackendError
-  // with the alarm's sentence, or without an alarm one that names the collective and the unit.
+  // Runs a part of the collective. If it throws, raises the alarm and throws c10::DistBackendError:
+  // with the alarm's sentence, or without an alarm with the collective and the unit.
   template <typename Part>
   void run(const Part& part) const {
     try {
@@ -52,8 +52,8 @@ class WatchedCollective {
       fail(error);
     }
   }
-  // Runs a part in which the host waits for other ranks. `is_last`: the collective is then
-  // complete.
+  // Runs a part in which the host waits for other ranks. `is_last`: the part completes the
+  // collective.
   template <typename Part>
   void wait(const Part& part, bool is_last = true) const {
     begin_wait();
@@ -78,13 +78,13 @@ class IssueWatch {
   // Alarm and guard may be null. The alarm must outlive the object.
   IssueWatch(Alarm* alarm, c10d::ProcessGroup& group, std::shared_ptr<IssueGuard> guard);
 
-  // Notes a collective that is about to be issued, and makes sure that other ranks issue it, too.
+  // Records a collective before its issue, and checks that the other ranks issue it, too.
   WatchedCollective begin(const char* op, const std::string& unit, UnitId id, int64_t nbytes);
-  // Makes the ranks compare `facts`, too, from here on; they must be equal on all ranks.
+  // Makes the ranks also compare `facts` from now on; the facts must be equal on all ranks.
   void set_facts(uint64_t facts) {
     facts_ = facts;
   }
-  // Returns the group's guard, which all its models share; null if the group needs none.
+  // Returns the group's guard, which all models of the group share; null if the group needs none.
   const IssueGuard* guard() const {
     return guard_.get();
   }

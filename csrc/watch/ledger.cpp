@@ -1,4 +1,4 @@
-// Reports of a rank's last collectives, and the sentence made from the reports of all ranks.
+// Reports a rank's last collectives, and makes one sentence from the reports of all ranks.
 #include "watch/ledger.h"
 
 #include <algorithm>
@@ -77,8 +77,8 @@ RankReport Ledger::report() const {
   return report;
 }
 
-// Counts the host as waiting only if one wait lasted while all was read. A collective that was not
-// issued at that time is then issued after this wait.
+// Counts the host as waiting only if one wait lasted during the whole read. A collective that was
+// not issued then is issued after this wait.
 std::vector<GroupPosition> Ledger::positions() const {
   const int64_t wait = num_waits_.load(std::memory_order_acquire);
   const int64_t waiting = waiting_.load(std::memory_order_acquire);
@@ -184,7 +184,7 @@ int64_t first_difference(const Reports& reports) {
   return first;
 }
 
-// Returns the oldest collective that a rank waits in; if no rank waits, the newest that was issued.
+// Returns the oldest collective in which a rank waits; without a wait, the newest that was issued.
 int64_t stuck_in(const Reports& reports) {
   int64_t oldest = -1;
   int64_t newest = 0;
@@ -201,7 +201,7 @@ bool any_waits_in(const Reports& reports, int64_t number) {
   return std::ranges::any_of(reports, [&](const auto& each) { return each.waits_in(number); });
 }
 
-// Says where the rank is, compared with a collective.
+// Says where the rank is, relative to a collective.
 std::string state_of(const RankReport& report, int64_t number) {
   const LedgerEntry* entry = report.find(number);
   if (report.ended) {
@@ -213,14 +213,14 @@ std::string state_of(const RankReport& report, int64_t number) {
            "busy";
   }
   if (report.waits_in(number) || report.elsewhere.empty()) {
-    return entry == nullptr       ? "has not come to it (in no collective of this model)"
+    return entry == nullptr       ? "has not reached it (in no collective of this model)"
         : report.waits_in(number) ? "waits in " + entry->what
-                                  : (entry->done ? "is through " : "has issued ") + entry->what;
+                                  : (entry->done ? "has completed " : "has issued ") + entry->what;
   }
   return "waits in " + report.elsewhere;
 }
 
-// Lists the ranks in each state. If the others could not be asked, only ranks that answered count.
+// Lists the ranks in each state. If the others could not be asked, only lists ranks that answered.
 std::string name_states(const Reports& reports, int64_t number, bool asked) {
   std::map<std::string, Ranks> ranks;
   for (size_t rank = 0; rank < reports.size(); ++rank) {
@@ -263,18 +263,18 @@ std::string name_agreed(const Reports& reports, int64_t number) {
   return "";
 }
 
-// Says where to look for the fault if all ranks have answered.
+// Says where to look for the fault, if all ranks have answered.
 std::string hint(const Reports& reports, int64_t number, bool differ) {
   if (differ) {
     return "All ranks must call the same units in the same order: look for branches that depend on "
            "the data or the rank. ";
   }
-  const auto is_outside = [number](const RankReport& each) { // waits in nothing that is known
+  const auto is_outside = [number](const RankReport& each) { // waits in no known collective
     return each.answered && each.elsewhere.empty() && each.find(number) == nullptr;
   };
   if (any_waits_in(reports, number) && std::ranges::any_of(reports, is_outside)) {
     return "A collective of the program between a forward and its backward, such as the sum of a "
-           "loss for the log, comes too early while ranks call other units: call it behind the "
+           "loss for the log, comes too early while ranks call other units: call it after the "
            "backward. ";
   }
   return "";
@@ -282,8 +282,8 @@ std::string hint(const Reports& reports, int64_t number, bool differ) {
 
 } // namespace
 
-// Drops each wait that a running thread of another rank may still end, until no wait is dropped.
-// The remaining threads wait for each other.
+// Drops each wait that a running thread of another rank may still end, until no more waits can be
+// dropped. The remaining threads wait for each other.
 bool wait_for_ever(const Reports& reports) {
   std::vector<std::pair<const RankReport*, const GroupPosition*>> waits;
   for (const RankReport& report : reports) {
@@ -295,7 +295,7 @@ bool wait_for_ever(const Reports& reports) {
   }
   for (size_t before = waits.size() + 1; waits.size() < before;) {
     before = waits.size();
-    std::map<std::string, int64_t> next; // by group: the least `next` of a thread that waits
+    std::map<std::string, int64_t> next; // by group: the smallest `next` of a waiting thread
     std::map<std::pair<std::string, int64_t>, std::set<std::string>>
         issued; // collectives waited in
     for (const auto& [report, wait] : waits) {

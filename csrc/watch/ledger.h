@@ -1,5 +1,5 @@
-// A rank's last collectives, the reports that ranks write of them for each other, and the sentence
-// made from the reports of all ranks.
+// A rank's last collectives, the reports of them that ranks exchange, and the sentence made from
+// the reports of all ranks.
 #pragma once
 
 #include <array>
@@ -26,26 +26,26 @@ struct LedgerEntry {
 // A rank's position among the collectives that a model issues on one group.
 struct GroupPosition {
   std::string name; // names model and group; equal on the group's ranks, and unique
-  int64_t next = 0; // number of the collective that the rank issues next
-  int64_t waiting = -1; // number of the collective that the host waits in
+  int64_t next = 0; // number of the next collective that the rank issues
+  int64_t waiting = -1; // number of the collective in which the host waits
   int64_t thread = 0; // the thread that issued the last collective; 0 before the first one
-  std::string what; // the collective that the host waits in, without its bytes
+  std::string what; // the collective in which the host waits, without its bytes
 };
 
 struct RankReport {
   std::vector<LedgerEntry> entries; // the last collectives, oldest first
-  int64_t waiting = -1; // number of the collective that the host waits in
+  int64_t waiting = -1; // number of the collective in which the host waits
   std::string trainable; // '1' or '0' for each parameter of the model
-  std::string elsewhere; // a wait that is not in the ledger; empty if there is none
-  std::vector<GroupPosition> groups; // of all models of the process
+  std::string elsewhere; // a wait outside of the ledger; empty without one
+  std::vector<GroupPosition> groups; // positions of all models of the process
   bool answered = false; // if false, only `ended` is known
   std::optional<std::string> ended; // how the program ended
 
-  const LedgerEntry* find(int64_t number) const; // returns null if it is not in the report
+  const LedgerEntry* find(int64_t number) const; // null if the report lacks it
   bool waits_in(int64_t number) const {
     return answered && waiting == number;
   }
-  std::string encode() const; // of a rank that answered
+  std::string encode() const; // only for a rank that answered
   static RankReport decode(const std::string& text);
 };
 
@@ -58,30 +58,29 @@ struct LedgerGroup {
   std::atomic<int64_t> thread = 0;
 };
 
-// A ring of a model's last collectives; training allocates nothing. The thread that trains writes
-// it without a lock, and without reading a clock. The watchdog reads it, and may find a
-// half-written entry. Numbers count a model's collectives over all its groups. Every rank issues
-// them in one order, so a number means the same collective on all ranks.
+// A ring of a model's last collectives; training allocates nothing. The training thread writes it
+// without a lock, and without reading a clock. The watchdog reads it, and may find a half-written
+// entry. Numbers count a model's collectives over all its groups. All ranks issue them in one
+// order, so a number means the same collective on all ranks.
 class Ledger {
  public:
-  // Returns the group of this name. It lives as long as the ledger.
+  // Returns the group with this name, which lives as long as the ledger.
   LedgerGroup& group(const std::string& name);
-  // Notes a collective that is about to be issued, and returns its number. `op` is a literal.
-  // `unit` must live until forget().
+  // Records a collective before its issue, and returns its number. `op` is a literal. `unit` must
+  // live until forget().
   int64_t begin(LedgerGroup& group, const char* op, const std::string& unit, int64_t nbytes);
-  // Notes that the host begins to wait in the collective.
+  // Records that the host begins to wait in the collective.
   void begin_wait(int64_t number);
-  // Notes that the host waits no longer; the collective may still run.
+  // Records that the host's wait is over; the collective may still run.
   void end_wait();
-  // Notes that the collective is complete.
+  // Records that the collective is complete.
   void finish(int64_t number);
 
-  // Notes which parameters, from `first` on, require grad on this rank.
+  // Records which parameters, from `first` on, require grad on this rank.
   void set_trainable(size_t first, const std::vector<bool>& flags);
-  // Reports all that the ledger knows.
   RankReport report() const;
-  // Returns how long the host has waited in one collective, counted from the first call that found
-  // it there. Only the watchdog calls it.
+  // Returns the length of the host's wait in one collective, since the first call that saw this
+  // wait. Only for the watchdog.
   std::chrono::steady_clock::duration silence();
   // Drops all entries: the units' names are about to be freed.
   void forget();
@@ -102,25 +101,24 @@ class Ledger {
   std::array<Slot, kKept> slots_;
   std::atomic<int64_t> next_ = 0;
   std::atomic<int64_t> waiting_ = -1;
-  std::atomic<int64_t> num_waits_ = 0; // number of waits that have begun
+  std::atomic<int64_t> num_waits_ = 0; // number of waits so far
   mutable std::mutex mutex_; // guards all members below, and reads of units' names
   std::deque<LedgerGroup> groups_;
   int64_t oldest_ = 0;
   std::string trainable_;
-  // Used by the watchdog alone.
-  int64_t seen_ = -1; // the collective that it has found the host in
+  // Only for the watchdog.
+  int64_t seen_ = -1; // the collective in which it last saw the host
   std::chrono::steady_clock::time_point seen_since_;
 };
 
 // Returns whether the reports, by rank, prove that some ranks wait for each other for ever. Such a
-// rank waits in a collective for another one of them, which has issued a different collective or
-// none. There, the thread that issues collectives on this group waits as well.
+// rank waits in a collective for another such rank. The other rank has issued a different
+// collective or none, and its thread that issues collectives on this group waits as well.
 bool wait_for_ever(const std::vector<RankReport>& reports);
 
 // Makes the sentence that names the collective, its unit and the ranks. `reports` are by rank.
-// `params` are the names for RankReport::trainable, `model` is the model's class. `advice` says
-// what to do if a rank is only slow. `unreachable` names the store if it did not answer, else it is
-// empty.
+// `params` names RankReport::trainable; `model` is the model's class. `advice` is for a rank that
+// is only slow. `unreachable` names the store if it did not answer, else it is empty.
 std::string describe(
     const std::vector<RankReport>& reports,
     const std::vector<std::string>& params,

@@ -1,4 +1,3 @@
-// See Note [Roll call].
 #include "watch/roll_call.h"
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
@@ -20,14 +19,14 @@ using WeakStore = c10::weak_intrusive_ptr<c10d::Store>;
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-constexpr Milliseconds kAnswer(3000); // time that the other ranks have to report
-constexpr Milliseconds kReader(3500); // time that the reading rank has; less than Alarm's patience
-constexpr Milliseconds kOthers(1000); // time that rank 0 waits for other ranks when it ends
+constexpr Milliseconds kAnswer(3000); // time for the reports of the other ranks
+constexpr Milliseconds kReader(3500); // time for the reading rank; less than Alarm's patience
+constexpr Milliseconds kOthers(1000); // time that rank 0 waits for the other ranks when it ends
 constexpr Milliseconds kPoll(50);
 
 // Note [Names of hosts]
-// torch looks up the host names of both ends when a TCPStore connects or describes itself. With a
-// slow name server a lookup takes seconds. So all models of a process share one connection, and no
+// torch looks up the host names of both ends when a TCPStore connects or describes itself, which
+// takes seconds with a slow name server. So all models of a process share one connection, and no
 // store is asked to describe itself.
 Store shared_clone(const Store& base) {
   static std::mutex mutex;
@@ -41,14 +40,14 @@ Store shared_clone(const Store& base) {
   return clone;
 }
 
-// Appends a record of the rank to a list that all ranks append to.
+// Appends a record to a list of all ranks.
 void append(c10d::Store& store, const std::string& list, size_t rank, const std::string& text) {
   const std::string record = std::to_string(rank) + " " + std::to_string(text.size()) + " " + text;
   if (store.hasExtendedApi()) {
     store.append(list, {record.begin(), record.end()});
     return;
   }
-  for (;;) { // in a file
+  for (;;) { // the store is a file
     const std::string before = store.check({list}) ? store.get_to_str(list) : "";
     if (store.compareSet(list, before, before + record) == before + record) {
       return;
@@ -69,7 +68,7 @@ RollCall::RollCall(const Store& store, const std::string& name, size_t rank, siz
   } else if (
       dynamic_cast<c10d::FileStore*>(base.get()) == nullptr &&
       dynamic_cast<c10d::HashStore*>(base.get()) == nullptr) {
-    return; // it may call Python, and the waiting thread may hold the interpreter's lock
+    return; // the store may call Python, and the waiting thread may hold the interpreter's lock
   }
   store_ = c10::make_intrusive<c10d::PrefixStore>("zerocore/" + name, base);
 }
@@ -89,31 +88,32 @@ std::optional<std::string> RollCall::poll(
   if (must_end && !std::exchange(must_end_, true)) {
     store_->add("must_end", 1);
   }
-  if (!told_) {
+  if (!answered_at_) {
     if (asks) {
       reads_ = store_->add(key("call"), 1) == 1;
     } else if (!store_->check({key("call")})) {
       return std::nullopt;
     }
     append(*store_, key("reports"), rank_, report().encode());
-    told_ = Clock::now();
+    answered_at_ = Clock::now();
   }
-  std::optional<std::string> told;
+  std::optional<std::string> sentence;
   if (store_->check({key("told")})) {
-    told = store_->get_to_str(key("told"));
+    sentence = store_->get_to_str(key("told"));
   } else {
-    reads_ = reads_ || (Clock::now() - *told_ > kReader && store_->add(key("readers"), 1) == 1);
-    told = reads_ ? read(describe) : std::nullopt;
+    reads_ =
+        reads_ || (Clock::now() - *answered_at_ > kReader && store_->add(key("readers"), 1) == 1);
+    sentence = reads_ ? read(describe) : std::nullopt;
   }
-  if (told) {
+  if (sentence) {
     ++number_;
-    told_.reset();
+    answered_at_.reset();
     reads_ = false;
   }
-  return told;
+  return sentence;
 }
 
-// Returns the sentence; nothing while other ranks may still answer.
+// Returns the sentence, or nullopt while other ranks may still answer.
 std::optional<std::string> RollCall::read(const Describe& describe) {
   std::vector<RankReport> reports(size_);
   for (const auto& [rank, how] : records("ends")) {
@@ -124,13 +124,13 @@ std::optional<std::string> RollCall::read(const Describe& describe) {
   }
   const bool is_complete = std::ranges::all_of(
       reports, [](const RankReport& each) { return each.answered || each.ended; });
-  if (!is_complete && Clock::now() - *told_ < kAnswer) {
+  if (!is_complete && Clock::now() - *answered_at_ < kAnswer) {
     return std::nullopt;
   }
-  std::string told = describe(reports, store_->check({"must_end"}));
-  store_->set(key("told"), told);
-  store_->deleteKey(key("reports")); // so that the store does not grow
-  return told;
+  std::string sentence = describe(reports, store_->check({"must_end"}));
+  store_->set(key("told"), sentence);
+  store_->deleteKey(key("reports")); // keeps the store small
+  return sentence;
 }
 
 std::vector<std::pair<size_t, std::string>> RollCall::records(const std::string& list) {

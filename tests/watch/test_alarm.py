@@ -133,12 +133,12 @@ ANY_PLACE = (
 CASES = [
     Case(end, "rank 1 did not answer within 3 s: killed, stopped, out of reach", also_odd=False),
     Case(stop, "rank 1 did not answer within 3 s: killed, stopped, out of reach", also_odd=False),
-    Case(sleep, r"rank 1 has not come to it \(in no collective of this model\)"),
+    Case(sleep, r"rank 1 has not reached it \(in no collective of this model\)"),
     Case(call_another_unit, r"rank 1 waits in all_(gather|reduce) of 'side' \(288 bytes\)"),
     Case(call_once_more, ANY_PLACE, stages=(0, 1, 2, 3)),
     Case(run_the_backward_twice, ANY_PLACE, stages=(0, 1, 2, 3)),
     Case(train_something_else, ANY_PLACE, stages=(0, 1, 2, 3)),
-    Case(skip_the_backward, r"rank 1 (has not come to it|waits in all_gather)", also_odd=False),
+    Case(skip_the_backward, r"rank 1 (has not reached it|waits in all_gather)", also_odd=False),
     Case(freeze, r"'b.weight' requires grad on ranks? 0(, 2)? and not on rank 1"),
     Case(freeze_a_unit, r"'b.weight' requires grad on ranks? 0(, 2)? and not on rank 1"),
 ]

@@ -22,7 +22,7 @@ ZEROCORE_CPU_CLONES void add_two(
   }
 }
 
-// sums = the sum of elements [begin, begin + count) over all chunks, two or more.
+// sums = the sum of elements [begin, begin + count) over all chunks (two or more).
 template <typename A, typename In>
 void sum_chunks(A* sums, const AccumulateCall& call, int64_t begin, int64_t count) {
   const auto* block = static_cast<const In*>(call.chunks) + begin;

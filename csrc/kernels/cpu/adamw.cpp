@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kChunksPerTask = 4;
 
-// Elements of a half type that are widened at a time; they stay in the first-level cache. Casts are
+// Elements of a half type that are widened at a time, to stay in the first-level cache. Casts are
 // separate loops, because compilers do not vectorise them within the update.
 constexpr int64_t kBlock = 1024;
 
@@ -40,7 +40,7 @@ ZEROCORE_CPU_CLONES void update(
   }
 }
 
-// A block's values in A, the type of the computation: the tensor's own memory, or a copy.
+// A block's values in the computation's type A: the tensor's own memory, or a copy.
 template <typename A, typename T>
 class Block {
  public:
@@ -72,7 +72,7 @@ class Block<A, A> {
   A* data_;
 };
 
-// Updates elements [begin, begin + numel) of a tensor, at most a block.
+// Updates elements [begin, begin + numel) of a tensor; numel is at most a block.
 template <typename Weight, typename Grad, typename Model>
 void update_block(
     const AdamWSegment& segment,
@@ -103,7 +103,7 @@ void update_chunk(const AdamWCall& call, int index, Range span) {
   }
 }
 
-// Counts the steps up. Most tensors have the same step, so neighbours share one correction.
+// Increments the steps. Most tensors have the same step, so neighbours share one correction.
 void advance_steps(const AdamWCall& call) {
   float last = 0;
   BiasCorrection correction;

@@ -15,12 +15,12 @@ namespace {
 
 constexpr int64_t kChunksPerTask = 16;
 
-// The number of sums in parallel: a compiler may not reorder one floating-point sum, but it may
+// The number of parallel sums: a compiler may not reorder one floating-point sum, but it may
 // compute several in one register.
 constexpr int64_t kLanes = 32;
 
-// Returns the elements before the first cache line that starts within src. A gradient may start
-// anywhere in a bucket, and loads that straddle lines would touch two each.
+// Returns the number of elements before the first cache line that starts within src. A gradient may
+// start anywhere in a bucket, and loads across lines would touch two each.
 template <typename T>
 int64_t numel_before_line(const T* src, int64_t numel) {
   const size_t past = reinterpret_cast<uintptr_t>(src) % kLineNbytes;
@@ -28,8 +28,8 @@ int64_t numel_before_line(const T* src, int64_t numel) {
   return std::min(numel, static_cast<int64_t>(before));
 }
 
-// Element i goes to the sum of lane i % kLanes, so the bits do not depend on where src starts. The
-// loop begins at a line, with lane `head`, so its sums are rotated by `head`.
+// Element i belongs to the sum of lane i % kLanes, so the bits do not depend on the address of src.
+// The loop begins at a line, with lane `head`, so its sums are rotated by `head`.
 template <typename T>
 ZEROCORE_CPU_CLONES double sum_squares(const T* src, int64_t numel) {
   AccumulateType<T> sums[kLanes] = {};
@@ -71,7 +71,7 @@ SquareSum square_chunk(const T* src, int64_t numel) {
     done = square_halves(src, numel, result.sum);
   }
   result.sum += sum_squares(src + done, numel - done);
-  // A sum that is not finite contains a NaN or an infinity, or it has overflowed.
+  // A non-finite sum means a NaN or an infinity, or an overflow.
   if (is_nonfinite(result.sum)) {
     result.num_nonfinite = static_cast<double>(count_nonfinite(src, numel));
   }
@@ -83,7 +83,7 @@ SquareSum square_chunk(const T* src, int64_t numel) {
 void square(const SquareCall& call) {
   visit(call.element, [&](auto types) {
     using T = typename decltype(types)::Dst;
-    // Each chunk has its own sum, so the bits do not depend on the thread that computes it.
+    // Each chunk has its own sum, so the bits do not depend on the threads.
     for_each_chunk(call.segments, kChunksPerTask, [&](int64_t chunk, int index, Range span) {
       const auto* src = static_cast<const T*>(call.segments[index].src) + span.begin;
       call.partials[chunk] = square_chunk(src, span.end - span.begin);

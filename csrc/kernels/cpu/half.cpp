@@ -14,7 +14,7 @@ namespace {
 #ifdef ZEROCORE_F16C
 
 constexpr int64_t kLanes = 8;
-// Elements between two fetches, and the number of sums in parallel.
+// Elements between two prefetches, and the number of parallel sums.
 constexpr int64_t kGroup = 4 * kLanes;
 
 bool has_casts() {

@@ -1,4 +1,4 @@
-// The CPU's loops, and how threads share their chunks.
+// The CPU's loops, and the distribution of their chunks over threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -15,8 +15,8 @@ void adamw(const AdamWCall& call);
 void encode(const EncodeCall& call);
 void decode(const DecodeCall& call);
 
-// Calls run(chunk, its segment's index, its span) for each chunk, on several threads.
-// `chunks_per_task` chunks are worth another thread.
+// Calls run(chunk, its segment's index, its span) for each chunk, on several threads: one thread
+// per `chunks_per_task` chunks at most.
 template <typename List, typename Run>
 void for_each_chunk(const List& list, int64_t chunks_per_task, const Run& run) {
   const auto first_chunk = [&](int i) { return list[i].first_chunk; };

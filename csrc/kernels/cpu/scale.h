@@ -1,4 +1,4 @@
-// The loop that copies and sums share: it casts, scales and adds elements.
+// The loop of copies and sums: it casts, scales and adds elements.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace zerocore::kernels::cpu {
 
-constexpr int64_t kGroup = 64; // elements between two fetches
+constexpr int64_t kGroup = 64; // elements between two prefetches
 
 template <typename Dst, typename Src>
 ZEROCORE_CPU_CLONES void scale_into(
@@ -39,7 +39,7 @@ ZEROCORE_CPU_CLONES void scale_add(
   }
 }
 
-// Whether scale_halves() takes this pair of types.
+// Whether scale_halves() supports this pair of types.
 template <typename Dst, typename Src>
 constexpr bool kIsOfHalves =
     std::is_same_v<Dst, c10::Half> ? std::is_same_v<Src, c10::Half> || std::is_same_v<Src, float>

@@ -1,4 +1,4 @@
-// Processor features that loops use: clones by generation, float16 casts, prefetches and streaming
+// Processor features for loops: clones by generation, float16 casts, prefetches and streaming
 // stores.
 #pragma once
 
@@ -14,9 +14,9 @@
 #endif
 
 // Compiles a loop several times, once per generation of x86 processors; the loader picks one.
-// Without this a portable build uses 16-byte registers only, where casts of half types are three to
-// ten times slower than memory. ThreadSanitizer builds have no clones: the loader picks before the
-// sanitizer starts.
+// Without clones a portable build uses 16-byte registers only, where casts of half types are three
+// to ten times slower than memory. ThreadSanitizer builds have no clones: the loader picks before
+// the sanitizer starts.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define ZEROCORE_CPU_CLONES \
   __attribute__((target_clones("arch=x86-64-v3", "arch=x86-64-v4", "default")))
@@ -27,10 +27,10 @@
 namespace zerocore::kernels::cpu {
 
 // Note [Casts of float16]
-// x86 has cast float16 in hardware since 2012. A compiler does not use these casts for a loop over
-// c10::Half, which casts by integer arithmetic. The loops below do. Each handles as many elements
-// as fill vectors and returns their number, or 0 if the processor has no such casts. A plain loop
-// does the rest and rounds in the same way.
+// x86 has cast float16 in hardware since 2012. Compilers do not use these casts for a loop over
+// c10::Half, which casts by integer arithmetic. The loops below do. Each handles a multiple of the
+// vector size and returns the number of elements done, or 0 on a processor without these casts. A
+// plain loop does the rest and rounds in the same way.
 
 // dst[i] = or += src[i] * factor, from or to float16; the other type is float16 or float32.
 template <typename Dst, typename Src>
@@ -53,12 +53,12 @@ inline void fetch_ahead(const T* values) {
 }
 
 // Note [Streaming stores]
-// A store to a line that no cache holds reads the line first, so a loop that fills a large buffer
-// moves its bytes twice. A streaming store writes whole lines without reading them. It also leaves
-// nothing in the cache for the next reader, so it pays only if a call writes more than a cache
-// holds; libc's memcpy begins to stream at about the same size.
+// A store to an uncached line reads the line first, so a loop that fills a large buffer moves its
+// bytes twice. A streaming store writes whole lines without reading them. It puts nothing into the
+// cache for the next reader, so it pays only if a call writes more than a cache holds; libc's
+// memcpy begins to stream at about the same size.
 
-// A call that writes at least this many bytes streams: half of a common third-level cache.
+// Calls that write at least this many bytes stream: half of a common third-level cache.
 constexpr int64_t kStreamedNbytes = int64_t{16} << 20;
 
 // Copies bytes that do not overlap. Call end_stream() before another thread reads them.
@@ -86,17 +86,17 @@ inline void end_stream() {
 #endif
 }
 
-// Elements computed at a time; they stay in the first-level cache.
+// Elements computed at a time, to stay in the first-level cache.
 constexpr int64_t kBlockNumel = 1024;
 
 // Calls write(values, begin, count), which writes up to kBlockNumel elements [begin, begin + count)
-// to `values`, and streams these to `dst`.
+// to `values`, and streams them to `dst`.
 template <typename T, typename Write>
 void stream_blocks(T* dst, int64_t numel, const Write& write) {
   alignas(kLineNbytes) T values[kBlockNumel];
   int64_t begin = 0;
   while (begin < numel) {
-    // A block ends where a line ends, so all blocks but the first begin at a line.
+    // A block ends at the end of a line, so all blocks but the first begin at a line.
     const auto past = reinterpret_cast<uintptr_t>(dst + begin) % kLineNbytes / sizeof(T);
     const int64_t count = std::min<int64_t>(numel - begin, kBlockNumel - past);
     write(static_cast<T*>(values), begin, count);

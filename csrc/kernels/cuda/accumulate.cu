@@ -20,7 +20,7 @@ struct AccumulateArgs {
   bool add;
 };
 
-// Groups that a thread loads at a time: kInFlightNbytes for two chunks, the fewest.
+// Groups that a thread loads at a time: kInFlightNbytes for two chunks, the minimum.
 template <typename In, int lanes>
 constexpr int kGroups = lanes == 1 ? 1 : kInFlightNbytes / (2 * sizeof(Vector<In, lanes>));
 
@@ -52,8 +52,8 @@ __device__ __forceinline__ void sum_groups(
   }
 }
 
-// Each thread sums kGroups groups of `lanes` elements, kThreads groups apart. All addresses are
-// multiples of the group's size.
+// Each thread sums kGroups groups of `lanes` elements, which are kThreads groups apart. All
+// addresses are multiples of a group's size.
 template <typename Out, typename In, int lanes>
 __global__ void __launch_bounds__(kThreads)
     accumulate_kernel(const AccumulateArgs<AccumulateType<Out>> args) {

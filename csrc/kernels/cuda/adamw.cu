@@ -1,8 +1,8 @@
 // Runs steps of AdamW on a GPU.
 //
-// A small first kernel counts the steps and computes the bias corrections, one thread a tensor. So
-// the blocks of the second kernel compute no powers, and none reads a step that another has
-// counted.
+// A small first kernel increments the steps and computes the bias corrections, one thread per
+// tensor. So the blocks of the second kernel compute no powers, and none reads a step that another
+// block has incremented.
 #include "kernels/adamw.h"
 
 #include <c10/cuda/CUDAGuard.h>
@@ -20,7 +20,7 @@ namespace {
 constexpr int kFewTensors = 128;
 constexpr int kManyTensors = 512;
 
-// Part of a list as a kernel's parameter; see Note [No table to keep].
+// Part of a list as a kernel's parameter; see Note [Tables by value].
 template <int capacity>
 struct AdamWTable : ChunkTable<capacity> {
   void* weight[capacity];
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) advance_kernel(
   corrections[index] = bias_correction(options, static_cast<double>(step));
 }
 
-// The elements that one block works on.
+// The elements of one block.
 template <typename Weight, typename Grad, typename Model>
 struct Run {
   Weight* weight;
@@ -76,7 +76,7 @@ __device__ __forceinline__ bool is_aligned(const T* data) {
   return reinterpret_cast<uintptr_t>(data) % alignof(Vector<T, lanes>) == 0;
 }
 
-// Returns the same as split_vectors(), for addresses that must all be aligned together.
+// Like split_vectors(), for addresses that must all be aligned together.
 template <int lanes, typename Weight, typename Grad, typename Model>
 __device__ __forceinline__ VectorSplit split_run(const Run<Weight, Grad, Model>& run) {
   constexpr int group = static_cast<int>(sizeof(Weight)) * lanes;
@@ -95,7 +95,7 @@ __device__ __forceinline__ VectorSplit split_run(const Run<Weight, Grad, Model>&
 }
 
 // Updates `count` groups of `lanes` elements from element `begin` on, with all threads of the
-// block. The four loads of a group are in flight together, up to 16 bytes each.
+// block. The four loads of a group, up to 16 bytes each, are in flight together.
 template <int lanes, typename Weight, typename Grad, typename Model>
 __device__ __forceinline__ void update_groups(
     const Run<Weight, Grad, Model>& run,
@@ -151,7 +151,7 @@ __device__ __forceinline__ Run<Weight, Grad, Model> block_run(
       static_cast<int>(span.end - span.begin)};
 }
 
-// By default ptxas limits the kernel of only floats to 40 registers, and spills.
+// By default ptxas limits the float-only kernel to 40 registers, and spills.
 template <typename Weight, typename Grad, typename Model>
 constexpr bool kOnlyFloats =
     std::is_same_v<Weight, float> && std::is_same_v<Grad, float> && std::is_same_v<Model, float>;

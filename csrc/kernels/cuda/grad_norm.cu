@@ -1,7 +1,7 @@
 // Sums squares on a GPU and counts values that are not finite.
 //
-// Each block writes a partial sum, and one block adds these in a fixed order. There are no atomics
-// and the order does not depend on addresses, so the same numbers give the same bits.
+// Each block writes a partial sum, and one block adds the partial sums in a fixed order. There are
+// no atomics and the order does not depend on addresses, so equal inputs give equal bits.
 #include "kernels/grad_norm.h"
 
 #include <c10/cuda/CUDAGuard.h>
@@ -73,7 +73,7 @@ __device__ __forceinline__ Vector<T, lanes> load_group(const T* src) {
 }
 
 // Adds `count` groups of `lanes` elements to the threads' shares. A thread gets the same elements
-// whatever the alignment.
+// at any alignment.
 template <bool aligned, int lanes, typename T>
 __device__ __forceinline__ void add_groups(ThreadSum<T>& share, const T* src, int count) {
   constexpr int unroll = kUnroll<sizeof(T) * lanes, lanes>;

@@ -1,8 +1,8 @@
 // Encodes and decodes scaled blocks on a GPU.
 //
-// A warp encodes a block at a time; each lane has four numbers. Blocks of 132 bytes follow each
-// other, so aligned accesses have four bytes at most. A thread therefore loads several words before
-// it stores.
+// A warp encodes one block at a time; each lane has four numbers. Blocks of 132 bytes are adjacent,
+// so aligned accesses have at most four bytes. A thread therefore loads several words before it
+// stores.
 #include "kernels/scaled.h"
 
 #include <c10/cuda/CUDAGuard.h>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kWordLanes = 4; // numbers in a word
 constexpr int kBlocksPerWarp = 4;
-constexpr int kWordsInFlight = 8; // of one thread; a block of threads loads a whole chunk
+constexpr int kWordsInFlight = 8; // per thread; a block of threads loads a whole chunk
 static_assert(kWarp * kWordLanes == kScaledNumel);
 
 __device__ __forceinline__ uint32_t largest_of_warp(uint32_t value) {
@@ -87,10 +87,10 @@ __device__ __forceinline__ void decode_groups(
     const uint8_t* __restrict__ blocks,
     int begin,
     int count) {
-  // An integer: the bytes of a struct would be unpacked, and waited for, between the loads.
+  // An integer: bytes of a struct would be unpacked, and waited for, between the loads.
   using Numbers = std::conditional_t<lanes == 1, uint8_t, uint32_t>;
   static_assert(sizeof(Numbers) == lanes);
-  constexpr int kStep = kThreads * lanes; // from a thread's group to its next one: whole blocks
+  constexpr int kStep = kThreads * lanes; // distance of a thread's groups: whole blocks
   static_assert(kStep % kScaledNumel == 0);
   constexpr int kStepNbytes = kStep / kScaledNumel * kScaledNbytes;
   auto* out = reinterpret_cast<Vector<Dst, lanes>*>(dst);

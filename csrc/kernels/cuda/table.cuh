@@ -1,7 +1,7 @@
-// Passes a list of segments as a kernel's parameter, in as many launches as it needs.
+// Passes a list of segments as a kernel's parameter, in as many launches as needed.
 //
-// See Note [No table to keep]. A kernel may take 32,764 bytes of parameters (compute capability
-// 7.0, CUDA 12.1 on), enough for kManySegments. Short lists use kFewSegments, to copy fewer bytes.
+// See Note [Tables by value]. A kernel may take 32,764 bytes of parameters (compute capability 7.0,
+// CUDA 12.1 on), enough for kManySegments. Short lists use kFewSegments, to copy fewer bytes.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -26,12 +26,12 @@ struct ChunkTable {
 
   int num_segments;
   int chunk_numel;
-  // An array by itself: every block searches it, so it should lie in few cache lines.
+  // A separate array: every block searches it, so it should occupy few cache lines.
   int32_t first_chunk[capacity];
   int64_t numel[capacity];
 };
 
-// The chunk that one block works on.
+// The chunk of one block.
 struct BlockChunk {
   int segment;
   Range span;

@@ -8,11 +8,11 @@
 
 namespace zerocore::kernels::cuda {
 
-constexpr int kThreads = 256; // of every block
+constexpr int kThreads = 256; // per block
 constexpr int kWarp = 32;
-constexpr int kInFlightNbytes = 64; // bytes that a thread loads before it stores the first of them
+constexpr int kInFlightNbytes = 64; // bytes that a thread loads before it stores the first
 
-// An element function that keeps the value, without unpacking vectors.
+// An element function that keeps the value, so that vectors need no unpacking.
 struct Keep {};
 
 // `lanes` neighbouring elements, read and written by one access.
@@ -37,8 +37,8 @@ __device__ __forceinline__ Vector<Dst, lanes> map_lanes(
   return dst;
 }
 
-// Groups a thread loads before it stores the first. Single elements are few, or so badly aligned
-// that their number matters more than their bytes.
+// Groups that a thread loads before it stores the first. Single elements are few or misaligned, so
+// their number matters more than their bytes.
 template <int group_nbytes, int lanes>
 constexpr int kUnroll = lanes == 1 ? 4 : (kInFlightNbytes + group_nbytes - 1) / group_nbytes;
 
