@@ -48,7 +48,7 @@ Engine::~Engine() {
     }
   }
   if (alarm != nullptr && Watchdog::of_process().remove(alarm)) {
-    alarm->ledger().forget(); // it points to names of units
+    alarm->ledger().forget(); // the ledger points to units' names
   }
 }
 
@@ -56,7 +56,7 @@ void Engine::start(bool consistent) {
   started_ = true;
   calls_.set_owner(weak_from_this());
   lifecycle_.start(consistent, [weak = weak_from_this()](UnitId id, int param, bool arrived) {
-    const auto engine = weak.lock(); // a graph may outlive it
+    const auto engine = weak.lock(); // a graph may outlive the engine
     if (engine && arrived) {
       engine->calls_.grad_ready(id, param);
     } else if (engine) {
@@ -94,7 +94,7 @@ void Engine::begin_hold(UnitId id) {
 }
 
 void Engine::gather_held(UnitId id) {
-  pool().set_apart(true); // a long hold must not shape the arena
+  pool().set_apart(true); // a long hold must not influence the arena
   const auto back = c10::make_scope_exit([this] { pool().set_apart(false); });
   lifecycle_.run([&](Actions& out) { schedule_.residency().hold_unsharded(id, out); });
 }
@@ -149,11 +149,11 @@ void Engine::reshard(UnitId id) {
 void Engine::set_parked(bool parked) {
   if (parked) {
     const auto use = calls_.use();
-    offload_.synchronize(); // gradients may be on their way to the host
+    offload_.synchronize(); // gradients may still be on their way to the host
     reducer_.release_kept();
     for (const auto& unit : units_) {
       lifecycle_.refresh(unit->id());
-      if (!unit->context().mesh.shards_parameters) { // the parked memory is the full parameters
+      if (!unit->context().mesh.shards_parameters) { // the full parameters are the parked memory
         hold_unsharded({unit->id()});
         release_unsharded({unit->id()}, /*write_back=*/false);
       }
@@ -225,7 +225,7 @@ std::vector<bool> Engine::any_rank(const std::vector<bool>& flags) {
 
 Exchange Engine::exchange(size_t mesh, bool across, const at::Tensor& sent, MessageSizes sizes) {
   Collectives* group = resources_.group_of(mesh, across ? AxisName::Replicas : AxisName::State);
-  TORCH_INTERNAL_ASSERT(group != nullptr, "an exchange over a group that the model does not have");
+  TORCH_INTERNAL_ASSERT(group != nullptr, "the model has no group for this exchange");
   return {context_, *group, sent, std::move(sizes)};
 }
 

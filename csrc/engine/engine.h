@@ -1,4 +1,4 @@
-// The object that Python holds for each sharded model: it owns all parts of the engine.
+// The engine of one sharded model: Python holds it, and it owns all parts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,48 +16,48 @@
 
 namespace zerocore {
 
-// The name under which an optimizer's collectives are traced, where others have a unit's name.
+// The name of an optimizer's collectives in the trace, in place of a unit's name.
 inline const std::string kOptimizer = "optimizer";
 
-// A pending all-to-all of an optimizer of whole matrices. The context must outlive it.
+// A pending all-to-all of a matrix optimizer. The context must outlive it.
 class Exchange {
  public:
-  // Sends each rank of the group its part of `sent` (1-D, rank after rank). `sizes` are bytes.
+  // Sends each rank of the group its part of `sent` (1-D, rank after rank). `sizes` are in bytes.
   Exchange(
       const UnitContext& context,
       Collectives& group,
       const at::Tensor& sent,
       MessageSizes sizes);
 
-  // Returns the received tensor. The compute stream waits for it; on the CPU the host waits.
+  // Returns the received tensor. The compute stream, or on the CPU the host, waits for it.
   at::Tensor wait();
 
  private:
   const Streams& streams_;
-  at::Tensor received_; // 1-D, of the dtype that was sent
+  at::Tensor received_; // 1-D, of the sent dtype
   PendingCollective pending_;
 };
 
 // Note [Gathers after a step]
 // At stages 1 and 2 an optimizer's step updates this rank's part of the full parameters. When the
 // step ends, all ranks start the all-gathers of the other parts. Later reads and forwards wait for
-// them and need no further collective. A unit is gathered once optimizers have updated all of its
-// trained parameters, so optimizers that share a unit cause one all-gather. The forward gathers
-// all other changes: updates on the host, which go on after the step, and steps inside a call,
-// where ranks may be at different units.
+// these gathers and need no further collective. A unit is gathered once optimizers have updated all
+// of its trained parameters, so optimizers that share a unit cause one all-gather. The forward
+// gathers all other changes: updates on the host, which continue after the step, and steps inside a
+// call, where ranks may be at different units.
 
-// A unit that an optimizer has updated. `params` are its updated parameters, or nullopt if the
-// optimizer updated all trained ones.
+// A unit that an optimizer has updated. `params` are the updated parameters; nullopt: all trained
+// ones.
 struct UpdatedUnit {
   UnitId unit = -1;
   std::optional<std::vector<int>> params;
 };
 
-// The engine of one sharded model. Its own functions work between passes; calls() handles forward
+// The engine of one sharded model. Its own functions run between passes; calls() handles forward
 // and backward passes.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `order` has the calls that a forward is expected to make.
+  // `order` has the expected calls of a forward.
   Engine(
       const EngineOptions& options,
       c10::Device device,
@@ -100,18 +100,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
     return resources_.hand_overs().entries();
   }
 
-  // Begins training, after all parameters were materialized and bound. `consistent` says that all
-  // ranks hold the same values; else the first forward gathers them.
+  // Begins training, when all parameters are materialized and bound. `consistent`: all ranks hold
+  // the same values; otherwise the first forward gathers them.
   void start(bool consistent);
 
   // Unshards the units and shows their full parameters until release_unsharded. If it throws, it
-  // holds none of them.
+  // holds no unit.
   void hold_unsharded(const std::vector<UnitId>& units);
-  // Ends the hold. Without `write_back` it drops changes and returns the names of the changed
+  // Ends the hold. Without `write_back`, drops changes and returns the names of the changed
   // parameters.
   std::vector<std::string> release_unsharded(const std::vector<UnitId>& units, bool write_back);
   // Holds a unit without showing it in modules. begin_hold starts its all-gather; wait_held makes
-  // the compute stream wait for it. Works in a parked model if the unit's memory is back.
+  // the compute stream wait for it. Allowed in a parked model whose unit has its memory again.
   void begin_hold(UnitId unit);
   void wait_held(UnitId unit);
   // Starts the unit's all-gather ahead of its next forward; modules show the parameters after
@@ -122,12 +122,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_staying(UnitId unit, Staying staying) {
     schedule_.residency().set_staying(unit, staying);
   }
-  // Parks the model: waits for the host, updates what all-gathers read, and frees the pool's arena.
-  // The caller may then free the units' memory on the device. Uses of the model throw until it is
-  // unparked. Collective.
+  // Parks the model: waits for the host, updates the values that all-gathers read, and frees the
+  // pool's arena. The caller may then free the units' device memory. Uses of the model throw until
+  // it is unparked. Collective.
   void set_parked(bool parked);
-  // Returns the unit's memory that stays on the device between steps, as bytes: the parameters
-  // first, then the memory that only optimizers and reductions use.
+  // Returns the unit's persistent device memory, as bytes: the parameters first, then the memory
+  // that only optimizers and reductions use.
   std::vector<at::Tensor> device_memory(UnitId unit) const;
   // Allocates the memory of a freed tensor of device_memory() again, uninitialised.
   void take_memory(const at::Tensor& tensor) {
@@ -143,28 +143,28 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // host.
   void materialize(UnitId unit, const std::vector<at::Tensor>& full, bool broadcast);
   std::vector<at::Tensor> full_values(UnitId unit);
-  // Brackets an optimizer's update of main weights; with `casts` it writes the model weights, too.
-  // Throws if a shard was moved out of the unit's memory.
+  // Bracket an optimizer's update of main weights; with `casts` it also writes the model weights.
+  // begin_update throws if a shard no longer lies in the unit's memory.
   void begin_update(const std::vector<UnitId>& units, bool casts);
   // Returns true if all-gathers have begun. They read the shards until finish_gathers or the next
   // use of their units.
   bool end_update(const std::vector<UpdatedUnit>& units, bool casts);
-  // Waits for the all-gathers that read shards which are about to change. If the all-gather of a
-  // unit fails, its next use gathers it again.
+  // Waits for the all-gathers that read shards, before these change. If a unit's all-gather fails,
+  // its next use gathers it again.
   void finish_gathers();
-  // Stops reductions and resharding, for the step of a zero-bubble pipeline schedule.
+  // Suspends reductions and resharding, for the step of a zero-bubble pipeline schedule.
   void begin_deferred();
-  // Starts them again. With `drops` it resets the model, else it reduces the gradients.
+  // Resumes them. With `drops` it resets the model, otherwise it reduces the gradients.
   void end_deferred(bool drops);
-  // Returns for each flag whether any rank has set it. Collective.
+  // Returns for each flag whether any rank sets it. Collective.
   std::vector<bool> any_rank(const std::vector<bool>& flags);
-  // Starts an all-to-all, with `across` over the ranks that hold the same shards, else over the
+  // Starts an all-to-all: with `across` over the ranks with the same shards, otherwise over the
   // ranks that share the state. Collective. The engine must outlive the result.
   Exchange exchange(size_t mesh, bool across, const at::Tensor& sent, MessageSizes sizes);
   void check_process() {
     calls_.thread_check().check_process();
   }
-  // To be called in the child of a fork: later uses of units throw if the model has other ranks.
+  // For the child of a fork: later uses of units throw if the model has other ranks.
   void mark_forked();
 
  private:

@@ -16,9 +16,9 @@ namespace zerocore {
 
 namespace {
 
-constexpr int64_t kChunk = int64_t{1} << 22; // bytes; a chunk takes 16 times its size on a device
+constexpr int64_t kChunk = int64_t{1} << 22; // bytes; on a device, a chunk needs 16 times its size
 
-// Returns a checksum that depends on each byte and its position, and is not negative.
+// Returns a checksum of all bytes and their positions, which is not negative.
 int64_t checksum(const at::Tensor& values) {
   const at::Tensor bytes = values.view(at::kByte);
   if (bytes.is_cpu()) {
@@ -32,7 +32,7 @@ int64_t checksum(const at::Tensor& values) {
   return static_cast<int64_t>(sum >> 2);
 }
 
-// Returns the norm of the values on a logarithmic scale in steps of 0.1 %: ranks may round.
+// Returns the norm on a logarithmic scale in steps of 0.1 %, because ranks may round differently.
 int64_t magnitude(const at::Tensor& values) {
   const double norm = values.norm().item<double>();
   return std::isfinite(norm) && norm > 0.0 ? std::lround(1000.0 * std::log(norm)) : 0;
@@ -58,7 +58,7 @@ InPlaceWrites::InPlaceWrites(
 
 // User code such as `with torch.no_grad(): self.weight.clamp_()` writes to the gathered parameters.
 // Copies this rank's part to the shard, unless the shard is a part of the full parameters.
-void InPlaceWrites::keep(UnitId id) {
+void InPlaceWrites::save(UnitId id) {
   Unit& unit = *units_[id];
   const at::NoGradGuard no_grad;
   if (!unit.take_writes()) {
@@ -69,28 +69,29 @@ void InPlaceWrites::keep(UnitId id) {
       !mesh.gathers_near(),
       "unit '",
       unit.name(),
-      "': its parameters were changed in place while they were gathered, which goes neither with "
-      "zerocore.Communication(regather=...) nor, at stage 3, with "
-      "zerocore.Communication(replicas_share='optimizer'): near ranks keep parts of what they "
-      "gathered. Shard the model without.");
+      "': its parameters were changed in place while they were gathered, which is not possible "
+      "with "
+      "zerocore.Communication(regather=...) or, at stage 3, with "
+      "zerocore.Communication(replicas_share='optimizer'): near ranks keep parts of the "
+      "gathered values. Shard the model without this option.");
   unit.mark_written();
   const bool are_others_there = context_.control != nullptr && schedule_.in_root_forward();
   if (mesh.shards_parameters && are_others_there && schedule_.follows_order()) {
-    unit.keep_write();
+    unit.save_write();
   }
   if (!are_others_there) {
     add(id);
   } else if (std::ranges::find(later_, id) == later_.end()) {
     later_.push_back(id);
   }
-  if (!unit.keeps_write() && (mesh.shards_parameters || !unit.main().empty())) {
+  if (!unit.has_saved_write() && (mesh.shards_parameters || !unit.main().empty())) {
     unit.write_back(/*all=*/false);
   }
 }
 
 void InPlaceWrites::finish() {
   for (const auto& unit : units_) {
-    if (unit->keeps_write()) {
+    if (unit->has_saved_write()) {
       unit->finish_write();
     }
   }
@@ -104,15 +105,15 @@ void InPlaceWrites::drop() {
 
 // -- checksums -------------------------------------------------------------------------------
 
-// Returns whether ranks must write the same values to the unit. At stage 0 each rank keeps all that
-// it has written.
+// Returns whether all ranks must write the same values to the unit. At stage 0 each rank keeps its
+// own values.
 bool InPlaceWrites::is_shared(const Unit& unit) const {
   const UnitMesh& mesh = unit.context().mesh;
   return context_.control != nullptr && mesh.communicates() &&
       (mesh.shards_optimizer || mesh.shards_parameters);
 }
 
-// Returns a number for the ranks that share the unit: 0 if all ranks of the model do.
+// Returns a number for the group of ranks that share the unit: 0 for all ranks of the model.
 int64_t InPlaceWrites::sharers_of(const Unit& unit) const {
   const UnitContext& context = unit.context();
   return context.mesh.world_size() == context_.control->size() ? 0 : 1 + context.first_rank;
@@ -211,8 +212,8 @@ void InPlaceWrites::fail(const std::string& fqn) {
       "' was changed in place, by a forward, a hook, a backward or between steps, or its .grad was "
       "set (torch.autograd.grad does not average), to values that differ between the ranks; they "
       "must be the same. "
-      "Average what the change is computed from (dist.all_reduce), or send one rank's "
-      "(dist.broadcast(values, 0)), before it is written.");
+      "Before the write, average the values (dist.all_reduce) or send those of one rank "
+      "(dist.broadcast(values, 0)).");
 }
 
 } // namespace zerocore

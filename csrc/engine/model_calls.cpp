@@ -15,7 +15,7 @@ namespace zerocore {
 namespace {
 
 // Returns whether a backward pass can reach one of the tensors. It never reaches a leaf, such as
-// the output of a frozen module that a hook has made require a gradient.
+// the output of a frozen module on which a hook has called requires_grad_().
 bool any_recorded(const std::vector<at::Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
     return tensor.requires_grad() && !tensor.is_leaf();
@@ -76,7 +76,7 @@ void ModelCalls::enter(UnitId id) {
   });
 }
 
-// Starts the all-gathers of the unit and of those that the next calls use.
+// Starts the all-gathers of the unit and of the units of the next calls.
 void ModelCalls::enter_forward(UnitId id) {
   if (!schedule_.in_root_forward()) {
     lifecycle_.refresh(id);
@@ -138,17 +138,17 @@ void ModelCalls::leave(UnitId id, const std::vector<at::Tensor>& outputs, bool k
   }
 }
 
-// Leaves the call in the schedule, which gives it its handle.
+// Exits the call in the schedule, which returns its handle.
 void ModelCalls::leave_forward(RecordedCall& recorded, bool has_output, bool reads, bool keep) {
   const UnitId id = recorded.call.unit;
-  // Tensors may leave the call other than as outputs, see Note [Untracked backward]. Without grad
-  // mode this may be a reentrant checkpoint, whose backward recomputes the call.
+  // Tensors may escape from the call other than as outputs, see Note [Untracked backward]. Without
+  // grad mode this may be a reentrant checkpoint, whose backward recomputes the call.
   const bool wanted = c10::GradMode::is_enabled() ? recorded.last > recorded.first
                                                   : lifecycle_.trainable().count(id) > 0;
   try {
-    lifecycle_.writes().keep(id);
+    lifecycle_.writes().save(id);
   } catch (...) {
-    refused_ = std::current_exception(); // first end the call; see exit()
+    refused_ = std::current_exception(); // the call must end first; see exit()
   }
   units_[id]->note_use();
   lifecycle_.run([&](Actions& out) {
@@ -171,7 +171,7 @@ int64_t ModelCalls::note_call(const RecordedCall& recorded, const Call& entered)
 void ModelCalls::begin_pass() {
   recover("a sharded model was called");
   if (schedule_.in_root_forward() || in_backward()) {
-    push_call({true}); // nested: the outer pass goes on
+    push_call({true}); // nested: the outer pass continues
     return;
   }
   run_in(push_call({false, next_node()}), [this] { start_pass(); });
@@ -200,7 +200,7 @@ void ModelCalls::end_pass(const std::vector<at::Tensor>& outputs) {
   }
   consensus_.leave_pass();
   for (const auto& unit : units_) {
-    unit->wait_for_unshard(); // the optimizer must not write a skipped unit while it is gathered
+    unit->wait_for_unshard(); // the optimizer must not write a skipped unit during its gather
   }
   if (any_recorded(outputs)) {
     on_backward(outputs, call.first_node, [this] { begin_backward(); });
@@ -240,7 +240,7 @@ void ModelCalls::check_not_parked() const {
 
 // Prepares a use of units: resets the model if the last backward pass or another rank's forward
 // failed, and finishes the last pass. A failed backward pass never reached end_backward(). Throws
-// during the capture of a graph; `what` begins the message.
+// while a CUDA graph is captured; `what` begins that error.
 void ModelCalls::recover(const char* what, bool may_be_parked) {
   check_not_capturing(context_.streams->device(), what);
   if (!may_be_parked) {
@@ -248,8 +248,8 @@ void ModelCalls::recover(const char* what, bool may_be_parked) {
   }
   TORCH_CHECK_TYPE(
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
-      "torch.func transforms (grad, vmap, jacrev, ...) do not go through a sharded model: what "
-      "they compute with is not what autograd sees. Use torch.autograd.grad, or transform a plain "
+      "torch.func transforms (grad, vmap, jacrev, ...) do not work with a sharded model, because "
+      "they replace the tensors that autograd sees. Use torch.autograd.grad, or transform a plain "
       "model that has loaded zerocore.full_state_dict(model).");
   if (context_.alarm != nullptr) {
     context_.alarm->check();
@@ -307,7 +307,7 @@ size_t ModelCalls::push_call(Call call) {
 }
 
 // Returns the index of the innermost call that is not an adopted unit. Returns nullopt if the call
-// belongs to another thread, or if there is no call because another thread has reset the model.
+// belongs to another thread, or if another thread has reset the model and no call remains.
 std::optional<size_t> ModelCalls::innermost() const {
   for (size_t call = calls_.size(); call-- > 0;) {
     if (calls_[call].adopted < 0) {
@@ -331,7 +331,7 @@ void ModelCalls::end_calls(size_t num) {
   }
 }
 
-// See Note [Calls and resets]. A call of another thread is removed: that thread has died.
+// See Note [Calls and resets]. Removes calls of another thread, which must have died.
 void ModelCalls::drop_calls() {
   std::erase_if(calls_, [](const Call& call) { return call.thread != std::this_thread::get_id(); });
   end_calls(calls_.size());

@@ -1,5 +1,5 @@
-// Follows a model's forward and backward pass: hooks of its modules and of autograd's graph report
-// here.
+// Follows a model's forward and backward pass, as hooks on its modules and on autograd's graph
+// report them.
 //
 // One thread at a time may call a model; a second one gets an error. The backward pass may run on
 // another thread. enter/exit bracket a unit's call; begin_pass/end_pass bracket the root forward.
@@ -24,8 +24,8 @@
 //   wait          UnitLifecycle::use: the compute stream waits for the unit's all-gather;
 //   compute       the module's own forward;
 //   leave         leave_forward: Schedule::do_exit reshards the unit.
-// In a backward pass, `pre_backward` and `grad_ready` tell the schedule how far autograd has come.
-// The schedule then runs the backward's program up to that point.
+// In a backward pass, `pre_backward` and `grad_ready` tell the schedule autograd's position. The
+// schedule then runs the backward's program up to that position.
 //
 // Note [Calls and resets]
 // A reset may come while calls run: a backward pass inside a forward fails, or the user calls
@@ -87,14 +87,14 @@ class ModelCalls {
       const std::vector<at::Tensor>& outputs,
       bool keep = false,
       bool reads = true);
-  // Enters a unit whose parameter is read although its module was not called. The unit belongs to
-  // the innermost running call until that call ends.
+  // Enters a unit whose parameter is read without a call of its module. The unit belongs to the
+  // innermost running call until that call ends.
   void adopt(UnitId unit);
   bool has_calls() const {
     return !calls_.empty();
   }
-  // Returns whether reads of parameters belong to a running call. In an optimizer's step inside a
-  // call they do not: the step works with shards. Its closure may call the model again.
+  // Returns whether reads of parameters belong to a running call. Reads by an optimizer's step
+  // inside a call do not: the step works with shards. The step's closure may call the model again.
   bool in_call() const {
     return calls_.size() > (steps_.empty() ? 0 : steps_.back());
   }
@@ -114,7 +114,7 @@ class ModelCalls {
   void grad_ready(UnitId unit, int param);
   // Resets the model if a backward pass through it ended with an exception.
   void fail_backward();
-  // Reduces the gradients that backward passes without sync have summed locally. Collective.
+  // Reduces the local sums of backward passes without sync. Collective.
   void finalize_backward();
   size_t num_backward_shapes() const {
     return rest_by_shape_.size();
@@ -122,7 +122,7 @@ class ModelCalls {
 
   // -- forward and backward
   // Begins a use of units outside the model's calls. Cleans up after a failed call and finishes the
-  // last pass with the other ranks. The result's destructor lets any thread use the model next.
+  // last pass with the other ranks. When the result is destroyed, any thread may use the model.
   [[nodiscard]] auto use(bool may_be_parked = false) {
     recover("a sharded model was used", may_be_parked);
     return c10::make_scope_exit([this] { leave_if_outside(); });
@@ -131,7 +131,7 @@ class ModelCalls {
   void set_parked(bool parked) {
     parked_ = parked;
   }
-  // Drops everything in flight: gathers, graphs waiting for a backward, unreduced gradients.
+  // Drops all unfinished work: gathers, graphs waiting for a backward, unreduced gradients.
   void reset();
 
  private:
@@ -139,7 +139,7 @@ class ModelCalls {
     bool recomputing = false; // an activation checkpoint recomputes it
     uint64_t first_node = 0; // number of the first autograd node that the call records
     bool has_graph = false; // grad mode was on when the call began
-    UnitId adopted = -1; // the adopted unit, which the enclosing call leaves; see adopt()
+    UnitId adopted = -1; // the adopted unit; the enclosing call exits it, see adopt()
     CallHandle again = {}; // the call that a recompute repeats; its pass is -1 if unknown
     size_t depth = 0; // number of enclosing calls that the schedule knows
     std::thread::id thread = std::this_thread::get_id(); // the thread that made the call
@@ -147,8 +147,8 @@ class ModelCalls {
   };
   struct UnitProgress {
     int num_fired = 0;
-    int64_t backward = -1; // the backward pass that goes through the unit
-    std::vector<uint8_t> fired; // by parameter: its gradient came in this backward pass
+    int64_t backward = -1; // the backward pass that uses the unit
+    std::vector<uint8_t> fired; // by parameter: its gradient has arrived in this backward pass
     bool changed = false; // trained parameters have changed since the last forward
   };
 
@@ -204,12 +204,12 @@ class ModelCalls {
   ThreadCheck thread_check_;
   std::weak_ptr<void> owner_;
   bool parked_ = false; // only begin_hold and reshard of Engine may use units
-  std::vector<Call> calls_; // entered and not left
+  std::vector<Call> calls_; // entered and not ended
   std::vector<size_t> steps_; // running optimizer steps: the number of calls around each
-  std::exception_ptr refused_; // keeping a call's writes failed; the end of the call throws it
+  std::exception_ptr refused_; // saving the writes of a call failed; the end of the call throws it
   UntrackedBackward untracked_;
   RecomputedCalls recomputed_calls_;
-  std::exception_ptr untracked_error_; // the next hook throws it, or the end of the backward
+  std::exception_ptr untracked_error_; // the next hook, or the end of the backward, throws it
   std::vector<UnitProgress> progress_; // by unit
   std::unordered_map<uint64_t, bool> rest_by_shape_; // see reduce_rest()
   bool selective_ = false; // the last backward pass computed some gradients only

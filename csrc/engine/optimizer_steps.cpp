@@ -1,4 +1,4 @@
-// Engine::begin_update, end_update and exchange: an optimizer's step between passes or inside one.
+// Engine::begin_update, end_update and exchange: an optimizer's step, between passes or inside one.
 #include "engine/engine.h"
 
 #include <ATen/ops/empty.h>
@@ -95,27 +95,27 @@ bool Engine::end_update(const std::vector<UpdatedUnit>& units, bool casts) {
   return false;
 }
 
-// Returns whether the step runs inside a call or a hold; the answer is the same on all ranks.
+// Returns whether the step runs inside a call or a hold; equal on all ranks.
 bool Engine::is_in_use() const {
   return calls_.has_calls() || std::ranges::any_of(units_, [this](const auto& unit) {
            return schedule_.is_held_unsharded(unit->id());
          });
 }
 
-// Waits for the all-gathers of running calls, and writes these calls' changes back to the shards.
+// Waits for the all-gathers of running calls, and writes the calls' changes back to the shards.
 void Engine::begin_inner_step() {
-  lifecycle_.gather_late();
+  lifecycle_.gather_delayed();
   finish_gathers(); // prefetches must not read shards during the update
   for (const auto& unit : units_) {
     if (schedule_.is_entered(unit->id())) {
-      lifecycle_.writes().keep(unit->id());
+      lifecycle_.writes().save(unit->id());
     }
   }
   lifecycle_.writes().add_rest();
   lifecycle_.writes().finish();
 }
 
-// Marks updated units as stale. Gathers those in use again at once; others wait until they are
+// Marks updated units as stale. Units in use are gathered again at once, others when they are
 // entered.
 void Engine::end_inner_step() {
   const at::NoGradGuard no_grad;
@@ -127,7 +127,7 @@ void Engine::end_inner_step() {
       continue;
     }
     lifecycle_.invalidate(id);
-    // A unit may be resident for a call that only other ranks make: they gather it again, too.
+    // A unit may be resident for a call of other ranks only: they gather it again, too.
     const bool stays = unit->context().mesh.shards_parameters && schedule_.is_resident(id);
     if (stays || schedule_.is_active(id)) {
       in_use.push_back(id);

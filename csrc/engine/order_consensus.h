@@ -11,7 +11,7 @@
 
 namespace zerocore {
 
-// Sizes of the state that ranks agree on. Tests check that they do not grow without limit.
+// Sizes of the state that ranks agree on. Tests check that they are bounded.
 struct Agreed {
   size_t num_calls = 0; // in the order of calls
   size_t num_shapes = 0; // of backward passes; see ModelCalls
@@ -20,7 +20,7 @@ struct Agreed {
   uint64_t num_messages = 0; // messages that this rank has sent over the control channel
 };
 
-// This rank's side of the messages by which the ranks of a model agree on one order of collectives.
+// This rank's side of the messages with which ranks agree on one order of collectives.
 class OrderConsensus {
  public:
   // All arguments must outlive the object.
@@ -31,15 +31,15 @@ class OrderConsensus {
       UnitLifecycle& lifecycle)
       : units_(units), context_(context), schedule_(schedule), lifecycle_(lifecycle) {}
 
-  // Notes that this rank gathers units again because their weights have changed. The ranks compare
-  // these units at the end of the pass. If they differ, the ranks' collectives no longer match.
+  // Records that this rank gathers units again because their weights have changed. At the end of
+  // the pass the ranks compare these units: if they differ, the collectives no longer match.
   void note_gathers(const std::vector<UnitId>& again);
-  // When a call of the unit begins, or its backward: if the call is not in the order, asks for the
-  // unit, and serves the other ranks until all of them gather it.
+  // At the begin of a call of the unit, or of its backward: if the call is not in the order, asks
+  // for the unit, and serves the other ranks until all of them gather it.
   void ask_in_forward(UnitId unit);
   void ask_in_backward(const CallHandle& call);
-  // Before a backward goes on to another pass: serves ranks that still ask in the last one, so that
-  // all ranks go from pass to pass together.
+  // Before a backward continues in another pass: serves ranks that still ask in the last one, so
+  // that all ranks go from pass to pass together.
   void go_to_pass(int64_t pass);
   // Serves the ranks that ask for units, until all have ended the backward, or its part in a pass.
   void serve_others();
@@ -52,12 +52,12 @@ class OrderConsensus {
   // Must precede this rank's next collective: waits for the others' messages, serves them, and
   // concludes the pass that this rank has left.
   void finish_pass();
-  // Gives up waiting for the others to leave the pass, because they free their model, too.
+  // Stops waiting for the others to leave the pass: they free their model, too.
   void abandon_pass() {
     leaving_ = false;
   }
 
-  // Returns whether ranks made different calls in a pass since the last backward.
+  // Returns whether ranks have made different calls in a pass since the last backward.
   bool ranks_differ() const {
     return ranks_differ_;
   }
@@ -68,7 +68,7 @@ class OrderConsensus {
   std::optional<int> failed() const {
     return failed_;
   }
-  // Finishes the pass, and forgets that a rank has failed.
+  // Finishes the pass, and forgets the failed rank.
   void reset() {
     finish_pass();
     failed_.reset();
@@ -95,7 +95,7 @@ class OrderConsensus {
   const UnitContext& context_;
   Schedule& schedule_;
   UnitLifecycle& lifecycle_;
-  bool leaving_ = false; // this rank has left a pass that other ranks may still be in
+  bool leaving_ = false; // this rank has left a pass that others may still be in
   bool ranks_differ_ = false;
   bool calls_differ_ = false; // the ranks' calls differed in the last finished pass
   int64_t written_ = 0; // checksum of writes in place; see Note [Writes that differ]

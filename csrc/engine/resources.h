@@ -1,4 +1,4 @@
-// The parts that all units of a model share on this rank, and the options that they are made from.
+// The parts that all units of a model share on this rank, and the options for making them.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace zerocore {
 
-// Names of the c10d process groups of a mesh; a group without other ranks has no name.
+// Names of the c10d process groups of a mesh; nullopt for a group without other ranks.
 struct GroupNames {
   std::optional<std::string> shard; // the ranks to shard over
   std::optional<std::string> replicas; // the ranks that hold the same shards as this rank
@@ -26,7 +26,7 @@ struct GroupNames {
 
 struct EngineOptions {
   ShardOptions sharding;
-  // Groups by number of the mesh. The first mesh has all ranks of the model, others some of them.
+  // Groups by number of the mesh. The first mesh has all ranks of the model, the others a subset.
   std::vector<GroupNames> meshes;
   std::optional<std::string> control; // all ranks, on the CPU; nullopt if peers are simulated
   bool log_hand_overs = false; // logs hand-overs between streams on a CPU, which has no streams
@@ -34,10 +34,10 @@ struct EngineOptions {
   bool registered = false; // see Note [Registered memory]
   std::string alarm_name; // see AlarmOptions; empty for no alarm
   std::optional<double> stall_seconds = 0; // see AlarmOptions; 0 for no alarm
-  int host_threads = 1; // threads that share a unit's update on the host
+  int host_threads = 1; // threads that share the update of a unit on the host
 };
 
-// Owns the shared parts of a model. The order of the members matters: they are freed in reverse.
+// Owns the shared parts of a model. The order of members matters: they are freed in reverse.
 class Resources {
  public:
   // `order` is the expected order of calls, from which the pool plans its arena.
@@ -56,12 +56,12 @@ class Resources {
   const HandOverLog& hand_overs() const {
     return hand_overs_;
   }
-  // Returns the registered memory of the first mesh's shard group; nullopt with one rank or without
-  // the option.
+  // Returns statistics of the registered memory of the first mesh's shard group; nullopt with one
+  // rank or without the option.
   std::optional<RegisteredStats> registered() const {
     return registered_ ? std::optional(registered_->stats()) : std::nullopt;
   }
-  // Returns the group of the mesh as its GroupNames named it, or null.
+  // Returns the group of the mesh with this axis in its GroupNames, or null.
   Collectives* group_of(size_t mesh, AxisName axis) const {
     return groups_.at(mesh).of(axis);
   }

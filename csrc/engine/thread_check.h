@@ -1,5 +1,4 @@
-// Throws if a second thread, or a forked process, uses an engine. An engine follows one call at a
-// time.
+// Throws if a second thread, or a forked process, uses an engine, which follows one call at a time.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -13,12 +12,11 @@
 
 namespace zerocore {
 
-// Remembers which thread runs forward and which runs backward. Members may be called from any
-// thread.
+// Remembers which thread runs forward and which one runs backward. Thread-safe.
 class ThreadCheck {
  public:
-  // `backward_threads` says that autograd runs hooks on its own threads, as it does for devices.
-  // Then a hook's thread does not tell which thread called backward.
+  // `backward_threads`: autograd runs hooks on its own threads, as it does for devices. A hook's
+  // thread then does not tell which thread called backward.
   explicit ThreadCheck(bool backward_threads) : backward_threads_(backward_threads) {}
 
   // Begins a forward call outside of a backward pass. Throws if another thread runs forward.
@@ -31,12 +29,12 @@ class ThreadCheck {
         "this model runs forward in another thread. ",
         kAdvice);
   }
-  // Ends the outermost forward call, or gives up the forward.
+  // Ends the outermost forward call, or abandons the forward.
   void leave_forward() {
     forward_.store({});
   }
   // Throws if any thread runs backward. A failed backward pass may still be unwinding on autograd's
-  // thread when its caller gets the exception, so this waits for its end.
+  // thread when its caller gets the exception, so this waits for the end of the unwinding.
   void check_no_backward() const {
     const auto has_none = [this] { return backwards_->count == 0; };
     std::unique_lock lock(backwards_->mutex);
@@ -62,7 +60,7 @@ class ThreadCheck {
         "backward through a model that runs backward in another thread. ",
         kAdvice);
   }
-  // Begins a backward pass, which lasts as long as the returned object lives. Let autograd own the
+  // Begins a backward pass, which lasts as long as the returned object. Let autograd own the
   // object, because a failed backward pass calls no hook.
   std::shared_ptr<void> begin_backward() {
     backward_.store(std::this_thread::get_id());
@@ -70,7 +68,7 @@ class ThreadCheck {
     return {nullptr, [backwards = backwards_](void*) { backwards->add(-1); }};
   }
 
-  // To be called in a child of a fork, which lacks the process group's threads.
+  // For the child of a fork, which lacks the process group's threads.
   void mark_forked() {
     forked_ = true;
   }
@@ -81,12 +79,13 @@ class ThreadCheck {
     TORCH_CHECK(
         !forked_,
         "this process was forked from one that had sharded the model: its collectives would wait "
-        "for ever. Use the model in the process that sharded it, and hand over plain tensors, such "
+        "for ever. Use the model in the process that sharded it, and pass plain tensors to others, "
+        "such "
         "as those of zerocore.full_state_dict(model)");
   }
 
  private:
-  // The number of running backward passes, which may outlive the engine.
+  // Counts the running backward passes, which may outlive the engine.
   struct Backwards {
     void add(int change) {
       {
@@ -103,8 +102,8 @@ class ThreadCheck {
 
   static constexpr std::chrono::seconds kPatience{1};
   static constexpr const char* kAdvice =
-      "A sharded model is used by one thread at a time, in one order on all ranks: let one thread "
-      "do all steps, or hand over with a lock held from forward to the end of backward. "
+      "Use a sharded model in one thread at a time, in one order on all ranks: let one thread "
+      "do all steps, or hold a lock from the forward to the end of the backward. "
       "zerocore.reset(model) forgets a thread that has died";
 
   bool backward_threads_;

@@ -51,15 +51,16 @@ void TrainableParams::sync(UnitId id) {
         !requires_grad || !param.lacks_main,
         "parameter '",
         param.spec.fqn,
-        "' was frozen when the model was sharded, so mixed precision keeps no main weight of it. "
-        "Call requires_grad_(True) before zerocore.shard; it can be frozen again after.");
+        "' was frozen when the model was sharded, so it has no main weight, which mixed precision "
+        "trains. "
+        "Call requires_grad_(True) before zerocore.shard; freeze it again after that.");
     param.full.set_requires_grad(requires_grad);
     param.trained = requires_grad;
     use.count += requires_grad ? 1 : 0;
     watch(id, i);
   }
   schedule_.passes().set_reducible(id, use.count > 0);
-  if (!schedule_.in_root_forward()) { // a root forward notes all units at once when it begins
+  if (!schedule_.in_root_forward()) { // a root forward notes all units when it begins
     note(id);
   }
 }

@@ -1,4 +1,4 @@
-// Keeps requires_grad of full parameters and shards equal, whichever of the two the user sets.
+// Keeps requires_grad of full parameters and shards equal; the user may set either.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace zerocore {
 
 class TrainableParams {
  public:
-  // Called before autograd accumulates a gradient into a full parameter, and when it has `arrived`.
+  // Called before autograd accumulates a gradient into a full parameter, and after it (`arrived`).
   using OnGradient = std::function<void(UnitId, int, bool arrived)>;
 
   // All arguments must outlive the object.
@@ -21,7 +21,7 @@ class TrainableParams {
       : units_(units), schedule_(schedule), alarm_(alarm), trainable_(units.size()) {}
 
   void start(OnGradient on_gradient);
-  // Hashes which parameters of the unit require grad, so that ranks can compare it.
+  // Updates the hash of the unit's requires_grad flags, which ranks compare.
   void note(UnitId unit);
   // Makes shards and full parameters agree on requires_grad: before a forward records a graph, and
   // before a backward pass, which skips frozen parameters.
@@ -34,7 +34,7 @@ class TrainableParams {
   }
 
  private:
-  // Makes the parameter report its gradients, once.
+  // Makes the parameter report its gradients; once per parameter.
   void watch(UnitId unit, size_t param);
 
   struct Trainable {
@@ -47,7 +47,7 @@ class TrainableParams {
   Alarm* alarm_; // null if the model has no alarm
   OnGradient on_gradient_;
   std::vector<Trainable> trainable_; // by unit
-  uint64_t sum_ = 0; // of the units' hashes
+  uint64_t sum_ = 0; // sum of the units' hashes
 };
 
 } // namespace zerocore

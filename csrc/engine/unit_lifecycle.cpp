@@ -24,15 +24,15 @@ void UnitLifecycle::start(bool consistent, TrainableParams::OnGradient on_gradie
 void UnitLifecycle::carry_out() {
   // After an exception the remaining actions are dropped; reset() repairs the units' states.
   const auto forget = c10::make_scope_exit([&] { actions_.clear(); });
-  gather_late();
+  gather_delayed();
   for (const auto [kind, id] : actions_) {
     if (kind == ActionKind::Unshard) {
-      gathers_later() ? late_.push_back(id) : gather(id);
+      gathers_later() ? delayed_.push_back(id) : gather(id);
       continue;
     }
-    gather_late();
+    gather_delayed();
     if (kind == ActionKind::Reshard) {
-      writes_.keep(id);
+      writes_.save(id);
       units_[id]->reshard();
     } else {
       reducer_.reduce(id);
@@ -51,13 +51,13 @@ bool UnitLifecycle::gathers_later() const {
       schedule_.in_root_forward() && !in_backward_pass_;
 }
 
-void UnitLifecycle::gather_late(std::optional<UnitId> last) {
-  if (last && std::ranges::find(late_, *last) == late_.end()) {
+void UnitLifecycle::gather_delayed(std::optional<UnitId> last) {
+  if (last && std::ranges::find(delayed_, *last) == delayed_.end()) {
     return;
   }
-  while (!late_.empty()) {
-    const UnitId id = late_.front();
-    late_.pop_front();
+  while (!delayed_.empty()) {
+    const UnitId id = delayed_.front();
+    delayed_.pop_front();
     gather(id);
     if (id == last) {
       return;
@@ -66,7 +66,7 @@ void UnitLifecycle::gather_late(std::optional<UnitId> last) {
 }
 
 void UnitLifecycle::wait_for(UnitId id) {
-  gather_late(id);
+  gather_delayed(id);
   offload_.wait_weights(id);
   offload_.check();
   units_[id]->wait_for_unshard();
@@ -102,7 +102,7 @@ void UnitLifecycle::update_registration(UnitId id) {
 void UnitLifecycle::show(UnitId id, bool full) {
   if (full_shown_[id] != full) {
     if (!full) {
-      writes_.keep(id);
+      writes_.save(id);
       trainable_.take_from_full(id);
     }
     if (full && !in_backward_pass_) {
@@ -143,7 +143,7 @@ bool UnitLifecycle::refresh_one(UnitId id) {
   if (schedule_.is_active(id)) {
     return false;
   }
-  if (unit.is_fresh()) { // a gather after a step or in a backward does not note the change
+  if (unit.is_fresh()) { // a gather after a step or in a backward does not record the change
     if (unit.mark_fresh()) {
       schedule_.passes().note_change(id);
     }
@@ -192,7 +192,7 @@ void UnitLifecycle::reset() {
   schedule_.abort(actions_);
   hides_ = false;
   actions_.clear();
-  late_.clear();
+  delayed_.clear();
   writes_.finish();
   writes_.forget();
   for (const auto& unit : units_) {
@@ -216,7 +216,7 @@ void UnitLifecycle::check_homes(UnitId id) const {
         param.is_whole || memory_of(param).storage().unsafeGetStorageImpl() == param.home,
         "parameter '",
         param.spec.fqn,
-        "': its shard was moved out of the memory that zerocore gathers from (by a move of the "
+        "': its shard no longer lies in the memory that zerocore gathers (after a move of the "
         "model, or `param.data = other`), so training would have no effect. Change values in place "
         "(`param.data.copy_(other)`), and move the model before zerocore.shard.");
   }

@@ -1,11 +1,11 @@
-// Carries out the schedule's actions on units, shows their parameters in modules, and notices
-// changes that the user makes to them.
+// Carries out the schedule's actions on units, shows their parameters in modules, and notices the
+// user's changes to them.
 //
 // Note [Delayed prefetch]
-// To all-gather offloaded weights the host must first wait for their update. A prefetch in a
-// forward is therefore issued after the running call has queued its kernels: at the next call, or
-// when this one ends. The delay does not depend on whether the weights are ready, because all ranks
-// must issue collectives in one order. A CPU has no queue of kernels and would gain nothing.
+// To all-gather offloaded weights the host must first wait for their update. So a forward issues a
+// prefetch after the running call has queued its kernels: at the next call, or at the end of this
+// one. The delay does not depend on whether the weights are ready, because all ranks must issue
+// collectives in one order. A CPU has no queue of kernels and would gain nothing.
 #pragma once
 
 #include <deque>
@@ -23,10 +23,10 @@
 
 namespace zerocore {
 
-// Puts a unit's full parameters, or its shards, into the user's modules. Called from any thread.
+// Puts a unit's full parameters, or its shards, into the user's modules. Thread-safe.
 using ShowParams = std::function<void(UnitId unit, bool full)>;
 
-// The state of all units of a model: gathered or not, shown to the user or not, changed or not.
+// The state of all units of a model: gathered or not, shown or not, changed or not.
 class UnitLifecycle {
  public:
   // All arguments but the function must outlive the object.
@@ -57,11 +57,11 @@ class UnitLifecycle {
   }
   // Makes the compute stream wait for the unit's all-gather, and shows its full parameters.
   void use(UnitId unit);
-  // The same, but does not show the parameters in modules.
+  // Only waits, without showing the parameters in modules.
   void wait_for(UnitId unit);
-  // Issues the delayed all-gathers, see Note [Delayed prefetch]. With `last` it stops after that
-  // unit, and issues none if that unit is not among them.
-  void gather_late(std::optional<UnitId> last = std::nullopt);
+  // Issues the delayed all-gathers, see Note [Delayed prefetch]. With `last`, stops after that
+  // unit, and issues none if that unit is not delayed.
+  void gather_delayed(std::optional<UnitId> last = std::nullopt);
   // Shows the unit's full parameters or its shards, as the schedule says.
   void update_registration(UnitId unit);
   // While hiding, all units show shards, even within calls: for an optimizer's step and for
@@ -75,18 +75,18 @@ class UnitLifecycle {
     hides_ = false;
   }
   // Shows the shards of all inactive units, even of units that stay unsharded for a backward pass:
-  // the forward recorded no graph, so no backward pass comes.
+  // call it if the forward recorded no graph.
   void hide_unused();
   // Notices changed shards before a unit is gathered. refresh_all() does so for all units when a
   // pass begins, and returns the units that will be gathered again.
   void refresh(UnitId unit);
   std::vector<UnitId> refresh_all();
-  // Marks the gathered parameters as stale, because the unit's shards have changed. Call
+  // Marks the gathered parameters as stale after a change of the unit's shards. Call
   // order_gathers() before the next all-gather.
   void invalidate(UnitId unit);
   // Makes later all-gathers wait for the compute stream, which has written the shards.
   void order_gathers();
-  // When a backward begins, units whose shards were written directly are marked as stale.
+  // When a backward begins: marks units as stale whose shards were written directly.
   void invalidate_changed();
   // Gathers a unit in use again if its shards were written directly.
   void regather_changed(UnitId unit);
@@ -96,12 +96,12 @@ class UnitLifecycle {
   InPlaceWrites& writes() {
     return writes_;
   }
-  // Throws c10::ValueError if a shard was moved out of the unit's memory.
+  // Throws c10::ValueError if a shard no longer lies in the unit's memory.
   void check_homes(UnitId unit) const;
-  // Aborts whatever is under way and brings each unit into its idle state.
+  // Aborts all unfinished work and brings each unit into its idle state.
   void reset();
-  // Returns whether a backward pass runs through the model. Then all-gathers are not delayed, and
-  // requires_grad is not synchronised.
+  // Returns whether a backward pass runs through the model. During it, all-gathers are not delayed
+  // and requires_grad is not synchronised.
   bool in_backward_pass() const {
     return in_backward_pass_;
   }
@@ -124,11 +124,11 @@ class UnitLifecycle {
   TrainableParams trainable_;
   InPlaceWrites writes_;
   ShowParams show_params_;
-  Actions actions_; // to be carried out; the memory is reused
+  Actions actions_; // actions to carry out; the memory is reused
   bool in_backward_pass_ = false;
   bool hides_ = false;
   std::vector<bool> full_shown_; // by unit: the modules hold full parameters
-  std::deque<UnitId> late_; // delayed all-gathers; see Note [Delayed prefetch]
+  std::deque<UnitId> delayed_; // delayed all-gathers; see Note [Delayed prefetch]
 };
 
 } // namespace zerocore

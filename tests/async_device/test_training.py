@@ -120,7 +120,7 @@ def change_weights_alone(stage: int) -> str:
     model(inputs).sum().backward()
     if dist.get_rank() == 1:
         model[0].down.bias.data.local().add_(1.0)
-    with pytest.raises(ValueError, match="begin again, from a checkpoint") as caught:
+    with pytest.raises(ValueError, match="restart from a checkpoint") as caught:
         model(inputs).sum().backward()
     return str(caught.value)
 

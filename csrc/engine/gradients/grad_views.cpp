@@ -10,8 +10,8 @@ namespace zerocore {
 
 namespace {
 
-// The values of a gradient that a program keeps, and their memory from before: an array of NumPy
-// has its address.
+// The values of a gradient that a program keeps, and their old memory, whose address a NumPy array
+// has.
 struct KeptValues {
   c10::Storage values;
   c10::DataPtr before;
@@ -84,8 +84,8 @@ const at::Tensor& GradViews::seen(UnitId unit, int index) {
   return param.seen;
 }
 
-// `p.grad.data = t` leaves the tensor, and gives it other memory; `p.grad = p.grad.detach()` leaves
-// the memory.
+// `p.grad.data = t` keeps the tensor and changes its memory; `p.grad = p.grad.detach()` does the
+// opposite.
 bool GradViews::shows(const Param& param, const at::Tensor& current) {
   return param.seen.defined() && current.defined() && current.layout() == at::kStrided &&
       current.data_ptr() == param.grad.data_ptr() && current.sizes() == param.grad.sizes() &&
@@ -172,8 +172,7 @@ void GradViews::hear_used(const std::vector<bool>& reduced) {
   }
 }
 
-// Returns whether this rank must hear from the others which parameters of reduced units have a
-// gradient.
+// Returns whether this rank must ask the others which parameters of reduced units have a gradient.
 bool GradViews::lacks_any(const std::vector<bool>& reduced) const {
   for (size_t unit = 0; unit < params_.size(); ++unit) {
     for (size_t i = 0; reduced[unit] && i < params_[unit].size(); ++i) {

@@ -1,23 +1,22 @@
-// Sets `.grad` of the parameters, and notices what the user does to it.
+// Sets the parameters' `.grad`, and notices the user's changes to it.
 //
 // Note [Unused parameters]
 // A parameter that no rank used gets no gradient, as on one device. If any rank used it, all ranks
-// get its gradient. In every backward pass the ranks tell each other what they used, in one small
-// message that travels beside the last reductions. A rank waits for it only if it did not use a
-// parameter that has no gradient yet, so models that use every parameter never wait.
+// get its gradient. In every backward pass the ranks exchange a small message about the parameters
+// that they used; it travels beside the last reductions. A rank waits for it only if it did not use
+// a parameter that has no gradient yet, so models that use every parameter never wait.
 //
 // Note [Sums that were not reduced]
 // A backward pass without sync reduces nothing, so a shard has no gradient yet. `.grad` is then
 // another tensor (`sums`). At stage 1 it holds this rank's gradient of all elements. At stages 2
-// and 3 it is only a mark: if zero_grad() removes it, the unit drops the gradients that it holds
-// back. At stage 0 the gradient itself holds this rank's values. By rows `.grad` stays None, as
-// with FSDP2.
+// and 3 it is only a mark: if zero_grad() removes it, the unit drops its unreduced gradients. At
+// stage 0 the gradient itself holds this rank's values. By rows `.grad` stays None, as with FSDP2.
 //
 // Note [Gradients that programs keep]
-// A whole parameter's gradient is a plain tensor, and a program may keep it, or any tensor on its
-// memory, while the next backward writes new values. So what programs see has a storage of its own
-// over the kept gradients. When a program drops or replaces `.grad`, and something still holds that
-// storage, the storage gets a copy of the values.
+// A whole parameter's gradient is a plain tensor. A program may keep it, or any tensor over its
+// memory, while the next backward writes new values. So programs see a tensor over the kept
+// gradients with a storage of its own. When a program drops or replaces `.grad` and still holds
+// that storage, the storage gets a copy of the values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,10 +32,10 @@
 
 namespace zerocore {
 
-// Returns the gradient that autograd has accumulated for the parameter in this backward; undefined
-// if there is none, or a reduction has packed it.
+// Returns the gradient that autograd has accumulated for the parameter in this backward. Undefined
+// if there is none, or if a reduction has packed it.
 const at::Tensor& own_gradient(const UnitParam& param);
-// Move what programs see in `grad` of a whole parameter to the shard, and back.
+// Move the `grad` of a whole parameter that programs see to the shard, and back.
 void move_seen_grad(UnitParam& param);
 void return_seen_grad(UnitParam& param);
 
@@ -55,31 +54,30 @@ class GradViews {
   void bind_sums(UnitId unit, int param, at::Tensor sums) {
     params_.at(unit).at(param).sums = std::move(sums);
   }
-  // Returns true after a backward without sync: `shard.grad` may be a tensor of bind_sums().
+  // Returns true after a backward without sync: `shard.grad` may then be a tensor of bind_sums().
   bool shows_sums() const {
     return std::ranges::any_of(alone_, std::identity());
   }
 
-  // Notices which of the unit's gradients the user dropped, kept or replaced since the last
+  // Notices which gradients of the unit the user has dropped, kept or replaced since the last
   // backward.
   void take_changes(UnitId unit);
-  // Copies the unit's gradients away, so that this backward starts from none. Once per backward.
+  // Copies the unit's gradients and clears them for this backward. Once per backward.
   void set_apart(UnitId unit);
   // With `adds`, adds the copies to this backward's gradients; else the copies replace them.
   void put_back(UnitId unit, bool adds);
-  // Notes which of the unit's parameters have a gradient in this backward.
+  // Records which parameters of the unit have a gradient in this backward.
   void note_used(UnitId unit);
-  // At the end of a backward that reduced a unit: sends the other ranks what this rank used, and
-  // receives theirs if this rank needs it. `reduced` is by unit.
+  // At the end of a backward that reduced a unit: sends the others the parameters that this rank
+  // used, and receives theirs if needed. `reduced` is by unit.
   void tell_used();
   void hear_used(const std::vector<bool>& reduced);
   // Sets `.grad` of the unit, whose gradients were reduced in this backward or are held back.
-  // `alone` says that the backward was without sync.
+  // `alone`: the backward was without sync.
   void show(UnitId unit, bool reduced, bool alone);
-  // Sets `.grad` to the averages again after a backward with sync, if the unit has no sums left.
+  // Sets `.grad` to the averages again after a backward with sync, if the unit has no sums.
   void show_averages(UnitId unit);
-  // Returns whether a program has set the gradient of a whole parameter, behind a backward with
-  // sync.
+  // Returns whether a program has set the gradient of a whole parameter after a backward with sync.
   bool is_set(UnitId unit, int param) const;
   // Forgets which parameters a failed backward used.
   void forget_used();
@@ -88,7 +86,7 @@ class GradViews {
   struct Param {
     at::Tensor grad;
     at::Tensor seen; // see Note [Gradients that programs keep]
-    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> window; // its storage
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> window; // the storage of `seen`
     at::Tensor sums; // see Note [Sums that were not reduced]
     bool used = false; // a backward since the last reduction used the parameter
     at::Tensor apart; // the gradient from before this backward; see set_apart()

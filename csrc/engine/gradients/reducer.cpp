@@ -23,8 +23,8 @@ const at::Tensor* checked_gradient(const UnitParam& param) {
           !grad.unsafeGetTensorImpl()->is_python_dispatch(),
       "parameter '",
       param.spec.fqn,
-      "': its gradient is sparse, of another dtype or of a class around other tensors; expected a "
-      "plain one of the parameter's dtype. Use sparse=False.");
+      "': its gradient is sparse, has another dtype, or is a tensor subclass; expected a "
+      "plain tensor of the parameter's dtype. Use sparse=False.");
   return &grad;
 }
 
@@ -57,8 +57,8 @@ void GradientPacker::add_params(const Unit& unit, const Step& step, const Reduct
   add_segment(nullptr, 0, {end, region.numel()}, false);
 }
 
-// Packs rows in rank order, see Note [Shards of rows]. A parameter is added to as a whole or not at
-// all.
+// Packs rows in rank order, see Note [Shards of rows]. The step adds to all elements of a parameter
+// or to none.
 void GradientPacker::add_rows(const Unit& unit, const Step& step, const Reduction& reduction) {
   const Layout& layout = unit.layout();
   const auto add = [this](const at::Tensor* source, const WireRuns& runs, bool adds) {
@@ -165,7 +165,7 @@ bool Reducer::holds_back(UnitId id) const {
   return has_grads(id) || reduction_.has_local(id);
 }
 
-bool Reducer::has_late_sums(UnitId id) const {
+bool Reducer::has_earlier_sums(UnitId id) const {
   return sync_ && units_[id]->settings().syncs && reduction_.has_local(id);
 }
 
@@ -252,7 +252,7 @@ std::vector<bool> Reducer::finish() {
   return reduced;
 }
 
-// The user's function sees the gradients of this backward only.
+// The user's function sees only the gradients of this backward.
 void Reducer::after_reduce(UnitId id) {
   const auto& function = units_[id]->settings().after_reduce;
   if (!function || !reduced_[id]) {
@@ -268,7 +268,7 @@ void Reducer::reset() {
   for (const auto& unit : units_) {
     unit->runner().forget_launch();
   }
-  if (context_.lands_gradients()) { // blocks that reset() frees may still be copied to the host
+  if (context_.lands_gradients()) { // copies to the host may still read blocks that reset() frees
     context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
   }
   reduction_.reset(*this);
@@ -336,7 +336,7 @@ bool Reducer::move(const Step& step, UnitMemory& memory) {
   }
 }
 
-// Tells the checker of hand-overs that the optimizer may write the gradients from now on.
+// Tells the hand-over checker that the optimizer may write the gradients from now on.
 void Reducer::note_use(UnitId id) const {
   if (context_.lands_gradients()) {
     return;

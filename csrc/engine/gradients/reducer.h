@@ -1,5 +1,5 @@
 // Reduces the units' gradients: from `.grad` of full parameters to `.grad` of shards. Carries out
-// the steps that plan/reduction.h decides; its notes explain them.
+// the steps of plan/reduction.h, whose notes explain them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ class GradientPacker {
  public:
   // Carries out a Pack into `bucket` (1-D, the region's elements) on the compute stream. Zeroes
   // gaps and parameters without a gradient, unless the step adds to them. Throws c10::ValueError
-  // for a sparse gradient, or if its dtype is not the parameter's.
+  // for a gradient that is sparse or has another dtype than the parameter.
   void pack(
       const Unit& unit,
       const Step& step,
@@ -48,20 +48,20 @@ class Reducer final : private Steps {
   // Undefined if the parameter's dtype is not floating point.
   at::Tensor make_grad(UnitId unit, int param) const;
   // Returns a tensor for `shard.grad` after a backward without sync. At stages 0 and 1 it has this
-  // rank's sums of all elements, 1-D; at stages 2 and 3 it is make_grad()'s.
+  // rank's sums of all elements, 1-D; at stages 2 and 3 it is the tensor of make_grad().
   at::Tensor make_sums(UnitId unit, int param) const;
-  // Returns the object that puts these tensors into `shard.grad`.
+  // Returns the object that sets `shard.grad` to these tensors.
   GradViews& views() {
     return views_;
   }
-  // Returns whether the tensor of make_sums() has this rank's sums.
+  // Returns whether the tensor of make_sums() holds this rank's sums.
   bool has_sums(UnitId unit, int param) const {
     return reduction_.shows_sums(unit, units_.at(unit)->layout().places().at(param).region);
   }
 
-  // Packs the unit's gradients and starts their reduction. Without sync, of the model or of the
-  // unit, stages 0 and 1 only sum them on this rank; stages 2 and 3 do so with hold_full. A
-  // parameter without a gradient counts as zero.
+  // Packs the unit's gradients and starts their reduction. If the model or the unit does not sync,
+  // stages 0 and 1 only sum them on this rank; so do stages 2 and 3 with hold_full. A parameter
+  // without a gradient counts as zero.
   void reduce(UnitId unit);
   bool sync() const {
     return sync_;
@@ -76,9 +76,9 @@ class Reducer final : private Steps {
       move_seen_grads();
     }
   }
-  // See Note [Whole parameters]: when a backward begins.
+  // Call it when a backward begins, see Note [Whole parameters].
   void move_seen_grads();
-  // Gives gradients that programs keep memory of their own, see Note [Gradients that programs
+  // Copies gradients that programs keep to memory of their own, see Note [Gradients that programs
   // keep].
   void release_kept();
   bool deferred() const {
@@ -86,23 +86,23 @@ class Reducer final : private Steps {
   }
   // Returns whether full parameters of the unit have gradients that reduce() has not packed.
   bool has_grads(UnitId unit) const;
-  // Returns whether the unit has gradients or local sums that were not reduced.
+  // Returns whether the unit has unreduced gradients or local sums.
   bool holds_back(UnitId unit) const;
-  // Returns whether this backward syncs and an earlier one left local sums of the unit.
-  bool has_late_sums(UnitId unit) const;
+  // Returns whether this backward syncs and the unit has local sums of an earlier one.
+  bool has_earlier_sums(UnitId unit) const;
   bool holds_back_any() const;
   // Ends a backward: waits for its reductions and sets `.grad` of the shards. Returns by unit
   // whether its gradients were reduced.
   std::vector<bool> finish();
-  // Waits for pending reductions and drops their results, and all gradients not reduced yet.
+  // Waits for pending reductions, and drops their results and all unreduced gradients.
   void reset();
   // Returns the unit's gradient memory on the device, as bytes.
   std::vector<at::Tensor> device_memory(UnitId unit) const;
-  // Returns how many bytes of gradient memory stay between steps.
+  // Returns the bytes of gradients that persist between steps.
   int64_t persistent_nbytes() const;
 
  private:
-  // Carries out steps that pack or offload gradients; the unit's StepRunner does the others.
+  // Carries out steps that pack or offload gradients; the unit's StepRunner carries out the others.
   void run(const Step& step) override;
   bool move(const Step& step, UnitMemory& memory);
   void note_trainable(UnitId unit);

@@ -44,7 +44,7 @@ struct AccumulatedHook final : torch::autograd::FunctionPostHook {
   std::function<void()> run_;
 };
 
-// Running calls of backward, by the thread that called it; a device's nodes run on another thread.
+// Running calls of backward, by calling thread; a device's nodes run on another thread.
 std::mutex calls_mutex;
 std::vector<std::pair<std::thread::id, BackwardCall>> calls;
 
@@ -192,8 +192,8 @@ void on_backward_of(
     uint64_t first,
     const std::function<void()>& run) {
   for (Node* node : first_nodes_on(device, outputs, first)) {
-    // Insert in front: if a unit returns its input, its hook sits on the node of the unit before,
-    // and must run before that unit's hook.
+    // Inserts in front: if a unit returns its input, its hook sits on the previous unit's node, and
+    // must run before that unit's hook.
     auto& hooks = node->tensor_pre_hooks();
     hooks.insert(hooks.begin(), std::make_unique<BackwardHook>(run));
   }
@@ -206,7 +206,7 @@ std::shared_ptr<void> on_grad_accumulated(
   auto node = torch::autograd::impl::grad_accumulator(leaf);
   node->add_pre_hook(std::make_unique<BackwardHook>(std::move(before)));
   node->add_post_hook(std::make_unique<AccumulatedHook>(std::move(after)));
-  return std::make_shared<std::remove_const_t<decltype(node)>>(node); // its type depends on torch
+  return std::make_shared<std::remove_const_t<decltype(node)>>(node); // the type depends on torch
 }
 
 int64_t current_backward() {

@@ -12,7 +12,7 @@ namespace zerocore {
 
 namespace {
 
-// RecordFunction takes a plain function without state, so this global has the watchers to call.
+// RecordFunction takes a function without state, so this global holds the watchers to call.
 struct Watches {
   std::mutex mutex;
   std::vector<std::shared_ptr<NodeWatch::Watcher>> on;
@@ -69,7 +69,7 @@ void NodeWatch::set_on(bool on) {
 
 namespace {
 
-constexpr size_t kMaxShapes = 4096; // a model whose shape never repeats stays watched
+constexpr size_t kMaxShapes = 4096; // a model with a new shape in each step stays watched
 
 } // namespace
 
@@ -128,8 +128,8 @@ void UntrackedBackward::see(const GraphNode& node) {
   }
 }
 
-// Returns the calls that contain the node, with their numbers: the outermost call, whose backward
-// comes first, is the first.
+// Returns the calls that contain the node, with their numbers. The outermost call comes first, like
+// its backward.
 std::vector<std::pair<int64_t, UntrackedBackward::Visit>> UntrackedBackward::visits_around(
     const GraphNode& node) const {
   std::vector<std::pair<int64_t, Visit>> around;

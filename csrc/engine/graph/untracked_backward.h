@@ -1,22 +1,22 @@
-// Finds the calls of units that a backward enters without passing through the call's outputs.
+// Finds the calls of units that a backward enters without passing the call's outputs.
 //
 // Note [Untracked backward]
-// Hooks on a call's outputs announce that its backward is about to run. Tensors leave a call in
-// other ways, too: as an attribute, in a list, through a user's hook, inside a plain object.
+// Hooks on a call's outputs announce that its backward is about to run. But tensors may escape from
+// a call in other ways: as an attribute, in a list, through a user's hook, inside a plain object.
 // Autograd numbers its nodes, so the nodes of a call are a range, and a backward runs them from the
 // last to the first. The first node of the range that runs therefore announces the call. The watch
-// also sees if the ranks' shared order has resharded a unit while this rank's backward still needs
-// it.
+// also detects that the ranks' shared order has resharded a unit which this rank's backward still
+// needs.
 //
 // Watching costs about 0.2 us a node. So the first node of a call turns the watch off if a backward
 // of the same shape found no untracked entry. A shape is the number of nodes of each call, the
 // number of nodes after the calls, and the roots of the backward. The watch stays on while ranks
-// differ. If a backward enters a call unseen all the same, the unit's storage raises an error,
-// because a unit cannot be read before its all-gather was waited for.
+// differ. If a backward still enters a call unnoticed, the unit's storage raises an error, because
+// it cannot be read before the wait for its all-gather.
 //
 // The watch sees the nodes of all backwards in the process, on the threads that run them. It
-// ignores nodes outside of the calls, or on another device than the model's, see Note [The thread
-// of a model's backward].
+// ignores nodes outside of the calls, and nodes on another device than the model's, see Note [The
+// thread of a model's backward].
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ namespace zerocore {
 // While on, reports every node of autograd before it runs in a backward. Costs nothing while off.
 class NodeWatch {
  public:
-  // Called on the thread that runs the node, as long as the owner lives. The node may belong to
-  // another model's backward. Must not throw.
+  // Called on the thread that runs the node, while the owner lives. The node may belong to another
+  // model's backward. Must not throw.
   using Seen = std::function<void(const GraphNode&)>;
 
   explicit NodeWatch(Seen seen) : watcher_(std::make_shared<Watcher>(std::move(seen))) {}
@@ -64,12 +64,12 @@ class NodeWatch {
   bool on_ = false;
 };
 
-// One call of a unit as autograd recorded it: the nodes with numbers first to last - 1.
+// One call of a unit as autograd recorded it: the nodes from number `first` to `last` - 1.
 struct RecordedCall {
   CallHandle call;
   uint64_t first = 0;
   uint64_t last = 0;
-  uint64_t thread = 0; // the thread that recorded it; each thread has its own numbers
+  uint64_t thread = 0; // the recording thread; each thread has its own numbers
 };
 
 class UntrackedBackward {
@@ -93,13 +93,13 @@ class UntrackedBackward {
   // Adds a call that has ended, and returns its number. A recomputed call is forgotten when the
   // backward ends.
   int64_t add(const RecordedCall& call, bool recomputed);
-  // Turns the watch on after the outermost call, because a backward may come.
+  // Turns the watch on after the outermost call, because a backward may follow.
   void expect_backward();
   // Called before the first node of the model runs in a backward; decides whether to keep watching.
   void begin_backward();
-  // Keeps the watch on in this backward, whatever its shape.
+  // Keeps the watch on in this backward, for any shape.
   void keep_watching();
-  // Notes that a hook has announced the call.
+  // Records that a hook has announced the call.
   void announce(int64_t number);
   void end_backward();
   // Forgets the calls of passes before `oldest_pass`.
@@ -119,7 +119,7 @@ class UntrackedBackward {
   c10::Device device_;
   Enter enter_;
   std::function<bool(const CallHandle&)> is_usable_;
-  // In the order in which calls ended, so `last` grows within each thread. The mutex guards it:
+  // Sorted by the end of the call, so `last` grows within each thread. The mutex guards it, because
   // the threads of other models' backwards read it.
   std::deque<Visit> visits_;
   mutable std::mutex mutex_;

@@ -11,7 +11,7 @@ GradientOffload::GradientOffload(const Units& units, const UnitContext& context,
     const Layout& layout = unit->layout();
     const int64_t shard = unit->context().mesh.shard();
     LandingUnit& state = states_.emplace_back(ArrivedSquares(layout, shard));
-    state.left.resize(layout.regions().size());
+    state.sent.resize(layout.regions().size());
     state.shown.resize(unit->params().size());
     const std::vector<int> regions = context.tiers.landing_regions(layout);
     if (!regions.empty()) {
@@ -27,13 +27,13 @@ void GradientOffload::grad_ready(UnitId id, int region, const at::Tensor& kept) 
   if (!state.landing) {
     if (!context_.lands_gradients()) { // the CPU keeps it: no copy, but the trace counts one
       const auto record = context_.note(TraceOp::ToHost, id, static_cast<int64_t>(kept.nbytes()));
-      state.left_at = worker_.submit(record, [] {});
+      state.sent_at = worker_.submit(record, [] {});
     }
     square(id, region, kept);
   } else if (state.landing->has(region)) {
     make_landing(id);
     offload_grad(id, region, kept);
-    state.left[region] = true;
+    state.sent[region] = true;
     square(id, region, state.landing->full(region));
   }
 }
@@ -53,16 +53,16 @@ void GradientOffload::offload_grad(UnitId id, int region, const at::Tensor& kept
   const auto nbytes = static_cast<int64_t>(kept.nbytes());
   if (!context_.streams->has_streams()) {
     const auto record = context_.note(TraceOp::ToHost, id, nbytes);
-    state.left_at = worker_.submit(record, [host, kept] { host.copy_(kept); });
+    state.sent_at = worker_.submit(record, [host, kept] { host.copy_(kept); });
     return;
   }
   const StreamEvent copied = copy_to_host(*units_[id], host, kept);
   const auto record = context_.note(TraceOp::ToHost, id, nbytes);
-  state.left_at = worker_.submit(record, [copied] { Streams::synchronize(copied); });
+  state.sent_at = worker_.submit(record, [copied] { Streams::synchronize(copied); });
 }
 
-// Queues the squares after the copy. A device with streams computes them itself, unless its
-// gradients are kept on the host.
+// Queues the squares after the copy. A device with streams computes them itself, unless the host
+// keeps its gradients.
 void GradientOffload::square(UnitId id, int region, const at::Tensor& host) {
   if (!takes_squares_ || (context_.streams->has_streams() && !context_.lands_gradients())) {
     return;
@@ -70,7 +70,7 @@ void GradientOffload::square(UnitId id, int region, const at::Tensor& host) {
   LandingUnit& state = states_[id];
   const auto nbytes = static_cast<int64_t>(host.nbytes());
   state.squares_record = context_.note(TraceOp::HostSquares, id, nbytes);
-  state.left_at = worker_.submit(state.squares_record, state.squares.take(region, host));
+  state.sent_at = worker_.submit(state.squares_record, state.squares.take(region, host));
 }
 
 at::Tensor GradientOffload::known_squares(UnitId id, int param) {
@@ -82,21 +82,21 @@ at::Tensor GradientOffload::known_squares(UnitId id, int param) {
   if (!is_known || as_shown(grad) != state.shown[param]) {
     return {};
   }
-  worker_.wait(state.left_at, state.squares_record);
+  worker_.wait(state.sent_at, state.squares_record);
   return state.squares.of(param);
 }
 
 at::Tensor GradientOffload::arrived(UnitId id, int param, const at::Tensor& grad) {
   at::Tensor host = landed(id, param, grad);
-  worker_.wait(states_[id].left_at);
+  worker_.wait(states_[id].sent_at);
   return host;
 }
 
 void GradientOffload::recall(UnitId id) {
   LandingUnit& state = states_[id];
-  worker_.wait(state.left_at);
+  worker_.wait(state.sent_at);
   context_.streams->order(StreamRole::Compute, StreamRole::DeviceToHost);
-  state.left.assign(state.left.size(), false);
+  state.sent.assign(state.sent.size(), false);
   state.squares.forget();
 }
 
@@ -125,8 +125,8 @@ at::Tensor GradientOffload::landed(UnitId id, int param, const at::Tensor& grad)
   const int region = unit.layout().places()[param].region;
   const int64_t begin = unit.layout().offset_in_shard(param, unit.context().mesh.shard());
   const at::Tensor host = state.landing->view(region, begin, unit.shard_sizes(param));
-  if (host.numel() > 0 && (!state.left[region] || as_shown(grad) != state.shown[param])) {
-    worker_.wait(state.left_at);
+  if (host.numel() > 0 && (!state.sent[region] || as_shown(grad) != state.shown[param])) {
+    worker_.wait(state.sent_at);
     host.copy_(grad);
   }
   return host;

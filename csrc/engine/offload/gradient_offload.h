@@ -1,5 +1,5 @@
-// Sends gradients to the host as a backward completes them, and takes their sums of squares there.
-// See Note [Order of an update] in engine/offload/offload.h.
+// Sends gradients to the host when a backward completes them, and sums their squares there. See
+// Note [Order of an update] in engine/offload/offload.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,12 +24,12 @@ class GradientOffload {
   void grad_ready(UnitId unit, int region, const at::Tensor& kept);
   // Waits until the unit's gradients have arrived, because they are about to change.
   void recall(UnitId unit);
-  // Remembers the tensors that are `.grad` of the unit's shards, to notice later changes.
+  // Remembers the `.grad` tensors of the unit's shards, to notice later changes.
   void note_shown(UnitId unit);
   // Returns the gradient on the host. Copies it now if the user has changed or replaced it since it
-  // was sent; no update may read the old one any more.
+  // was sent; no pending update may read the old one.
   at::Tensor landed(UnitId unit, int param, const at::Tensor& grad);
-  // The same, and waits until the gradient has arrived.
+  // Also waits until the gradient has arrived.
   at::Tensor arrived(UnitId unit, int param, const at::Tensor& grad);
 
   // See Offload::known_squares.
@@ -49,12 +49,12 @@ class GradientOffload {
   struct LandingUnit {
     explicit LandingUnit(ArrivedSquares squares_) : squares(std::move(squares_)) {}
 
-    ArrivedSquares squares; // valid when the worker has reached left_at
+    ArrivedSquares squares; // valid when the worker has reached sent_at
     std::optional<Bucket> landing; // the host's copy, if gradients are kept on the device
-    std::vector<bool> left; // by region: the gradient was sent to `landing`
-    std::vector<Shown> shown; // by parameter: `.grad` as it was sent
-    StepWorker::Ticket left_at = 0;
-    std::shared_ptr<OpenRecord> squares_record; // trace of the last squares; gets the wait's time
+    std::vector<bool> sent; // by region: the gradient was sent to `landing`
+    std::vector<Shown> shown; // by parameter: `.grad` at the time of sending
+    StepWorker::Ticket sent_at = 0;
+    std::shared_ptr<OpenRecord> squares_record; // trace of the last squares, with the wait
   };
 
   static Shown as_shown(const at::Tensor& grad);
@@ -66,7 +66,7 @@ class GradientOffload {
   const UnitContext& context_;
   StepWorker& worker_;
   std::vector<LandingUnit> states_; // by unit
-  bool takes_squares_ = false; // take squares as gradients arrive
+  bool takes_squares_ = false; // sums squares when gradients arrive
 };
 
 } // namespace zerocore

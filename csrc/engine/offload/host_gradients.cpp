@@ -43,8 +43,8 @@ StepWorker::Ticket HostGradients::offload_grad(
   return ticket;
 }
 
-// Returns the other buffer, after waiting for its last use. Returns new memory for a region that
-// does not fit, because it was frozen when the model was sharded.
+// Returns the other buffer, after its last use. Returns new memory for a region that does not fit,
+// because it was frozen when the model was sharded.
 at::Tensor HostGradients::take_buffer(const at::Tensor& like) {
   const HostLayout& layout = context_.host->layout();
   current_ = 1 - current_;
@@ -130,7 +130,7 @@ std::vector<at::Tensor> Moments::make(UnitId id, int param) {
   for (const auto& bucket : own.buckets) {
     made.push_back(bucket->view(region, offset, unit.shard_sizes(param)));
     if (given) {
-      made.back().zero_(); // they have the values of an optimizer that was freed
+      made.back().zero_(); // they hold the values of a freed optimizer
     }
   }
   given.emplace(made.front().getIntrusivePtr());

@@ -1,4 +1,4 @@
-// The tensors that an update on the host reads: gradients, sums of their squares, and moments.
+// The tensors that an update on the host reads: gradients, their squares, and moments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,14 +15,14 @@
 
 namespace zerocore {
 
-// -- gradients that a device keeps in the host's memory -------------------------------------------
+// -- gradients of a device, kept in the host's memory ---------------------------------------------
 //
 // Note [Gradients of a device on the host]
-// A reduction leaves its result in a block of the pool. The DeviceToHost stream copies it to the
-// host, and the block is free when the copy is done. If there is a gradient already, or gradients
-// travel in another dtype than they are kept in, the copy goes to one of two buffers, from which
-// the worker adds it. Otherwise it goes to the kept gradient. Readers of gradients wait for the
-// worker.
+// A reduction writes its result to a block of the pool. The DeviceToHost stream copies it to the
+// host, and the block is free after the copy. The copy goes to the kept gradient, with two
+// exceptions: a gradient exists already, or gradients travel in another dtype than the dtype of
+// kept gradients. It then goes to one of two buffers, and the worker adds it. Readers of gradients
+// wait for the worker.
 
 // Copies `from`, on the device, to `host`, after earlier work of the compute stream. Returns an
 // event after the copy. Logs name the unit.
@@ -47,28 +47,28 @@ class HostGradients {
 
   const UnitContext& context_;
   StepWorker& worker_;
-  std::array<StepWorker::Ticket, 2> used_until_ = {}; // by buffer: the work that reads it
-  size_t current_ = 0; // the buffer that was taken last
+  std::array<StepWorker::Ticket, 2> used_until_ = {}; // by buffer: the work that reads it last
+  size_t current_ = 0; // the buffer of the last copy
 };
 
-// -- sums of squares of a unit's gradients on the host, taken as they arrive ----------------------
+// -- squares of a unit's gradients on the host, summed as they arrive -----------------------------
 //
 // There is one sum for each chunk. Added in the order of all parameters, they give bit for bit the
-// sum that is computed from the gradients themselves.
+// sum over the gradients themselves.
 
 class ArrivedSquares {
  public:
-  // `layout` must outlive the object; `shard` is this rank's.
+  // `layout` must outlive the object; `shard` is this rank's shard.
   ArrivedSquares(const Layout& layout, int64_t shard);
 
   // Returns the work that sums the squares of `gradient`, this rank's part of a region, 1-D. The
-  // worker runs it once the gradient has arrived. has(region) is true from now on.
+  // worker runs it when the gradient has arrived. has(region) is true from now on.
   std::function<void()> take(int region, const at::Tensor& gradient);
   void forget();
   bool has(int region) const {
     return is_known_[region];
   }
-  // Returns a parameter's sums, see kernels::squares_by_chunk. Its region must have() them.
+  // Returns a parameter's sums, see kernels::squares_by_chunk. has() must be true for its region.
   at::Tensor of(int param) const;
 
  private:
@@ -84,14 +84,14 @@ class ArrivedSquares {
 
 class Moments {
  public:
-  // The units must outlive the object. The mapping or the file must exist by now.
+  // The units must outlive the object. The mapping or the file must exist already.
   Moments(const Units& units, const UnitContext& context);
 
   // Returns exp_avg and exp_avg_sq of a trained parameter, zeroed. Returns an empty vector for a
-  // parameter that is not trained, or while another optimizer's exp_avg is alive.
+  // parameter without training, or while another optimizer's exp_avg is alive.
   std::vector<at::Tensor> make(UnitId unit, int param);
-  // Returns whether make() has returned them before. Then wait for updates before the next make(),
-  // which zeroes them.
+  // Returns whether make() has returned these moments before. Then wait for updates before the next
+  // make(), which zeroes them.
   bool had(UnitId unit, int param) const {
     return units_.at(unit).given.at(param).has_value();
   }
@@ -101,7 +101,7 @@ class Moments {
   struct OfUnit {
     const Unit& unit;
     std::array<std::optional<Bucket>, 2> buckets; // exp_avg, exp_avg_sq
-    std::vector<std::optional<Given>> given; // by parameter: the exp_avg that make() returned last
+    std::vector<std::optional<Given>> given; // by parameter: the last exp_avg of make()
   };
 
   std::vector<OfUnit> units_;

@@ -41,7 +41,7 @@ Offload::~Offload() {
 // -- memory ---------------------------------------------------------------------------------
 
 void Offload::open_disk(const std::string& folder, const std::string& name) {
-  TORCH_CHECK_VALUE(context_.disk != nullptr, "nothing of this model is on disk");
+  TORCH_CHECK_VALUE(context_.disk != nullptr, "no state of this model is on disk");
   context_.disk->open(folder, name, units_, context_);
   if (context_.tiers.states == Tier::Disk) {
     moments_.emplace(units_, context_);
@@ -49,7 +49,7 @@ void Offload::open_disk(const std::string& folder, const std::string& name) {
 }
 
 void Offload::map_host_memory() {
-  TORCH_CHECK_VALUE(context_.host != nullptr, "nothing of this model is on the host");
+  TORCH_CHECK_VALUE(context_.host != nullptr, "no state of this model is on the host");
   const c10::OptionalDeviceGuard pinned_for(context_.streams->device());
   context_.host->open();
   if (context_.tiers.states == Tier::Host) {
@@ -120,7 +120,7 @@ void Offload::note_shown(UnitId id) {
 at::Tensor Offload::known_squares(UnitId id, int param) {
   const at::Tensor squares = gradients_ ? gradients_->known_squares(id, param) : at::Tensor();
   if (!squares.defined() && host_gradients_) {
-    wait(landed_at_[id]); // the caller computes them from the gradient
+    wait(landed_at_[id]); // the caller squares the gradient itself
   }
   return squares;
 }
@@ -167,14 +167,14 @@ void Offload::update(HostUpdate given) {
   state.updated_at = last_update_;
 }
 
-// The first update of a step on disk begins it.
+// The first update begins a step on disk.
 void Offload::begin_disk_step() {
   if (DiskStates* disk = context_.disk; disk != nullptr && !std::exchange(is_open_, true)) {
     worker_->submit([disk, order = std::exchange(order_, {})] { disk->begin_step(order); });
   }
 }
 
-// Runs on the worker. Throws if the disk fails, so that the unit is not updated.
+// Runs on the worker. If the disk fails, throws before the unit is updated.
 void Offload::bring_states(UnitId id) const {
   if (context_.disk != nullptr) {
     context_.disk->bring(id);
@@ -282,7 +282,7 @@ void Offload::synchronize() {
   check_disk();
 }
 
-// The worker only queues copies to the device, so the compute stream must wait for them.
+// The worker only queues copies to the device, so the compute stream must wait for the copies.
 void Offload::order_compute() const {
   if (!states_.empty() && worker_ != nullptr) {
     context_.streams->order(StreamRole::Compute, StreamRole::HostToDevice);

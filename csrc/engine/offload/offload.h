@@ -1,13 +1,13 @@
 // The optimizer step on the host: gradients arrive there, the host updates the units in the order
-// of the forward, and their weights return at once. See Note [States on the host].
+// of the forward, and sends their weights back at once. See Note [States on the host].
 //
 // Note [Order of an update]
 // One worker thread runs all submitted work in order. A region's gradient is sent when its
-// reduction is complete, while the rest of the backward runs. If a step has asked for the gradient
-// norm before, the worker then sums the squares, chunk by chunk, and the next step only adds these
-// sums. A device with streams that keeps its gradients sums them itself, in the step, because its
-// memory is much faster than the host's.
-// Next come the update of a unit and the return of its weights. The next forward waits for a unit's
+// reduction is complete, while the rest of the backward runs. If an earlier step asked for the
+// gradient norm, the worker then sums the squares, chunk by chunk, and the next step only adds
+// these sums. A device with streams that keeps its gradients sums them itself, in the step, because
+// its memory is much faster than the host's.
+// The update of a unit and the return of its weights follow. The next forward waits for a unit's
 // weights before it gathers or uses them, so the host updates later units while the forward
 // computes earlier ones. All other readers and writers of this memory wait for all updates.
 // Versions are counted when work is submitted, so they are the same on all ranks.
@@ -31,7 +31,7 @@
 
 namespace zerocore {
 
-// The tensors of an update. Gradients may lie on the device.
+// The tensors of an update. Gradients may be on the device.
 struct HostUpdate {
   UnitId unit = -1;
   std::vector<int> params; // indices in the unit
@@ -45,13 +45,13 @@ struct HostUpdate {
 class Offload {
  public:
   // `units` must outlive the object, which does nothing if all states are on the device.
-  // `num_threads` share an update.
+  // `num_threads` threads share an update.
   Offload(const Units& units, const UnitContext& context, int num_threads);
   // Waits for all work.
   ~Offload();
 
   // -- memory
-  // Give the units their file, or their memory on the host. Call them before Unit::materialize.
+  // Give the units their file or their host memory. Call them before Unit::materialize.
   void open_disk(const std::string& folder, const std::string& name);
   void map_host_memory();
   // See Moments::make. Returns an empty vector if states are on the device.
@@ -60,29 +60,28 @@ class Offload {
   const HostStates* host_states() const {
     return context_.host;
   }
-  // Returns the bytes on the host and on disk, without the optimizer's.
+  // Returns the bytes on the host and on disk, without the optimizer's moments.
   HostBytes host_bytes() const;
   bool lands_gradients() const {
     return context_.lands_gradients();
   }
 
   // -- gradients
-  // Copies or adds `from` to the kept gradient, see HostGradients.
+  // Copies `from` to the kept gradient, or adds it; see HostGradients.
   void offload_grad(UnitId unit, const at::Tensor& from, const at::Tensor& kept, bool adds);
   // Sends a region's complete gradient to the host. `kept` is this rank's part of it, 1-D.
   void grad_ready(UnitId unit, int region, const at::Tensor& kept);
   // Waits until no work reads the unit's gradients, because they are about to change.
   void recall(UnitId unit);
-  // Remembers the tensors that are `.grad` of the unit's shards, to notice later changes.
+  // Remembers the `.grad` tensors of the unit's shards, to notice later changes.
   void note_shown(UnitId unit);
 
   // Returns the sums of squares of a parameter's gradient by chunk, see kernels::squares_by_chunk,
-  // and waits for them. Undefined if they were not taken, or if the gradient has changed since.
-  // Until the next step the worker takes them as gradients arrive.
+  // and waits for them. Undefined if the worker did not sum them, or if the gradient has changed
+  // since. Makes the worker sum squares as gradients arrive, until the next step.
   at::Tensor known_squares(UnitId unit, int param);
 
-  // Returns the host's copy of a gradient, and waits until it has arrived. The parameter must be
-  // updated on the host.
+  // Returns the host's copy of a gradient, when it has arrived. The host must update the parameter.
   at::Tensor arrived_gradient(UnitId unit, int param);
 
   // -- updates
@@ -92,7 +91,7 @@ class Offload {
   bool updates(UnitId unit, int param) const;
   // Updates parameters on the worker. Checks the arguments now; throws as kernels::AdamWUpdate.
   void update(HostUpdate update);
-  // Takes the order of the updates in the next step on disk; end_step() says that all were
+  // Takes the order of the updates in the next step on disk; end_step() says that all of them were
   // submitted.
   void order_updates(std::vector<UnitId> order) {
     order_ = std::move(order);
@@ -108,8 +107,8 @@ class Offload {
   void wait_weights(UnitId unit);
   // Throws the worker's first error, once.
   void check();
-  // Wait until all updates are done, or all work, then throw as check() does. Later work of the
-  // compute stream waits for the weights that were sent.
+  // Wait for all updates, or for all work, then throw as check() does. Later work of the compute
+  // stream waits for the sent weights.
   void wait_updates();
   void synchronize();
   // Leaks the worker, which has no thread in the child of a fork.
@@ -120,7 +119,7 @@ class Offload {
     StepWorker::Ticket updated_at = 0;
     StepWorker::Ticket sent_at = 0; // 0 after the wait for it
     bool sent = false; // see take_sent()
-    std::shared_ptr<OpenRecord> record; // trace of the last update or send; gets the wait's time
+    std::shared_ptr<OpenRecord> record; // trace of the last update or send, with the wait
   };
 
   void wait(StepWorker::Ticket ticket, const std::shared_ptr<OpenRecord>& record = nullptr);

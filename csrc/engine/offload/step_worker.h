@@ -20,12 +20,12 @@
 
 namespace zerocore {
 
-// Sets how many threads, this one included, share the loops (at::parallel_for) that the calling
-// thread runs. Other threads keep their number; at::set_num_threads() would change the default of
-// threads that start later.
+// Sets the number of threads, including this one, that share the calling thread's loops
+// (at::parallel_for). Other threads keep their number; at::set_num_threads() would change the
+// default of threads that start later.
 inline void use_host_threads(int num_threads) {
   TORCH_CHECK_VALUE(num_threads >= 1, "expected 1 thread or more, got ", num_threads);
-  at::get_num_threads(); // the first call in a thread sets torch's default
+  at::get_num_threads(); // a thread's first call sets torch's default
   omp_set_num_threads(num_threads);
 }
 
@@ -42,13 +42,13 @@ class StepWorker {
   ~StepWorker();
 
   Ticket submit(Work work);
-  // The same; writes the work's times to `record` unless it is null.
+  // Also writes the work's times to `record` unless it is null.
   Ticket submit(std::shared_ptr<OpenRecord> record, Work work);
   // Returns the ticket of the last submitted work.
   Ticket last() const {
     return submitted_;
   }
-  // Waits until the ticket's work and all before it have ended or failed. Adds the waiting time to
+  // Waits until this work and all earlier work have ended or failed. Adds the waiting time to
   // `record` unless it is null.
   void wait(Ticket ticket, const std::shared_ptr<OpenRecord>& record = nullptr);
   // Returns and forgets the first error, or null.
@@ -62,8 +62,8 @@ class StepWorker {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Work> queue_;
-  // Done work, which wait() frees. Freeing a Python tensor takes the GIL, which the thread that
-  // waits may hold.
+  // Done work, which wait() frees. Freeing a Python tensor takes the GIL, which the waiting thread
+  // may hold.
   std::vector<Work> spent_;
   Ticket submitted_ = 0, done_ = 0;
   std::exception_ptr error_;

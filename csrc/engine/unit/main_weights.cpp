@@ -41,7 +41,7 @@ void MainWeights::fill(int region, const at::Tensor& own) const {
     full(region).copy_(own);
   }
   if (is_cast_for_sending(region)) {
-    sent_->full(region).copy_(own); // an update may write only some of it
+    sent_->full(region).copy_(own); // an update may write only some elements
   }
 }
 

@@ -41,30 +41,30 @@ class MainWeights {
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes) const {
     return main_->view(region, offset, sizes);
   }
-  // Returns a view of the host's copy that is cast for sending. Undefined if the region has none
-  // and the main weights themselves are sent.
+  // Returns a view of the host's copy that is cast for sending. Undefined if the region has no copy
+  // and sends the main weights themselves.
   at::Tensor written_view(int region, int64_t offset, at::IntArrayRef sizes) const;
 
   // Allocates the memory if there is none.
   void allocate(UnitId id);
   // Copies `own` into a region.
   void fill(int region, const at::Tensor& own) const;
-  // Copies those elements of `own`, model weights, that differ from the rounded main weights.
+  // Copies the elements of `own`, model weights, that differ from the rounded main weights.
   void copy_changed(int region, int64_t offset, const at::Tensor& own) const;
   // Casts main weights to model weights. If only the main weights are on the host, sends the result
   // to the device.
   void cast() const;
-  // Sends weights from the host to the device, after earlier and before later work of the compute
+  // Sends weights from the host to the device, between earlier and later work of the compute
   // stream. The host waits for the copy.
   void return_weights() const;
-  // The same in two parts: order_send() on the caller's thread, then send() on any thread.
+  // Does so in two parts: order_send() on the caller's thread, then send() on any thread.
   void order_send() const;
   void send(bool blocks = false) const;
 
   at::Tensor bytes() const {
     return main_->bytes();
   }
-  // Return the bytes of main weights on the device, and the bytes that are sent to it.
+  // Return the bytes of main weights on the device, and the bytes that the host sends to it.
   int64_t device_nbytes() const;
   int64_t sent_nbytes() const;
 

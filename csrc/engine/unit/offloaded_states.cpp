@@ -113,7 +113,7 @@ void DiskStates::finish_write() {
 
 void DiskStates::end_step() {
   for (UnitId unit = 0; unit < static_cast<UnitId>(brought_.size()); ++unit) {
-    give_back(unit); // if its update failed, the unit was not given back
+    give_back(unit); // a unit whose update failed is still in memory
   }
   finish_write();
 }

@@ -1,4 +1,4 @@
-// The memory of offloaded states: of the units' buckets and optimizer states on the host or disk.
+// The memory of offloaded states on the host or disk: units' buckets and optimizer states.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -31,7 +31,7 @@ class HostStates {
   // Maps the planned memory, and pins the part that a CUDA device copies. Throws c10::Error if the
   // host has too little memory.
   void open();
-  // Returns the memory of a unit's part, zeros at first.
+  // Returns the memory of a unit's part; zeros at first.
   c10::DataPtr memory(UnitId unit, Memory part) const;
   // Returns the memory of a region's gradient. The region must have required grad in plan().
   c10::DataPtr gradient(UnitId unit, int region) const;
@@ -52,7 +52,7 @@ class HostStates {
   std::shared_ptr<HostMemory> memory_;
 };
 
-// A model's states on disk: reads them ahead of updates and all-gathers, and writes them after an
+// A model's states on disk. Reads them ahead of updates and all-gathers, and writes them after an
 // update. See Note [Memory of a file].
 class DiskStates {
  public:
@@ -60,22 +60,22 @@ class DiskStates {
   DiskStates(const DiskStates&) = delete;
   DiskStates& operator=(const DiskStates&) = delete;
 
-  // Reserves the file. `name` names this rank's states in errors. Throws std::system_error if the
-  // disk is full.
+  // Reserves the file. `name` is the name of this rank's states in errors. Throws std::system_error
+  // if the disk is full.
   void open(
       const std::string& folder,
       const std::string& name,
       const Units& units,
       const UnitContext& context);
-  // Returns the memory of a unit's part, zeros at first.
+  // Returns the memory of a unit's part; zeros at first.
   c10::DataPtr memory(UnitId unit, Memory part) const;
   // Writes the unit to the file after Unit::materialize has filled it, and frees its memory.
   void store(UnitId unit) const;
-  // Throws the error of a failed update, at every call, because its bytes are lost.
+  // Throws the error of a failed update, in every call, because its bytes are lost.
   void check() const;
 
   // -- updates: called from one thread. They throw as check() does.
-  // Takes the units that the step will update, in order.
+  // Takes the units of the step, in the order of their updates.
   void begin_step(std::vector<UnitId> order);
   // Reads the unit, and starts a thread that reads the next one.
   void bring(UnitId unit);
@@ -86,10 +86,10 @@ class DiskStates {
 
   // -- all-gathers: called from another thread
   // Reads the unit's parameters, and starts a thread that reads the next unit in the direction of
-  // the pass. Frees the memory of the unit that was loaded before; its parameters are copied
-  // already. Keeps an error instead of throwing it, so that all ranks reach the all-gather.
+  // the pass. Frees the memory of the previous unit, whose parameters are already copied. Stores an
+  // error instead of throwing it, so that all ranks reach the all-gather.
   void load(UnitId unit);
-  // Returns whether no load has failed, so that the parameters may be read.
+  // Returns whether no load has failed: the parameters may then be read.
   bool is_loaded() const {
     return load_failure_ == nullptr;
   }
@@ -98,7 +98,7 @@ class DiskStates {
     return std::exchange(load_failure_, nullptr);
   }
 
-  // Leaks the threads that read ahead, which do not exist in the child of a fork.
+  // Leaks the read-ahead threads, which do not exist in the child of a fork.
   void mark_forked();
 
   int64_t file_nbytes() const {
@@ -110,7 +110,7 @@ class DiskStates {
 
  private:
   template <typename Call>
-  void run(const Call& call); // keeps its error for check()
+  void run(const Call& call); // stores an error for check()
   void finish_write();
   void read_ahead(std::jthread& thread, const Range& range);
   const Range& parameters(UnitId unit) const {
@@ -122,11 +122,11 @@ class DiskStates {
   std::shared_ptr<FileMemory> file_;
   std::vector<UnitId> order_;
   std::vector<bool> brought_; // by unit
-  UnitId written_ = -1; // the unit whose write has begun
+  UnitId written_ = -1; // the unit that is being written
   std::exception_ptr failure_;
   UnitId loaded_ = -1; // the unit that was loaded last
   std::exception_ptr load_failure_;
-  // MADV_WILLNEED would need no thread, but it reads only a few MiB, into small pages.
+  // Threads, because MADV_WILLNEED reads only a few MiB, into small pages.
   std::jthread updates_ahead_, loads_ahead_; // last member: joined before the file is freed
 };
 

@@ -56,7 +56,7 @@ void StepRunner::move(const Step& step) {
       return sum(step);
     case How::Pack:
     case How::Zero:
-      TORCH_INTERNAL_ASSERT(false, "the reducer has the gradients of parameters");
+      TORCH_INTERNAL_ASSERT(false, "the reducer must carry out this step");
   }
 }
 
@@ -81,18 +81,18 @@ void StepRunner::load(const Step& step) {
   }
   if (!on_disk || context_.disk->is_loaded()) {
     const auto guard = streams.use(StreamRole::AllGather);
-    // The next load frees the memory of a file, so wait for the copy.
+    // The next load frees the memory of a file, so this waits for the copy.
     to.copy_(memory_.whole(step.from, step.region), /*non_blocking=*/!on_disk);
   }
   loaded_ = streams.record(StreamRole::AllGather);
   if (record != nullptr) {
-    record->note_done(); // a device's events replace it
+    record->note_done(); // on a device, the event's time replaces it
     record->end = streams.record_timed(StreamRole::AllGather);
   }
   streams.note_write(StreamRole::AllGather, to, "loads", unit_.name());
 }
 
-// Runs on the all-gather stream, so the compute stream does not wait for it.
+// Runs on the all-gather stream, so the compute stream does not wait.
 void StepRunner::encode(const Step& step) {
   const auto guard = context_.streams->use(StreamRole::AllGather);
   const at::Tensor& to = memory_.own(step.to, step.region);
@@ -145,7 +145,7 @@ void StepRunner::drop_near() {
 namespace {
 
 // Returns a power of two near the square root of the number of ranks. As in FSDP2, float16
-// gradients are divided by it before the sum, so that all stays in the range of float16.
+// gradients are divided by it before the sum, so that no intermediate value overflows float16.
 int64_t near_square_root(int64_t num_ranks) {
   int64_t factor = 1;
   while (num_ranks % factor == 0 && num_ranks / factor > factor) {

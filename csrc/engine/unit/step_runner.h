@@ -12,16 +12,15 @@ namespace zerocore {
 
 class Unit;
 
-// Returns the factor of the unit's gradient scale that a step applies, see Note [Scale of
-// gradients].
+// Returns the factor of a step's part of the unit's gradient scale, see Note [Scale of gradients].
 double scale_of(const Step& step, const Unit& unit);
 
 class StepRunner final : public Steps {
  public:
-  // Both arguments must outlive the object. The unit's layout must exist by now.
+  // Both arguments must outlive the object. The unit's layout must exist already.
   StepRunner(const Unit& unit, UnitMemory& memory);
 
-  // Carries out a step. The reducer does those that need the parameters' gradients or the host.
+  // Carries out a step. The reducer carries out steps that need `.grad` or the host.
   void run(const Step& step) override;
   // Starts the coalesced collectives of the unit's regions as one launch.
   void launch();
@@ -30,7 +29,7 @@ class StepRunner final : public Steps {
     together_.clear();
   }
   void drop_near();
-  // Returns the event after the last copy from parameters on the host. They may not change before
+  // Returns the event after the last copy from parameters on the host, which must not change before
   // it. Null if there was no copy.
   const StreamEvent& loaded() const {
     return loaded_;

@@ -92,7 +92,7 @@ void Unit::unshard() {
   if (!shards_) {
     std::erase_if(regions, [&](int region) { return is_gathered(region); });
   }
-  // This rank may still be in a call that the others have left and gather again for the next one.
+  // This rank may be in a call that other ranks have ended, and gather again for their next one.
   const bool in_use = shards_ && state() != ShardedState::Sharded;
   wait_for_unshard();
   std::vector<int> written = in_use ? versions_.written() : std::vector<int>();
@@ -133,7 +133,7 @@ void Unit::reshard() {
 
 void Unit::begin_gathers(const std::vector<int>& regions) {
   RECORD_USER_SCOPE("zerocore::all_gather (" + name_ + ")"); // evaluated only under a profiler
-  runner_.forget_launch(); // a failed all-gather may have left some
+  runner_.forget_launch(); // a failed all-gather may have left collectives
   const bool again = std::exchange(begun_version_, gathered_version_) == gathered_version_;
   unsharding_.begin(regions, again, runner_);
   runner_.launch();
@@ -148,8 +148,8 @@ void Unit::set_keeps_near(bool keeps) {
 
 void Unit::mark_taken() {
   written_ = false;
-  if (!keeps_write()) {
-    written_params_.clear(); // the writes went to the shards already
+  if (!has_saved_write()) {
+    written_params_.clear(); // the writes are already in the shards
   }
   gathered_version_ = version();
   shards_version_ = versions_.of_shards();

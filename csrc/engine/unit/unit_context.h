@@ -21,7 +21,7 @@ class Alarm;
 class DiskStates;
 class HostStates;
 
-// The parts that the units of one mesh share. Owns none of them; `Resources` does.
+// The parts that the units of one mesh share. `Resources` owns them.
 struct UnitContext {
   UnitMesh mesh;
   int64_t first_rank = 0; // the lowest rank of the mesh, in the default group
@@ -32,7 +32,7 @@ struct UnitContext {
   Streams* streams = nullptr;
   Alarm* alarm = nullptr; // null if the model has no alarm
   BucketPool* pool = nullptr;
-  RegisteredMemory* registered = nullptr; // null if the backend offers none, or without the option
+  RegisteredMemory* registered = nullptr; // null if none is registered
   Trace* trace = nullptr;
   bool by_rows = false; // see Note [Shards of rows]
   Tiers tiers; // see Note [States on the host]
@@ -45,12 +45,12 @@ struct UnitContext {
   c10::Device device_of(Tier tier) const {
     return tier == Tier::Device ? streams->device() : c10::Device(c10::kCPU);
   }
-  // Returns whether gradients are copied from a device and kept on the host, see Note [Gradients of
-  // a device on the host].
+  // Returns whether a device's gradients are copied to the host and kept there, see Note [Gradients
+  // of a device on the host].
   bool lands_gradients() const {
     return tiers.lands_gradients(!streams->has_streams());
   }
-  // Returns memory in `tier` for the bucket of a part of the unit.
+  // Returns memory in `tier` for the bucket of one of the unit's parts.
   c10::DataPtr memory_of(Tier tier, UnitId unit, Memory part, const Bucket& bucket) const;
   // Allocates memory for the storage of `bytes` on its device.
   c10::DataPtr memory_for(const at::Tensor& bytes) const {
@@ -58,11 +58,11 @@ struct UnitContext {
     return registered == nullptr ? allocate_memory(bytes.device(), nbytes)
                                  : registered->memory_for(bytes);
   }
-  // Adds an event of a unit to the trace. Returns null if it is not traced.
+  // Adds an event of a unit to the trace. Returns null if nothing is traced.
   std::shared_ptr<OpenRecord> note(TraceOp op, UnitId unit, int64_t nbytes) const {
     return trace->add(op, unit, nbytes, pool->stats().in_use_nbytes);
   }
-  // Returns for each flag whether any rank has set it. Collective; the host waits.
+  // Returns for each flag whether any rank sets it. Collective; the host waits.
   std::vector<bool> any_rank(
       const std::vector<bool>& flags,
       MessageKind kind = MessageKind::AnyFlags) const {

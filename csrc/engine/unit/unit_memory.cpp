@@ -83,7 +83,7 @@ void UnitMemory::add_gradients(int index, const std::string& owner) {
   }
 }
 
-// The reduction over the replicas leaves its result inside this rank's part, or after it.
+// The reduction over the replicas writes its result into this rank's part, or after it.
 void UnitMemory::cut_scratch(int index) {
   const Bucket& scratch = bucket(Memory::Scratch, index);
   const int64_t own = layout_.regions()[index].shard_numel;
@@ -95,7 +95,7 @@ void UnitMemory::cut_scratch(int index) {
                : scratch.view(index, numel, {numel})};
 }
 
-// This rank's part comes first; the sums that the replicas send lie after it.
+// This rank's part comes first; the sums that the replicas send follow it.
 void UnitMemory::cut_sums(int index) {
   const Region& region = layout_.regions()[index];
   const Bucket& sums = bucket(Memory::Sums, index);
@@ -107,8 +107,8 @@ void UnitMemory::cut_sums(int index) {
   }
 }
 
-// Returns null if the region's gradients are not in the host's mapping. The mapping has no room for
-// a region that was frozen when the model was sharded.
+// Returns null if the region's gradients are not in the host's mapping. The mapping lacks regions
+// that were frozen when the model was sharded.
 const HostStates* UnitMemory::host_of(int region) const {
   const bool is_planned = layout_.regions()[region].requires_grad;
   return context_.tiers.gradients == Tier::Host && is_planned ? context_.host : nullptr;

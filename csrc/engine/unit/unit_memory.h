@@ -1,4 +1,4 @@
-// The memory of one unit, as steps name it. Some of it stays, the rest is blocks of the pool.
+// The memory of one unit, as steps name it: persistent memory and blocks of the pool.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,10 +36,10 @@ class UnitMemory {
   }
 
   // Return a region's tensor in `memory`, 1-D: all of it, or this rank's part. Take the memory
-  // before you read them.
+  // before you read it.
   const at::Tensor& whole(Memory memory, int region) const;
   const at::Tensor& own(Memory memory, int region) const;
-  // Returns the result of a reduction, which leaves `parts` values for each element of this rank.
+  // Returns the result of a reduction, with `parts` values for each element of this rank.
   const at::Tensor& received(Memory memory, int region, int64_t parts) const {
     return parts > 1 ? whole(memory, region) : own(memory, region);
   }
@@ -52,8 +52,8 @@ class UnitMemory {
   void take(const Step& step);
   void free(const Step& step);
 
-  // Returns the kept copy and the part of Full that it copies, see Note [Near ranks]. Allocates the
-  // copy at the first call.
+  // Returns the kept copy and the part of Full that it copies, see Note [Near ranks]. The first
+  // call allocates the copy.
   Operands near_part(int region);
   void drop_near() {
     near_.clear();
@@ -64,7 +64,7 @@ class UnitMemory {
 
   // Returns a contiguous leaf over a region's kept gradients, from this rank's element `begin` on.
   at::Tensor grad_view(int region, int64_t begin, at::IntArrayRef sizes) const;
-  // The same, but `begin` counts from the first element that the kept gradients hold.
+  // Returns one whose `begin` counts from the first element of the kept gradients.
   at::Tensor sums_view(int region, int64_t begin, at::IntArrayRef sizes) const {
     return bucket(home_, region).view(region, begin, sizes);
   }

@@ -11,7 +11,7 @@ namespace zerocore {
 
 namespace {
 
-// Returns the address of the counter, which a tensor shares with its views.
+// Returns the counter's address, which a tensor shares with its views.
 const void* identity_of(const c10::VariableVersion& version) {
   static_assert(sizeof(version) == sizeof(void*), "a version is a pointer to its counter");
   const void* counter = nullptr;
@@ -114,7 +114,7 @@ void count_as_data(const at::Tensor& tensor, const at::Tensor& alias) {
     return;
   }
   if (c10::InferenceMode::is_enabled()) {
-    counter.bump(); // torch may not count writes in inference mode, so assume that one follows
+    counter.bump(); // torch may not count writes in inference mode: assume that one follows
   }
   if (!alias.is_inference()) {
     alias.unsafeGetTensorImpl()->set_version_counter(counter);
@@ -141,7 +141,7 @@ int64_t count_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// Returns the number of writes to the full parameter, also through `.data`.
+// Returns the number of writes to the full parameter, including writes through `.data`.
 int64_t all_writes(const UnitParam& param) {
   return count_of(param.full) + num_writes(param.full_writes);
 }
@@ -248,7 +248,7 @@ std::vector<int> ParamVersions::take_writes(bool keeps) {
   }
   for (size_t param = 0; param < params_.size(); ++param) {
     if (params_[param].is_whole) {
-      told_[param] = told_of(param); // autograd has counted what the call has written
+      told_[param] = told_of(param); // autograd has counted the call's writes
     }
   }
   return found;

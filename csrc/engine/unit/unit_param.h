@@ -18,21 +18,21 @@ namespace zerocore {
 
 // Note [Writes through data]
 // In torch `.data` has a version counter of its own: autograd does not see writes through it, and a
-// backward pass computes with the new values. The engine must see them. So all `.data` tensors of a
-// counted tensor share one more counter, the data counter. Their views share it, too. The `.data`
-// of a view finds it by the version counter that the view shares with its base.
+// backward pass computes with the new values. The engine must see such writes. So all `.data`
+// tensors of a counted tensor, and their views, share one more counter, the data counter. The
+// `.data` of a view finds it by the version counter that the view shares with its base.
 
 // Returns a new leaf over the memory of `tensor`, with a version counter and a data counter.
 at::Tensor counted(const at::Tensor& tensor);
 // Returns a tensor with the shape and strides of `view` over the memory of `leaf`, a result of
 // counted(). It shares both counters of `leaf`.
 at::Tensor counted_view(const at::Tensor& leaf, const at::Tensor& view);
-// Returns the data counter. It is not enabled if `tensor` is not a counted tensor.
+// Returns the data counter, which is not enabled if `tensor` is not a counted tensor.
 c10::VariableVersion data_counter(const at::Tensor& tensor);
-// Lets writes to `alias` count in the data counter of `tensor`.
+// Makes writes to `alias` count in the data counter of `tensor`.
 void count_as_data(const at::Tensor& tensor, const at::Tensor& alias);
-// Lets writes to `alias`, the `.data` of `view`, count in the data counter of the view's base. Does
-// nothing if `view` is not a view of a counted tensor.
+// Makes writes to `alias`, the `.data` of `view`, count in the data counter of the view's base.
+// Does nothing if `view` is not a view of a counted tensor.
 void count_view_as_data(const at::Tensor& view, const at::Tensor& alias);
 
 inline int64_t num_writes(const c10::VariableVersion& counter) {
@@ -41,12 +41,12 @@ inline int64_t num_writes(const c10::VariableVersion& counter) {
 
 // Note [Whole parameters]
 // At stage 0 without main weights or offload, programs hold the full parameter itself, as under
-// DistributedDataParallel: nothing is exchanged, and only the engine sees the shard. `full.grad` is
-// then both what autograd adds to and what programs see. When the first gradient of a backward
-// arrives, what programs see moves to `shard.grad`, where the reducer expects it, with their
-// post-accumulate-grad hooks, which wait for the average. When the backward has ended, both move
-// back. If a program sets `data`, the parameter lies in that memory from then on, and the shard
-// follows it.
+// DistributedDataParallel: nothing is exchanged, and only the engine sees the shard. Autograd
+// accumulates into `full.grad`, and programs read it. When the first gradient of a backward
+// arrives, the gradient that programs see moves to `shard.grad`, where the reducer expects it. The
+// programs' post-accumulate-grad hooks move with it, because they wait for the average. After the
+// backward both move back. If a program sets `data`, the parameter lies in that memory from then
+// on, and the shard follows it.
 
 // One parameter of a unit, as tensors.
 struct UnitParam {
@@ -57,7 +57,7 @@ struct UnitParam {
   at::Tensor local; // by rows: the DTensor's local tensor
   c10::VariableVersion full_writes, shard_writes; // data counters, see Note [Writes through data]
   bool is_whole = false; // see Note [Whole parameters]
-  bool moved_grad = false; // it is whole, and what programs saw in `full.grad` is in `shard.grad`
+  bool moved_grad = false; // whole: the programs' `full.grad` is in `shard.grad`
   std::shared_ptr<void> node = {}; // accumulates gradients of `full`, and reports them
   bool lacks_main = false; // frozen and cast: it has no main weight to train
   bool trained = false; // requires_grad of both leaves when they last agreed
@@ -79,23 +79,23 @@ inline std::vector<ParamSpec> specs_of(const std::vector<UnitParam>& params) {
   return c10::fmap(params, [](const UnitParam& param) { return param.spec; });
 }
 
-// The parameters and options of a unit that is to be made.
+// The parameters and options of a unit to make.
 struct UnitSpec {
   std::string name;
   std::vector<UnitParam> params;
   bool stays = false; // unsharded from its forward to its backward
-  bool near = true; // gathers again from near ranks, if the mesh has any
+  bool near = true; // later gathers come from near ranks, if the mesh has any
   int mesh = 0; // number of its mesh in EngineOptions
 };
 
 // Note [Changes between a forward and its backward]
-// Graphs hold the full parameters, so autograd sees changes of those. When a shard changes, the
+// Graphs hold the full parameters, so autograd sees changes of these. When a shard changes, the
 // engine bumps the version counter of the full parameter, unless the change came through `.data`.
 // Autograd then refuses a backward pass exactly as on one device: if a tensor that it has saved has
 // changed since.
 
-// Counts the changes of a unit's parameters, and tells autograd of them. A version is a number that
-// only grows: the shard's version counter plus the changes that this counter does not show.
+// Counts the changes of a unit's parameters, and reports them to autograd. A version only grows: it
+// is the shard's version counter plus the changes that this counter misses.
 class ParamVersions {
  public:
   // Both arguments must outlive the object and keep their addresses.
@@ -108,12 +108,12 @@ class ParamVersions {
         told_(params.size(), 0),
         updated_(params.size(), false) {}
 
-  // Return the version of all parameters, of those of a region, or of one. It grows whenever the
+  // Return the version of all parameters, of a region, or of one parameter. It grows whenever the
   // optimizer or the user changes a shard.
   int64_t of_unit() const;
   int64_t of_region(int region) const;
   int64_t of_param(size_t param) const;
-  // Returns the version of all parameters, without changes that were made to full parameters.
+  // Returns the version of all parameters, without changes of full parameters.
   int64_t of_shards() const;
 
   // Count changes that no version counter shows: of all parameters, or an optimizer's update of
@@ -121,7 +121,7 @@ class ParamVersions {
   void mark_changed();
   void mark_updated(const std::optional<std::vector<int>>& params);
   // Returns whether optimizers have updated all parameters that require grad since the last
-  // forget_updates(). False if no parameter was updated.
+  // forget_updates(). False if none was updated.
   bool are_all_updated() const;
   void forget_updates() {
     std::fill(updated_.begin(), updated_.end(), false);
@@ -133,7 +133,7 @@ class ParamVersions {
 
   // Returns the full parameters that were written since the last take_writes().
   std::vector<int> written() const;
-  // The same, and starts over. With `keeps` (the shards take the writes) they count as changed.
+  // Does so and starts over. With `keeps` the shards take the writes, which count as changes.
   std::vector<int> take_writes(bool keeps);
   // Count writes to full parameters that no version counter shows.
   void mark_written();
@@ -141,16 +141,16 @@ class ParamVersions {
 
  private:
   void mark_changed(size_t param);
-  // Returns the part of a parameter's version that autograd hears of.
+  // Returns the part of a parameter's version that is reported to autograd.
   int64_t told_of(size_t param) const;
 
   const std::vector<UnitParam>& params_;
   const Layout& layout_;
   // By parameter:
-  std::vector<int64_t> changes_; // changes that the version counter does not show
+  std::vector<int64_t> changes_; // changes that the version counter misses
   std::vector<int64_t> written_; // writes to the full parameter that the shard takes
   std::vector<int64_t> full_versions_; // writes to the full parameter at the last take_writes()
-  std::vector<int64_t> told_; // the version that autograd knows of
+  std::vector<int64_t> told_; // the version that autograd knows
   std::vector<bool> updated_; // optimizers have updated it since forget_updates()
 };
 

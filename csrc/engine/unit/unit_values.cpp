@@ -140,22 +140,22 @@ at::Tensor own_part(const Unit& unit, const Bucket& full, int region) {
 
 namespace {
 
-// Throws unless `given`, which the user has set as the parameter's data, fits into `home`.
+// Throws unless `given`, the data that the user has set for the parameter, fits into `home`.
 void check_data(const UnitParam& param, const at::Tensor& given, at::IntArrayRef shape) {
   const at::ScalarType dtype = param.shard.scalar_type();
   TORCH_CHECK_VALUE(
       given.sizes() == shape && given.scalar_type() == dtype,
       "parameter '",
       param.spec.fqn,
-      "' is sharded: its data cannot become ",
-      given.dtype(),
-      " of shape ",
-      given.sizes(),
-      " from ",
+      "' is sharded, so its dtype and shape are fixed. Expected ",
       dtype,
       " of shape ",
       shape,
-      "; change it before zerocore.shard.");
+      ", got ",
+      given.dtype(),
+      " of shape ",
+      given.sizes(),
+      ". Change it before zerocore.shard.");
 }
 
 } // namespace
@@ -269,7 +269,7 @@ void Unit::cast_main() {
   mark_cast();
 }
 
-void Unit::keep_write() {
+void Unit::save_write() {
   const c10::InferenceMode normal(false);
   written_full_ = bucket_.bytes().clone();
 }
@@ -307,7 +307,7 @@ bool Unit::take_writes() {
 }
 
 std::vector<at::Tensor> Unit::written_values() const {
-  const Bucket& full = keeps_write() ? over(written_full_) : bucket_;
+  const Bucket& full = has_saved_write() ? over(written_full_) : bucket_;
   std::vector<at::Tensor> values(params_.size());
   for (const int param : full.attached() ? written_params_ : std::vector<int>()) {
     values[param] = part_of(full, param);

@@ -10,13 +10,13 @@
 
 namespace zerocore {
 
-// Full parameters in memory of their own. It comes from the device's allocator and not from the
-// pool, whose arena stays reserved.
+// Full parameters in memory of their own. It comes from the device's allocator, not from the pool,
+// which would reserve it for ever.
 class FullValues {
  public:
   explicit FullValues(const Unit& unit); // must outlive the object
 
-  // Copies the values in; a parameter whose value is undefined becomes zero.
+  // Copies the values; a parameter with an undefined value becomes zero.
   void fill(const std::vector<at::Tensor>& values) const;
   // Broadcasts rank 0's values.
   void broadcast(Collectives& collectives) const;
@@ -38,10 +38,10 @@ class FullValues {
 // Note [Shards of rows].
 std::vector<kernels::Piece> row_pieces(const Layout& layout, int region);
 
-// Returns this rank's part of a full region, 1-D, laid out as its shard is; a copy by rows.
+// Returns this rank's part of a full region, 1-D, in the layout of its shard; by rows, a copy.
 at::Tensor staged_part(const Unit& unit, const Bucket& full, int region);
-// The same for gathered parameters. A one-byte gather has rounded them; elements that still have
-// the rounded value are returned with the exact value of the shard.
+// Does so for gathered parameters, which a one-byte gather has rounded. For elements that still
+// have the rounded value, returns the exact value of the shard.
 at::Tensor own_part(const Unit& unit, const Bucket& full, int region);
 
 } // namespace zerocore
