@@ -57,7 +57,7 @@ def test_a_wrong_keyword_is_named() -> None:
         (_C.ShardOptions, (), {"stage": "3"}, "has a value of another type for 'stage'"),
         (_C.ShardOptions, (), {"stage": 3, "states": "gpu"}, "of another type for 'states'"),
         (_C.ParamSpec, ("a", [2], 6, 4), {"fqn": "b"}, "has two values for 'fqn'"),
-        (_C.ParamSpec, ("a", [2], 6, 4, *range(6)), {}, "takes nothing behind 'gather'"),
+        (_C.ParamSpec, ("a", [2], 6, 4, *range(6)), {}, "takes no argument after 'gather'"),
     ]
     for struct, given, named, text in cases:
         with pytest.raises(TypeError, match=rf"{struct.__name__}\(\) .*{text}"):

@@ -15,8 +15,8 @@ namespace zerocore {
 
 namespace {
 
-// Callbacks of futures may need the GIL, so a thread that waits for the link's thread must not hold
-// it.
+// Callbacks of futures may need the GIL, so a thread must not hold it while it waits for the link's
+// thread.
 void without_gil(const std::function<void()>& call) {
   if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
     const py::gil_scoped_release no_gil;
@@ -26,7 +26,7 @@ void without_gil(const std::function<void()>& call) {
   }
 }
 
-// All groups that were made, to shut down at the end of the interpreter; guarded by the GIL.
+// All groups, which the end of the interpreter shuts down; guarded by the GIL.
 std::vector<c10::weak_intrusive_ptr<EmulatedGroup>>& made_groups() {
   static std::vector<c10::weak_intrusive_ptr<EmulatedGroup>> groups;
   return groups;
@@ -103,7 +103,7 @@ void register_emulated(py::module_& module) {
       .def("shutdown", &EmulatedGroup::shutdown)
       .def_static("waited_ns", &EmulatedWork::waited_ns)
       .def_static("shut_down_all", &shut_down_all);
-  // A device that was added to torch lends its timer as a capsule.
+  // A device that was added to torch passes its timer as a capsule.
   module.def("set_device_timer", [](const py::capsule& timer) {
     device_timer() = timer.get_pointer<const DeviceTimer>();
   });

@@ -49,8 +49,8 @@ std::vector<py::object> values_in(const py::object& container) {
   return values;
 }
 
-// Returns the tensors that require grad in nested tuples, lists, dicts and dataclasses, which may
-// contain themselves.
+// Returns the tensors that require grad in nested tuples, lists, dicts and dataclasses. A container
+// may contain itself.
 std::vector<at::Tensor> collect_outputs(const py::object& value) {
   std::vector<at::Tensor> outputs;
   std::vector<py::object> rest{value};
@@ -65,14 +65,14 @@ std::vector<at::Tensor> collect_outputs(const py::object& value) {
       }
     } else if (!next.is_none() && seen.insert(next.ptr()).second) {
       std::vector<py::object> inner = values_in(next);
-      std::move(inner.rbegin(), inner.rend(), std::back_inserter(rest)); // the first one is next
+      std::move(inner.rbegin(), inner.rend(), std::back_inserter(rest)); // the first value is next
     }
   }
   return outputs;
 }
 
 // Deletes the engine without the GIL: it waits for collectives and threads, which may need the GIL.
-// A thread that is not Python's has none to release.
+// A thread outside of Python has no GIL to release.
 void end_without_gil(Engine* engine) {
   std::optional<py::gil_scoped_release> released;
   if (PyGILState_Check() != 0) {
@@ -269,7 +269,7 @@ void register_steps(py::class_<PyEngine>& engine) {
             MessageSizes sizes{std::move(sent_nbytes), std::move(received_nbytes), total_nbytes};
             return self.engine->exchange(mesh, across, sent, std::move(sizes));
           },
-          py::keep_alive<0, 1>(), // the exchange needs the engine to end
+          py::keep_alive<0, 1>(), // the exchange uses the engine
           py::arg("mesh"),
           py::arg("across"),
           py::arg("sent"),
@@ -284,7 +284,7 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def_property("sync", method(&Reducer::sync), method(&Reducer::set_sync));
 }
 
-// Binds settings of each unit, for FSDP2's interface.
+// Binds per-unit settings, for FSDP2's interface.
 void register_unit_controls(py::module_& module, py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<UnitSettings>(module, "UnitSettings")
@@ -312,7 +312,7 @@ void register_unit_controls(py::module_& module, py::class_<PyEngine>& engine) {
           py::arg("after_backward"));
 }
 
-// Binds the steps of states that are not on the device.
+// Binds functions for states on the host or on disk.
 void register_offload(py::class_<PyEngine>& engine) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   engine.def("is_updated_on_host", method(&Offload::updates))

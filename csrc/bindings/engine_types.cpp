@@ -1,4 +1,4 @@
-// Python bindings of the structs that go into an engine and come out of it.
+// Python bindings of the arguments and results of an engine.
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
@@ -40,7 +40,7 @@ UnitParam param_of(const LikeParam& given) {
   param.spec.dtype = static_cast<int>(like.scalar_type());
   param.spec.itemsize = static_cast<int64_t>(like.itemsize());
   param.spec.requires_grad = like.requires_grad();
-  // Strides that skip or repeat memory are not kept: the buffer is dense.
+  // The buffer is dense: strides that skip or repeat memory are not kept.
   param.strides = like.is_non_overlapping_and_dense()
       ? like.strides().vec()
       : c10::TensorType::contiguousStridesOf(like.sizes());

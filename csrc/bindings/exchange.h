@@ -1,10 +1,10 @@
 // Exchanges the contents of two Python tensors: their TensorImpl, hooks, slots and class.
 //
 // Note [One object]
-// Programs key, mark and keep a parameter by its Python object, so the user's object stays in the
-// module. Between calls it is the shard. While a module shows the parameter, it is the full tensor,
-// and a hidden object of the engine is the shard. Attributes stay with the object. Hooks go with
-// the impl, because autograd calls the hooks of an impl.
+// Programs use a parameter's Python object as a key, set attributes on it and keep it, so the
+// user's object stays in the module. Between calls it is the shard. While a module shows the
+// parameter, it is the full tensor, and a hidden object of the engine is the shard. Attributes stay
+// with the object. Hooks move with the impl, because autograd calls the hooks of an impl.
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -24,12 +24,12 @@ void set_object(Slot& slot, PyObject* object) {
   }
 }
 
-// Exchanges only the impls and their hooks. Needs the GIL.
+// Exchanges only the impls and their hooks. The caller must hold the GIL.
 inline void exchange_impls(PyObject* first, PyObject* second) {
   auto* a = reinterpret_cast<THPVariable*>(first);
   auto* b = reinterpret_cast<THPVariable*>(second);
-  // An impl with a second owner keeps its Python object alive. Here both impls have one, so both
-  // keep their objects alive before and after.
+  // An impl with a second owner keeps its Python object alive. Both impls have a second owner here,
+  // so both keep their objects alive before and after the exchange.
   const at::Tensor of_a = THPVariable_Unpack(a); // NOLINT(performance-unnecessary-copy-*)
   const at::Tensor of_b = THPVariable_Unpack(b); // NOLINT(performance-unnecessary-copy-*)
   std::swap(a->cdata, b->cdata);
@@ -39,8 +39,8 @@ inline void exchange_impls(PyObject* first, PyObject* second) {
   std::swap(a->post_accumulate_grad_hooks, b->post_accumulate_grad_hooks);
 }
 
-// Needs the GIL. Python has assigned `__class__` to both objects before. So their types have one
-// layout, and neither object stores its `__dict__` by the keys of its type.
+// The caller must hold the GIL. Python has assigned `__class__` to both objects before, so their
+// types have one layout, and neither object stores its `__dict__` by the keys of its type.
 inline void exchange(PyObject* first, PyObject* second) {
   exchange_impls(first, second);
   // A DTensor's slots begin where a Parameter ends.

@@ -1,5 +1,5 @@
-// Python bindings of files in blocks and their checksums. Calls keep the tensors whose memory they
-// use, and release the GIL.
+// Python bindings of block files and checksums. Calls keep the tensors whose memory they use alive,
+// and release the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -49,7 +49,7 @@ Memory memory_of(const at::Tensor& tensor) {
 
 using Released = py::call_guard<py::gil_scoped_release>;
 
-// Turns the error of a system call into an OSError with its errno, as Python's own functions raise.
+// Converts the error of a system call to an OSError with its errno, like Python's own functions.
 void translate_os_error(std::exception_ptr caught) {
   try {
     std::rethrow_exception(std::move(caught));

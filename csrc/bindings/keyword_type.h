@@ -1,5 +1,5 @@
-// Structs that Python makes by keyword: each name is written once, beside its member, and defaults
-// are the struct's own.
+// Structs that Python constructs by keyword. Each name is written once, beside its member, and the
+// defaults are the struct's own.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,9 +14,9 @@
 
 namespace zerocore {
 
-// A type whose constructor fills a Given from its arguments and returns what `convert` makes of it.
-// A TypeError names the argument that is unknown, missing, given twice or of another type. The
-// stubs say which arguments may come by position.
+// A type whose constructor fills a Given from its arguments and returns `convert` of it. A
+// TypeError names the argument that is unknown, missing, given twice or of another type. The stubs
+// say which arguments may be positional.
 template <typename T, typename Given = T>
 class KeywordType : public pybind11::class_<T> {
  public:
@@ -30,8 +30,8 @@ class KeywordType : public pybind11::class_<T> {
       return convert(make(name, *fields, values, named));
     }));
   }
-  // Adds the next field, with the struct's default. The members lead to it from a Given, also
-  // through structs within it. Python can read the fields of the type itself.
+  // Adds the next field, with the struct's default. `members` lead to it from a Given, also through
+  // nested structs. Python can read the fields of the type itself.
   template <typename... Members>
   KeywordType& takes(const char* name, Members... members) {
     const auto set = [members...](Given& owner, const pybind11::handle& value) {
@@ -71,7 +71,7 @@ class KeywordType : public pybind11::class_<T> {
       }
     };
     std::vector<pybind11::handle> values(args.begin(), args.end());
-    check(values.size() <= fields.size(), "takes nothing behind", fields.back().name);
+    check(values.size() <= fields.size(), "takes no argument after", fields.back().name);
     values.resize(fields.size());
     for (const auto& [key, value] : kwargs) {
       const auto name = key.template cast<std::string>();

@@ -25,7 +25,7 @@ PYBIND11_MODULE(_C, module) {
                                   ", C++ flags: " ZEROCORE_CXX_FLAGS;
   module.attr("CHUNK_NUMEL") = zerocore::kernels::kChunkNumel;
   module.attr("HAS_CUDA_KERNELS") = zerocore::kernels::has_loops(c10::DeviceType::CUDA);
-  // A device that was added to torch lends its loops as a capsule.
+  // A device that was added to torch passes its loops as a capsule.
   module.def("set_device_loops", [](const pybind11::capsule& loops) {
     zerocore::kernels::register_loops(
         c10::DeviceType::PrivateUse1, *loops.get_pointer<const zerocore::kernels::Loops>());

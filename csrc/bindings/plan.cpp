@@ -108,7 +108,7 @@ void register_call_events(py::module_& module) {
       .def_readonly("reads", &Instruction::reads);
 }
 
-// A plan's options as Python gives them: numbers of ranks instead of meshes.
+// A plan's options from Python: numbers of ranks instead of meshes.
 struct PlannedRanks {
   PlanOptions options;
   int64_t world_size = 1; // ranks that share the state

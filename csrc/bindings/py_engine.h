@@ -1,4 +1,4 @@
-// The engine as Python holds it, and the Python objects of its parameters.
+// The engine for Python, and the Python objects of its parameters.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -14,13 +14,13 @@
 namespace zerocore {
 
 struct RegisteredParam {
-  pybind11::object object; // the user's, see Note [One object]; null if nothing is exchanged
+  pybind11::object object; // the user's object, see Note [One object]; null if nothing is exchanged
   pybind11::object hidden;
   bool is_full = false; // `object` is the full parameter
   pybind11::object show = {}; // for a parameter that is not a plain tensor, see ShownView
 };
 
-// Makes the Python object of each parameter the full tensor or the shard.
+// Makes a parameter's Python object the full tensor or the shard.
 class Registrar {
  public:
   explicit Registrar(size_t num_units) : units_(num_units) {}
@@ -35,7 +35,7 @@ class Registrar {
     units_.at(unit).push_back(std::move(param));
   }
 
-  // Any thread.
+  // Thread-safe.
   void show(UnitId unit, bool full) {
     const pybind11::gil_scoped_acquire gil;
     for (RegisteredParam& param : units_[unit]) {
@@ -62,10 +62,10 @@ class Registrar {
 
 struct PyEngine {
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<Registrar> registrar; // which the engine calls
+  std::shared_ptr<Registrar> registrar; // the engine calls it
 };
 
-// Returns the engine's part of this type, whose method is called.
+// Returns the part of the engine that has this type.
 template <typename Part>
 Part& part_of(const PyEngine& self) {
   Engine& engine = *self.engine;
@@ -81,7 +81,7 @@ Part& part_of(const PyEngine& self) {
       *self.registrar));
 }
 
-// Binds a method of such a part as a method of PyEngine.
+// Binds a method of a part as a method of PyEngine.
 template <typename Part, typename Result, typename... Args>
 auto method(Result (Part::*called)(Args...)) {
   return [called](PyEngine& self, Args... args) -> Result {

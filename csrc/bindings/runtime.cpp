@@ -1,4 +1,4 @@
-// Python bindings of the runtime: figures of allocators and pools, the watchdog, and the host's
+// Python bindings of the runtime: statistics of allocators and pools, the watchdog, and the host's
 // threads and memory.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <pybind11/pybind11.h>
@@ -25,7 +25,7 @@ namespace zerocore {
 
 namespace {
 
-// A context manager around a collective that is in no ledger: it tells the alarm that a thread
+// A context manager around a collective outside of the ledger: it tells the alarm that a thread
 // waits.
 class Waiting {
  public:
@@ -39,7 +39,7 @@ class Waiting {
     if (alarm_ == nullptr) {
       return;
     }
-    if (PyObject_IsInstance(error.ptr(), PyExc_RuntimeError) == 1) { // what c10d raises
+    if (PyObject_IsInstance(error.ptr(), PyExc_RuntimeError) == 1) { // c10d raises these
       const std::string text = what_ + " failed: " + std::string(py::str(error));
       const py::gil_scoped_release released;
       alarm_->fail(text);
@@ -55,12 +55,11 @@ class Waiting {
 
 // How often torch's allocator has called a device's own allocator in this process.
 struct AllocatorCounts {
-  int64_t num_retries = 0; // memory was short, so its cache was freed and it tried again
+  int64_t num_retries = 0; // retries after it had freed its cache, because memory was short
   int64_t num_device_allocations = 0; // calls to the device's own allocator, such as cudaMalloc
 };
 
-// Returns nullopt on the CPU, on devices without statistics, and if another allocator was plugged
-// in.
+// Returns nullopt on the CPU, on devices without statistics, and with a plugged-in allocator.
 std::optional<AllocatorCounts> allocator_counts(const std::string& name) {
   const c10::Device device(name);
   if (device.is_cpu()) {

@@ -1,4 +1,4 @@
-// Python bindings for sharded parameters: their `grad`, memory and hooks, and names in modules.
+// Python bindings for sharded parameters: `grad`, memory, hooks, and names in modules.
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -21,8 +21,8 @@ PyObject* get_grad(PyObject* param, void* /*closure*/) {
   return THPVariable_Wrap(THPVariable_Unpack(param).grad());
 }
 
-// Returns the reference count of a tensor's object while only C++ holds the tensor and a caller
-// looks at it. It depends on torch's version.
+// Returns the reference count of a tensor's object while a caller looks at it and only C++ holds
+// the tensor. It depends on torch's version.
 Py_ssize_t references_of_unheld() {
   const at::Tensor tensor = at::empty({0});
   const at::Tensor second = tensor; // NOLINT(performance-unnecessary-copy-initialization)
@@ -32,7 +32,7 @@ Py_ssize_t references_of_unheld() {
 }
 
 // Assigns `param.grad`; the value is null for `del param.grad`. If the program holds the old
-// gradient, that keeps its values, which the next backward would overwrite.
+// gradient, the gradient keeps its values, which the next backward would overwrite.
 int set_grad(PyObject* param, PyObject* value, void* /*closure*/) {
   static const Py_ssize_t unheld = references_of_unheld();
   const at::Tensor old = THPVariable_Unpack(param).grad();
@@ -53,7 +53,7 @@ int set_grad(PyObject* param, PyObject* value, void* /*closure*/) {
   return result == nullptr ? -1 : 0;
 }
 
-// Defines `grad` like torch's own attribute, which would ask the class's __torch_function__ each
+// Defines `grad` like torch's own attribute, which would call the class's __torch_function__ each
 // time.
 void define_grad(const pybind11::type& type) {
   static PyGetSetDef definition{"grad", get_grad, set_grad, nullptr, nullptr};
@@ -70,14 +70,14 @@ void show_grad(const at::Tensor& param, const at::Tensor& grad) {
   param.mutable_grad() = grad;
 }
 
-// Makes the tensors that share the storage of `window` read and write `memory`, and keeps it alive.
+// Makes the tensors that share the storage of `window` use `memory`, and keeps it alive.
 void move_window(const at::Tensor& window, const at::Tensor& memory) {
-  TORCH_CHECK_VALUE(window.nbytes() == memory.nbytes(), "windows keep their size");
+  TORCH_CHECK_VALUE(window.nbytes() == memory.nbytes(), "a window must keep its size");
   auto owner = std::make_shared<c10::Storage>(memory.storage());
   give_memory(window, kept_memory(owner, memory.mutable_data_ptr(), memory.device()));
 }
 
-// Returns whether two dicts have the same objects, in the same order: every optimizer step asks.
+// Returns whether two dicts have the same objects in the same order. Every optimizer step asks.
 bool same_objects(const pybind11::dict& first, const pybind11::dict& second) {
   Py_ssize_t at = 0, other_at = 0;
   PyObject *key = nullptr, *value = nullptr, *other_key = nullptr, *other = nullptr;
@@ -98,8 +98,8 @@ bool same_objects(const pybind11::dict& first, const pybind11::dict& second) {
   return true;
 }
 
-// Replaces the first object of each pair by the second in all modules. Other objects are not
-// touched: in a forked process a counted reference copies memory.
+// Replaces the first object of each pair by the second in all modules. It touches no other object:
+// in a forked process each counted reference copies memory.
 void replace_in_modules(
     const std::vector<std::pair<pybind11::object, pybind11::object>>& replaced) {
   const pybind11::dict modules = pybind11::module_::import("sys").attr("modules");
@@ -122,8 +122,8 @@ void replace_in_modules(
   }
 }
 
-// The constructor of torch.FloatTensor and similar types, and the function that is called first.
-// The types are C++'s, so no attribute of them can be set.
+// The constructor of torch.FloatTensor and similar types, and the function to call first. The types
+// are C++'s, so their attributes cannot be set.
 newfunc typed_new = nullptr;
 PyObject* asked_first = nullptr;
 
@@ -140,7 +140,7 @@ PyObject* ask_or_make(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 }
 
 // Makes the constructors of `types` first call `ask(type, args)`, which returns a tensor, or None
-// to let torch make it.
+// to let torch construct it.
 void ask_before_typed(const pybind11::iterable& types, const pybind11::function& ask) {
   asked_first = pybind11::object(ask).release().ptr();
   for (const auto& each : types) {

@@ -1,4 +1,4 @@
-// The emulated group's collectives: each says what moves and how many bytes cross the link.
+// The emulated group's collectives: their moves, and the bytes that cross the link.
 #include "emulation/emulated_group.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ using Kind = Combination::Kind;
 // Torch 2.11 has the supplement under this name; later releases keep it.
 double premul_factor(const c10d::ReduceOp& op) {
   const auto* premul = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  TORCH_CHECK_VALUE(premul != nullptr, "PREMUL_SUM came without its factor");
+  TORCH_CHECK_VALUE(premul != nullptr, "PREMUL_SUM needs a factor");
   return premul->tensor_factor.defined() ? premul->tensor_factor.item<double>()
                                          : premul->double_factor;
 }
@@ -38,7 +38,7 @@ Combination MirroredCall::combination(const c10d::ReduceOp& op) const {
   const auto n = static_cast<double>(size_);
   TORCH_CHECK_VALUE(
       op.op_ != c10d::ReduceOp::PRODUCT && op.op_ != c10d::ReduceOp::BXOR,
-      "the emulated link makes no product and no exclusive or");
+      "the emulated link has no reductions PRODUCT and BXOR");
   switch (op.op_) {
     case c10d::ReduceOp::SUM:
       return {Kind::Scale, n};
@@ -52,7 +52,7 @@ Combination MirroredCall::combination(const c10d::ReduceOp& op) const {
 void MirroredCall::add(const at::Tensor& to, const at::Tensor& from, Combination how) {
   TORCH_CHECK_VALUE(
       to.numel() == from.numel() && to.dtype() == from.dtype(),
-      "the emulated link would move ",
+      "the emulated link cannot move ",
       from.numel(),
       " elements of ",
       from.dtype(),
@@ -126,8 +126,7 @@ const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& 
   return lists[0];
 }
 
-// Returns the rows (of dimension 0) that go to or come from each rank; equally many if `splits` is
-// empty.
+// Returns the rows (of dimension 0) for or from each rank; equally many if `splits` is empty.
 std::vector<int64_t> rows(
     const at::Tensor& tensor,
     const std::vector<int64_t>& splits,
@@ -142,9 +141,9 @@ std::vector<int64_t> rows(
           std::accumulate(result.begin(), result.end(), int64_t{0}) == total,
       "all_to_all: ",
       total,
-      " rows do not split over ",
+      " rows do not match the splits over ",
       world_size,
-      " ranks as asked");
+      " ranks");
   return result;
 }
 
@@ -343,7 +342,7 @@ EmulatedGroup::WorkPtr EmulatedGroup::alltoall_base(
   const std::vector<int64_t> sent = rows(input, input_splits, size_);
   const std::vector<int64_t> received = rows(output, output_splits, size_);
   const int64_t first = std::accumulate(sent.begin(), sent.begin() + rank_, int64_t{0});
-  // A mirror sends the rows that this rank sends to itself, and zeros if more are expected.
+  // A mirror sends the rows that this rank sends to itself, and zeros for any further rows.
   const at::Tensor own = input.detach().narrow(0, first, sent[rank_]);
   int64_t row = 0;
   for (const int64_t count : received) {

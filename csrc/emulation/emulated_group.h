@@ -1,4 +1,4 @@
-// The emulated group: a c10d backend for one process that plays one rank of N.
+// The emulated group: a c10d backend for one process that acts as one rank of N.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -54,15 +54,15 @@ class MirroredCall {
 // The peers mirror this rank: each sends the same data as this rank. So a gather fills every slice
 // with this rank's data. A reduction of N equal values is N times the value (sum), the value
 // (average, minimum, maximum, bitwise and, or), or N * factor times it (premul sum). A
-// reduce-scatter does the same to this rank's slice. A broadcast changes nothing, whichever rank is
-// the root. An all-to-all receives from every peer what this rank sends to itself. A training step
-// is therefore the step of a single process whose batch every rank sees. Send and receive do not
-// exist: a mirror of rank 0 never sends what rank 0 expects from rank 1.
+// reduce-scatter does the same to this rank's slice. A broadcast changes nothing, from any root. An
+// all-to-all receives from every peer what this rank sends to itself. So a training step equals the
+// step of a single process whose batch every rank sees. Send and receive are not supported: a
+// mirror of rank 0 never sends what rank 0 expects from rank 1.
 class EmulatedGroup final : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-  // Calls a function that blocks, without the locks that finish callbacks may need (Python's GIL).
+  // Calls a blocking function without the locks that finish callbacks may need (Python's GIL).
   using Unlocked = std::function<void(const std::function<void()>&)>;
 
   EmulatedGroup(
@@ -84,14 +84,14 @@ class EmulatedGroup final : public c10d::Backend {
         unlocked_(std::move(unlocked)) {}
   ~EmulatedGroup() override;
 
-  // Returns another communicator of the same ranks, over the same link, see Note [Time on the
-  // link]. The link ends with the group that it was made for.
+  // Returns another communicator of the same ranks over the same link, see Note [Time on the link].
+  // The link ends with its first group.
   c10::intrusive_ptr<EmulatedGroup> beside() const;
 
   LinkModel link() const {
     return link_->model();
   }
-  // Sets the model of collectives issued from now on.
+  // Sets the link model of later collectives.
   void set_link(const LinkModel& link) {
     link_->set_model(link);
   }
@@ -99,7 +99,7 @@ class EmulatedGroup final : public c10d::Backend {
   const std::string getBackendName() const override {
     return "emulated";
   }
-  // Fails collectives under way and joins the thread; later collectives on the CPU throw.
+  // Fails running collectives and joins the thread; later collectives on the CPU throw.
   void shutdown() override;
   void abort() override {
     shutdown();
@@ -125,8 +125,8 @@ class EmulatedGroup final : public c10d::Backend {
   WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
   WorkPtr barrier(const c10d::BarrierOptions&) override;
 
-  // Calls between startCoalescing() and endCoalescing() become one collective that pays the latency
-  // once. They return null; endCoalescing() returns the work of all.
+  // Calls between startCoalescing() and endCoalescing() become one collective with one latency.
+  // They return null; endCoalescing() returns the common work.
   bool supportsCoalescing() const override {
     return true;
   }

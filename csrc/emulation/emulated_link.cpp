@@ -28,10 +28,10 @@ void LinkModel::validate() const {
 
 namespace {
 
-// Returns the bytes that the busiest direction of a rank's link carries, over the collective's
-// bytes (of the full tensor: all slices). These are the factors between "algorithm" and "bus"
-// bandwidth in PERFORMANCE.md of NVIDIA's nccl-tests: (N-1)/N, twice that for an all-reduce (a
-// reduce-scatter and an all-gather), 1 for broadcast and reduce. All are 0 in a world of one rank.
+// Returns the bytes in the busiest direction of a rank's link, over the collective's bytes (of the
+// full tensor: all slices). These are the factors between "algorithm" and "bus" bandwidth in
+// PERFORMANCE.md of NVIDIA's nccl-tests: (N-1)/N, twice that for an all-reduce (a reduce-scatter
+// and an all-gather), 1 for broadcast and reduce. All are 0 in a world of one rank.
 double traffic_factor(Traffic traffic, int64_t world_size) {
   if (world_size == 1) {
     return 0.0;
@@ -62,9 +62,9 @@ int64_t duration_ns(const LinkModel& link, double transfer_ns) {
 
 namespace {
 
-// The last part of a wait spins, as wake-ups vary by about this much.
+// The end of a wait spins, because wake-up times vary by about this much.
 constexpr auto kSpin = std::chrono::microseconds(40);
-// The longest delay that counts as the system's lateness in waking a thread.
+// The longest delay that counts as a late wake-up by the system.
 constexpr auto kMaxLateness = std::chrono::microseconds(500);
 
 std::exception_ptr stopped_error() {
@@ -104,7 +104,7 @@ void LinkWorker::stop() {
 }
 
 void LinkWorker::run() {
-  prctl(PR_SET_TIMERSLACK, 1); // the system does not put off timers to bundle them
+  prctl(PR_SET_TIMERSLACK, 1); // keeps the system from delaying timers to bundle them
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
@@ -120,7 +120,7 @@ void LinkWorker::run() {
     } else {
       carry_out(std::move(next));
     }
-    // Before locking, because freeing what the job holds may run any code.
+    // Before locking: freeing the objects of the job may run any code.
     next = {};
     lock.lock();
   }
@@ -134,7 +134,7 @@ void LinkWorker::carry_out(Job job) {
   } catch (...) {
     error = std::current_exception();
   }
-  // A late wake-up must not delay the next job; a transfer that took too long must.
+  // A late wake-up must not delay the next job; a slow transfer must.
   free_at_ = std::max(free_at_, Clock::now());
   if (!wait_until(free_at_)) {
     error = stopped_error();
@@ -143,8 +143,8 @@ void LinkWorker::carry_out(Job job) {
 }
 
 bool LinkWorker::wait_until(Clock::time_point deadline) {
-  // An idle processor of a virtual machine takes up to a few hundred microseconds to wake up, so
-  // the alarm is set as much earlier as the last ones were late.
+  // An idle processor of a virtual machine takes up to a few hundred microseconds to wake up. So
+  // the alarm is set earlier, by the lateness of the last ones.
   const auto alarm = deadline - kSpin - lateness_;
   if (Clock::now() < alarm) {
     std::unique_lock lock(mutex_);
@@ -161,7 +161,7 @@ bool LinkWorker::wait_until(Clock::time_point deadline) {
 
 namespace {
 
-// Deadlines in flight at a time; many more than streams could hold back.
+// Deadlines in flight; many more than streams could hold back.
 constexpr int64_t kNumDeadlines = 4096;
 
 std::shared_ptr<c10::Event> record(const c10::Stream& stream) {
@@ -172,7 +172,7 @@ std::shared_ptr<c10::Event> record(const c10::Stream& stream) {
 
 } // namespace
 
-// Kernels that have not begun yet read their deadlines from the clock, so its memory must stay
+// Kernels that have not begun yet read their deadlines from the clock, so its memory must live
 // until they end.
 EmulatedLink::DeviceLink::~DeviceLink() {
   try {
@@ -241,7 +241,7 @@ EmulatedLink::DeviceLink& EmulatedLink::device_link(c10::Device device) {
   const c10::Stream home = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   const auto options = at::TensorOptions().dtype(at::kLong).device(device);
   const at::Tensor clock = at::zeros({1 + kNumDeadlines}, options);
-  // Other streams use the clock without an order after this stream, so the host waits here.
+  // Other streams use the clock without waiting for this stream, so the host waits here.
   record(home)->synchronize();
   device_links_.emplace_back(new DeviceLink{device, home, clock});
   return *device_links_.back();

@@ -1,12 +1,11 @@
-// The emulated link, which carries out collectives, each in the time that a link would take.
+// The emulated link, on which each collective takes as long as on a real link.
 //
 // Note [Time on the link]
-// A collective lasts as long as LinkModel says, its real memory traffic included. On the CPU
-// collectives run in the order of issue, on one thread that mostly sleeps. On a device kernels book
-// the link and wait, on the current stream (asyncOp = false) or a stream of the communicator's own.
-// Collectives of a communicator run in the order of issue, as NCCL's do, whichever stream is late.
-// Two communicators of the same ranks share the link: the stream that gets to it first has it
-// first.
+// LinkModel gives the duration of a collective, including its real memory traffic. On the CPU,
+// collectives run in the order of issue, on one thread that mostly sleeps. On a device, kernels
+// book the link and wait, on the current stream (asyncOp = false) or a stream of the communicator.
+// Collectives of a communicator run in the order of issue, like NCCL's, whichever stream is late.
+// Two communicators of the same ranks share the link: the first stream to reach it goes first.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +28,8 @@
 
 namespace zerocore {
 
-// -- how long a collective takes, by formula ------------------------------------------------------
+// -- the duration of a collective, by formula
+// ------------------------------------------------------
 
 // A link between the ranks of a group.
 struct LinkModel {
@@ -37,7 +37,7 @@ struct LinkModel {
   double latency = 0.0; // seconds per call
   int sms = 0; // multiprocessors that a collective occupies on a GPU; 0 = one thread
 
-  // Throws ValueError for a bandwidth, a latency or a number of multiprocessors that no link has.
+  // Throws ValueError for an impossible bandwidth, latency or number of multiprocessors.
   void validate() const;
 };
 
@@ -59,10 +59,11 @@ double transfer_ns(const LinkModel& link, Traffic traffic, int64_t nbytes, int64
 // Returns latency + transfer, in whole nanoseconds. Coalesced calls pay the latency once.
 int64_t duration_ns(const LinkModel& link, double transfer_ns);
 
-// -- a thread that carries out transfers, each in the time it is given ----------------------------
+// -- a thread that carries out transfers, each in a given time
+// --------------------------------------
 
-// One end of a link. A job starts when it is submitted or when the job before it ends, whichever is
-// later. It ends `duration_ns` after that, its transfer included. A transfer that takes longer
+// One end of a link. A job starts when it is submitted or when the previous job ends, whichever is
+// later. It ends `duration_ns` after that, including its transfer. A transfer that takes longer
 // delays later jobs. The first job starts the thread, which sleeps nearly all of the time. The
 // owner of a worker must stop() it.
 class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
@@ -72,18 +73,18 @@ class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
   struct Job {
     int64_t duration_ns = 0;
     std::function<void()> transfer;
-    // Called on the worker's thread when the job is over, with its error or null. Must not throw.
-    // Every submitted job is finished exactly once.
+    // Called on the worker's thread at the end of the job, with its error or null. Must not throw.
+    // Called exactly once for every submitted job.
     std::function<void(std::exception_ptr)> finish;
     Clock::time_point submitted = {}; // set by submit()
   };
 
-  // Any thread. Throws c10::Error after stop().
+  // Thread-safe. Throws c10::Error after stop().
   void submit(Job job);
 
-  // Finishes all jobs with an error at once, the current one included, and joins the thread. If a
-  // finish callback calls it, the thread ends by itself. May be called any number of times. The
-  // caller must hold no lock that a finish callback needs.
+  // Finishes all jobs with an error at once, including the current one, and joins the thread. If a
+  // finish callback calls it, the thread ends by itself. Repeated calls are allowed. The caller
+  // must hold no lock that a finish callback needs.
   void stop();
 
  private:
@@ -99,16 +100,16 @@ class LinkWorker : public std::enable_shared_from_this<LinkWorker> {
   std::thread thread_;
   // Only the thread uses these.
   Clock::time_point free_at_;
-  Clock::duration lateness_ = Clock::duration::zero(); // of its wake-ups
+  Clock::duration lateness_ = Clock::duration::zero(); // lateness of its wake-ups
 };
 
-// A collective as the link carries it.
+// A collective on the link.
 struct Transfer {
   c10d::OpType op = c10d::OpType::UNKNOWN;
   bool async = true;
   std::vector<at::Tensor> outputs;
   std::vector<Move> moves;
-  double ns = 0.0; // on the link, without the latency
+  double ns = 0.0; // time on the link, without the latency
 };
 
 class EmulatedLink {
@@ -119,14 +120,13 @@ class EmulatedLink {
   EmulatedLink(int rank, const LinkModel& model, std::chrono::milliseconds timeout)
       : rank_(rank), model_(model), timeout_(timeout) {}
 
-  // Adds a communicator of the same ranks and returns its number. Number 0 exists from the
-  // beginning.
+  // Adds a communicator of the same ranks and returns its number. Number 0 always exists.
   int add_communicator();
   LinkModel model() const;
-  // Sets the model of collectives issued from now on.
+  // Sets the link model of later collectives.
   void set_model(const LinkModel& model);
   WorkPtr carry(Transfer transfer, int communicator);
-  // Fails collectives under way and joins the thread; later collectives on the CPU throw.
+  // Fails running collectives and joins the thread; later collectives on the CPU throw.
   void stop() {
     worker_->stop();
   }
@@ -134,15 +134,15 @@ class EmulatedLink {
  private:
   struct Communicator {
     c10::Stream stream; // for asyncOp = true
-    c10::Stream last_stream; // of its last collective
-    std::shared_ptr<c10::Event> last = nullptr; // recorded after it
+    c10::Stream last_stream; // the stream of its last collective
+    std::shared_ptr<c10::Event> last = nullptr; // recorded after its last collective
   };
-  // The memory of a device's link, which the first collective there makes.
+  // The memory of a device's link, which the device's first collective makes.
   struct DeviceLink {
     ~DeviceLink();
 
     c10::Device device;
-    c10::Stream home; // the stream that the clock's memory was allocated on
+    c10::Stream home; // the stream of the clock's allocation
     at::Tensor clock; // when the link is free, then a ring of deadlines; int64, nanoseconds
     int64_t next_deadline = 0;
     std::vector<Communicator> communicators = {};

@@ -1,4 +1,4 @@
-// The kernels that make a stream wait as long as a collective on the emulated link takes.
+// Kernels that block a stream as long as a collective on the emulated link takes.
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -18,7 +18,7 @@ __device__ uint64_t global_ns() {
   return now;
 }
 
-// Several streams may book the link at a time: the first one to swap in its own end goes first.
+// Several streams may book the link at a time: the first one to swap in its end goes first.
 __global__ void book_kernel(
     unsigned long long* link_free_at,
     uint64_t* deadline,

@@ -24,14 +24,14 @@ bool is_plain(const Move& move) {
       move.to.dtype() == move.from.dtype();
 }
 
-// Returns whether one row goes to every row of a matrix.
+// Returns whether the move copies one row to every row of a matrix.
 bool repeats_a_row(const Move& move) {
   return move.to.dim() == 2 && move.to.is_contiguous() && move.from.stride(0) == 0 &&
       move.from.stride(1) == 1 && move.to.dtype() == move.from.dtype();
 }
 
-// One copy_ of the expanded row would use the cores that compute, and on a GPU a kernel that goes
-// element by element. Copies of contiguous ranges are memcpys; on a GPU each doubles the rows.
+// One copy_ of the expanded row would use the compute cores, and on a GPU an element-wise kernel.
+// Copies of contiguous ranges are memcpys; on a GPU each copy doubles the rows.
 void repeat_row(const Move& move) {
   const int64_t rows = move.to.size(0);
   const size_t nbytes = move.to.nbytes() / rows;
@@ -60,7 +60,7 @@ void copy(const Move& move) {
   }
 }
 
-// Returns an integer for integer tensors, so that their dtype is kept.
+// Returns an integer for integer tensors, to keep their dtype.
 at::Scalar factor_for(const Move& move) {
   const double factor = move.combination.factor;
   return at::isIntegralType(move.to.scalar_type(), /*includeBool=*/true)
@@ -72,11 +72,11 @@ void scale(const Move& move) {
   if (!is_plain(move) || !at::isFloatingType(move.to.scalar_type())) {
     at::Tensor to = move.to;
     // Passes the factor as a tensor: with a Scalar, mul_out() multiplies into new memory and copies
-    // that.
+    // the result.
     at::mul_out(to, move.from, at::native::wrapped_scalar_tensor(factor_for(move)));
     return;
   }
-  // Avoids at::mul, which would use the cores that compute.
+  // Avoids at::mul, which would use the compute cores.
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kHalf, at::kBFloat16, move.to.scalar_type(), "emulated_scale", [&] {
         using opmath_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
@@ -175,8 +175,8 @@ float EmulatedWork::getDuration() const {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(
       device_.is_cpu() && completed_,
-      "only a collective of the CPU that is over has a duration; time others by events of the "
-      "stream that waits");
+      "getDuration() needs a finished collective on the CPU; time others with events of the "
+      "waiting stream");
   return std::chrono::duration<float, std::milli>(completed_at_ - issued_).count();
 }
 

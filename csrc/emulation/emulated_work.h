@@ -12,27 +12,27 @@
 
 namespace zerocore {
 
-// -- the result of a collective whose peers all mirror this rank: they send what it sends --------
+// -- the result of a collective whose peers all mirror this rank ---------------------------------
 
-// How N equal values combine: into the value itself (average, minimum, maximum, bitwise and, or) or
-// a multiple of it (sum). Zero stands for data that a mirror does not send.
+// The combination of N equal values: the value itself (average, minimum, maximum, bitwise and, or)
+// or a multiple of it (sum). Zero stands for data that a mirror does not send.
 struct Combination {
   enum class Kind : uint8_t { Copy, Scale, Zero };
 
   Kind kind = Kind::Copy;
-  double factor = 1.0; // of Scale
+  double factor = 1.0; // for Scale
 };
 
-// `to` becomes the combination of N times `from`. The two may be the same memory, but must not
-// overlap otherwise. They have one shape, dtype and device.
+// `to` becomes the combination of N times `from`. Both may be the same memory, but must not overlap
+// otherwise. They have one shape, dtype and device.
 struct Move {
   at::Tensor to;
   at::Tensor from;
   Combination combination;
 };
 
-// Returns a tensor over the memory that the storage has now. It keeps the storage alive, does not
-// follow it to other memory, and belongs to no Python object.
+// Returns a tensor over the storage's present memory. It keeps the storage alive, does not follow
+// it to other memory, and belongs to no Python object.
 at::Tensor alias_storage(const at::Tensor& tensor);
 
 // Carries out a move: on the CPU in this thread, on a GPU on the current stream.
@@ -51,7 +51,7 @@ class EmulatedWork final : public c10d::Work {
       c10::Device device,
       std::chrono::milliseconds timeout);
 
-  // Throws the collective's error, and an error after `timeout` (by default the group's).
+  // Throws the collective's error, or an error after `timeout` (by default the group's).
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   bool isCompleted() override;
   void synchronize() override;
@@ -63,13 +63,13 @@ class EmulatedWork final : public c10d::Work {
   }
   // CPU: returns the nanoseconds that threads of this process have spent in wait() so far.
   static int64_t waited_ns();
-  // CPU: returns the milliseconds from issue to completion of a collective that is over.
+  // CPU: returns the milliseconds from issue to completion of a finished collective.
   float getDuration() const override;
 
   // CPU: ends the work, with an error or null. Never throws.
   void complete(const std::exception_ptr& error);
-  // Device: says that all moves were issued to the current stream, where `done` was recorded.
-  // `moves` stay alive until the next wait().
+  // Device: says that all moves were issued to the current stream, with `done` recorded after them.
+  // `moves` live until the next wait().
   void issued(std::shared_ptr<c10::Event> done, std::vector<Move> moves);
 
  private:

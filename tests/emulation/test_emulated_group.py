@@ -209,7 +209,7 @@ def test_broadcast_scatter_barrier(emulation: zerocore.emulation.Emulation) -> N
 def test_a_collective_says_how_long_it_took(emulation: zerocore.emulation.Emulation) -> None:
     emulation.link = link("inf", "20ms")
     work = dist.all_reduce(torch.ones(1), async_op=True)
-    with pytest.raises(RuntimeError, match="over has a duration"):
+    with pytest.raises(RuntimeError, match="needs a finished collective"):
         work._get_duration()
     before = emulation.waited_ns
     work.wait()
