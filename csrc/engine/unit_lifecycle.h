@@ -57,7 +57,7 @@ class UnitLifecycle {
   }
   // Makes the compute stream wait for the unit's all-gather, and shows its full parameters.
   void use(UnitId unit);
-  // Only waits, without showing the parameters in modules.
+  // Waits like use(), without showing the parameters in modules.
   void wait_for(UnitId unit);
   // Issues the delayed all-gathers, see Note [Delayed prefetch]. With `last`, stops after that
   // unit, and issues none if that unit is not delayed.

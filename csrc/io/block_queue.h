@@ -71,7 +71,7 @@ class BlockQueue {
   }
   // Releases the lock until is_so() holds. Throws a thread's error, which ends all threads.
   void wait_until(Lock& lock, const std::function<bool()>& is_so);
-  // Does the same while it works as the threads do; then joins them, also on an error.
+  // wait_until() that also processes blocks; then joins the threads, even on an error.
   void finish(Lock& lock, const std::function<bool()>& is_so);
 
  private:

@@ -10,7 +10,7 @@ namespace zerocore::io {
 // `data` has any alignment. Thread-safe.
 uint32_t crc32(uint32_t crc, const void* data, size_t nbytes);
 
-// Does so without carry-less products, for tests to compare.
+// crc32() without carry-less products, for tests to compare.
 uint32_t crc32_by_tables(uint32_t crc, const void* data, size_t nbytes);
 
 // Returns the checksum of two adjacent runs of bytes from the checksum of each.

@@ -54,7 +54,7 @@ class Bucket {
 
   // Points the storage at `data`, at least nbytes() long, which the caller owns.
   void attach(void* data);
-  // Does the same with memory that the bucket owns.
+  // Attaches memory that the bucket owns.
   void attach(c10::DataPtr data);
   // Gives views access to the attached bytes; does nothing without `hides`.
   void show();
@@ -95,7 +95,7 @@ class Bucket {
   // Returns a new leaf over the bucket with its own version counter; `offset` counts elements of
   // the region. If the bucket does not hold the region, returns zeros in the memory of one element.
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
-  // Returns a contiguous one.
+  // Returns a contiguous view.
   at::Tensor view(int region, int64_t offset, at::IntArrayRef sizes) const;
 
  private:

@@ -150,7 +150,7 @@ class Schedule {
   // Runs the rest of the backward's program. Gradients that arrive later are reduced when the
   // backward ends.
   void finish_program(Actions& out);
-  // Does so within a backward: units that the backward uses keep their memory on this rank.
+  // finish_program() within a backward: units that the backward uses keep their memory here.
   void abandon_program(Actions& out);
   // Sets whether the starting backward reduces the unit's gradients.
   void set_reduced(UnitId unit, bool reduced) {

@@ -257,7 +257,7 @@ RankReport Alarm::own_report() const {
   return report;
 }
 
-// Names the model and the collective in which the process waits in it; empty without a wait.
+// Names the model and its collective in which the process waits; empty without a wait.
 std::string Alarm::waits_in() const {
   const RankReport own = own_report();
   const LedgerEntry* entry = own.find(own.waiting);

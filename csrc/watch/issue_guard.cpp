@@ -43,7 +43,7 @@ bool KnownSequence::advance(uint64_t collective) {
       known->second.only = known->second.only && known->second.collective == collective;
       ask = is_new || !known->second.only;
     }
-    // The hash is a polynomial over the last collectives: subtract the one that leaves.
+    // The hash is a polynomial over the last collectives: subtract the oldest one.
     const uint64_t oldest = last_[(next_ - kDepths[i]) % last_.size()];
     level.point = (level.point - oldest * kLeaving[i]) * kBase + collective;
   }

@@ -20,7 +20,7 @@ namespace zerocore {
 class RecomputedCalls {
  public:
   struct Found {
-    BackwardPosition position; // the position of the backward
+    BackwardPosition position;
     CallHandle call; // the recomputed call; its pass is -1 if unknown
   };
 

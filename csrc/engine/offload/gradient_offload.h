@@ -29,7 +29,7 @@ class GradientOffload {
   // Returns the gradient on the host. Copies it now if the user has changed or replaced it since it
   // was sent; no pending update may read the old one.
   at::Tensor landed(UnitId unit, int param, const at::Tensor& grad);
-  // Also waits until the gradient has arrived.
+  // landed(), after waiting until the gradient has arrived.
   at::Tensor arrived(UnitId unit, int param, const at::Tensor& grad);
 
   // See Offload::known_squares.

@@ -88,7 +88,7 @@ class Moments {
   Moments(const Units& units, const UnitContext& context);
 
   // Returns exp_avg and exp_avg_sq of a trained parameter, zeroed. Returns an empty vector for a
-  // parameter without training, or while another optimizer's exp_avg is alive.
+  // parameter that is not trained, or while another optimizer's exp_avg is alive.
   std::vector<at::Tensor> make(UnitId unit, int param);
   // Returns whether make() has returned these moments before. Then wait for updates before the next
   // make(), which zeroes them.

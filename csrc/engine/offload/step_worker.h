@@ -42,7 +42,7 @@ class StepWorker {
   ~StepWorker();
 
   Ticket submit(Work work);
-  // Also writes the work's times to `record` unless it is null.
+  // submit() that also writes the work's times to `record` unless it is null.
   Ticket submit(std::shared_ptr<OpenRecord> record, Work work);
   // Returns the ticket of the last submitted work.
   Ticket last() const {

@@ -57,7 +57,7 @@ class MainWeights {
   // Sends weights from the host to the device, between earlier and later work of the compute
   // stream. The host waits for the copy.
   void return_weights() const;
-  // Does so in two parts: order_send() on the caller's thread, then send() on any thread.
+  // return_weights() in two parts: order_send() on the caller's thread, then send() on any thread.
   void order_send() const;
   void send(bool blocks = false) const;
 

@@ -79,7 +79,7 @@ class DiskStates {
   void begin_step(std::vector<UnitId> order);
   // Reads the unit, and starts a thread that reads the next one.
   void bring(UnitId unit);
-  // Starts to write an updated unit, and frees the memory of the one before.
+  // Starts to write an updated unit, and frees the memory of the previous unit.
   void give_back(UnitId unit);
   // Completes all writes.
   void end_step();

@@ -133,7 +133,7 @@ void Unit::reshard() {
 
 void Unit::begin_gathers(const std::vector<int>& regions) {
   RECORD_USER_SCOPE("zerocore::all_gather (" + name_ + ")"); // evaluated only under a profiler
-  runner_.forget_launch(); // a failed all-gather may have left collectives
+  runner_.forget_launch(); // a failed all-gather may have left unlaunched collectives
   const bool again = std::exchange(begun_version_, gathered_version_) == gathered_version_;
   unsharding_.begin(regions, again, runner_);
   runner_.launch();

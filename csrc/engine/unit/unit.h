@@ -151,7 +151,7 @@ class Unit {
   void mark_gathered();
   // Records the present version of the shards as the gathered one.
   void mark_taken();
-  // Also bumps autograd's versions. Returns whether a parameter that requires grad has changed.
+  // mark_taken(), and bumps autograd's versions. Returns whether a trained parameter has changed.
   bool mark_fresh();
   // Records that a call has written to the parameters in place. Another rank may write its part
   // after an all-gather of the same pass, so the gathered values are stale at the end of the pass.

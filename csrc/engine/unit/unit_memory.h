@@ -64,7 +64,7 @@ class UnitMemory {
 
   // Returns a contiguous leaf over a region's kept gradients, from this rank's element `begin` on.
   at::Tensor grad_view(int region, int64_t begin, at::IntArrayRef sizes) const;
-  // Returns one whose `begin` counts from the first element of the kept gradients.
+  // Returns such a leaf; `begin` counts from the first element of the kept gradients.
   at::Tensor sums_view(int region, int64_t begin, at::IntArrayRef sizes) const {
     return bucket(home_, region).view(region, begin, sizes);
   }

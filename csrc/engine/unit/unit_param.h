@@ -133,7 +133,7 @@ class ParamVersions {
 
   // Returns the full parameters that were written since the last take_writes().
   std::vector<int> written() const;
-  // Does so and starts over. With `keeps` the shards take the writes, which count as changes.
+  // written(), and starts over. With `keeps` the shards take the writes, which count as changes.
   std::vector<int> take_writes(bool keeps);
   // Count writes to full parameters that no version counter shows.
   void mark_written();

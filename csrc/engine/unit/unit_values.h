@@ -40,8 +40,8 @@ std::vector<kernels::Piece> row_pieces(const Layout& layout, int region);
 
 // Returns this rank's part of a full region, 1-D, in the layout of its shard; by rows, a copy.
 at::Tensor staged_part(const Unit& unit, const Bucket& full, int region);
-// Does so for gathered parameters, which a one-byte gather has rounded. For elements that still
-// have the rounded value, returns the exact value of the shard.
+// staged_part() of gathered parameters, which a one-byte gather has rounded. Elements that still
+// have the rounded value become the exact value of the shard.
 at::Tensor own_part(const Unit& unit, const Bucket& full, int region);
 
 } // namespace zerocore

@@ -62,7 +62,7 @@ struct SegmentTable : ChunkTable<capacity> {
 };
 static_assert(sizeof(SegmentTable<kManySegments>) <= 32764 - 64, "room for other parameters");
 
-// The same for segments of several runs, see Note [Rows].
+// A SegmentTable for segments of several runs, see Note [Rows].
 template <int capacity>
 struct RunTable : SegmentTable<capacity> {
   int64_t run[capacity];
