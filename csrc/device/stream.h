@@ -76,7 +76,7 @@ class HandOverLog {
 
 // Streams works on any device through c10's device guards, so it needs no CUDA header.
 //
-// Note [Waits that are needed]
+// Note [Redundant waits]
 // Every stream has a vector clock: for each stream, the last event that precedes its own work. An
 // event carries the clock of its stream, so Streams skips a wait that would order nothing new. This
 // saves driver calls. It also lets the checker demand that each remaining wait is needed, so that

@@ -178,7 +178,7 @@ bool Reducer::has_grads(UnitId id) const {
       units_[id]->params(), [](const UnitParam& param) { return own_gradient(param).defined(); });
 }
 
-// Users freeze and unfreeze parameters between steps.
+// Users may freeze and unfreeze parameters between steps.
 void Reducer::note_trainable(UnitId id) {
   const Unit& unit = *units_[id];
   for (int region = 0; region < static_cast<int>(unit.layout().regions().size()); ++region) {
