@@ -129,7 +129,9 @@ def test_wrong_calls(way: StreamWay, tmp_path: Path) -> None:
             writer.write(data[::2], 0)
         writer.write(data[:4], 0)
         if way == StreamWay.DIRECT:
-            with pytest.raises(ValueError, match="6 bytes are missing in the block that begins at byte 0"):
+            with pytest.raises(
+                ValueError, match="6 bytes are missing in the block that begins at byte 0"
+            ):
                 writer.finish()
     with pytest.raises(OSError, match="cannot duplicate the descriptor"):
         FileWriter(-1, 10, way)
