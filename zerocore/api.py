@@ -14,8 +14,8 @@ from zerocore.install import hook_into_torch
 from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.materialize import InitFn
 from zerocore.model.ranks import find_ranks
-from zerocore.model.state import Unit, ready_state_of, state_of
-from zerocore.model.units import UnitChoice
+from zerocore.model.state import ready_state_of, state_of
+from zerocore.model.units import Unit, UnitChoice
 from zerocore.options.config import Communication, ShardConfig
 from zerocore.options.offload import Offload
 from zerocore.options.precision import MixedPrecision

@@ -19,7 +19,8 @@ from zerocore.hooks.optimizer_states import mapped, params_of, unwrapped
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.extensions import check_engine_gathers
 from zerocore.model.parameter_meshes import check_has_places
-from zerocore.model.state import Param, ShardState, Unit, ready_state_of
+from zerocore.model.state import ShardState, ready_state_of
+from zerocore.model.units import Param, Unit
 from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import local_part, shard_of
 from zerocore.tensor.wrapped import is_wrapped

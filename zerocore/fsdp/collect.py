@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerocore.common.alarm import stall_seconds
 from zerocore.fsdp.group import Group, Root
-from zerocore.fsdp.policy import wire_dtype_of
-from zerocore.model.memory import Extent, check_apart
+from zerocore.fsdp.policy import types_of, wire_dtype_of
+from zerocore.model.memory import check_apart
 from zerocore.model.ranks import Ranks, ranks_of
 from zerocore.model.refusals import check_trained
-from zerocore.model.units import UnitPlanned
+from zerocore.model.units import Unit
 from zerocore.options.config import Communication, ShardConfig
 from zerocore.options.offload import Offload
 from zerocore.sharding.builder import Kind, Sharding
@@ -26,14 +25,14 @@ def collect_rows(root: Root, kind: Kind, all_ranks: Ranks, device: torch.device)
     _check(root, set(ranks[0].members))
     ranks = [_with_near(root, mesh, sharing) for mesh, sharing in zip(meshes, ranks, strict=True)]
     units = [
-        UnitPlanned(
+        Unit(
             _name_of(root, group),
             group.modules,
-            group.params,
+            list(group.params),
             mesh=meshes.index(group.mesh),
             stays=group.stays,
             near=group.num_near > 1,
-            extensions=group.extensions,
+            extensions=[param.extension for param in group.params if param.extension],
         )
         for group in root.units
     ]
@@ -46,7 +45,6 @@ def collect_rows(root: Root, kind: Kind, all_ranks: Ranks, device: torch.device)
         ranks=ranks[0],
         meshes=tuple(ranks),
         device=device,
-        stall_seconds=stall_seconds(),
     )
 
 
@@ -105,33 +103,28 @@ def _check(root: Root, members: set[int]) -> None:
             param.take_registered()
             check_trained(param.fqn, param.shard)
         _check_device(group)
-        _note_extensions(group)
+        _prepare(group)
 
 
 def _check_ties(root: Root) -> None:
-    paths = {module: name for name, module in root.module.named_modules()}
     names: dict[object, str] = {}
-    params: list[tuple[str, Extent | None]] = []
     for param in root.params():
-        owner, key = param.owners[0]
-        fqn = f"{paths[owner]}.{key}" if paths.get(owner) else param.fqn
-        params.append((fqn, param.extent))
         ties: list[object] = [param.origin]
         if param.extent is not None:
             ties.append((param.extent.key, param.shard.requires_grad))
         for tie in ties:
             if tie in names:
                 raise ValueError(
-                    f"Parameter '{fqn}' is shared with a parameter already managed by another "
-                    f"FSDP group ('{names[tie]}'). For shared/tied parameters, use "
+                    f"Parameter '{param.fqn}' is shared with a parameter already managed by "
+                    f"another FSDP group ('{names[tie]}'). For shared/tied parameters, use "
                     "fully_shard([module_a, module_b]) to place them in the same FSDP group."
                 )
-        names.update(dict.fromkeys(ties, fqn))
-    check_apart(params, [root.module])
+        names.update(dict.fromkeys(ties, param.fqn))
+    check_apart([(param.fqn, param.extent) for param in root.params()], [root.module])
 
 
 def _check_device(group: Group) -> None:
-    on_meta = [param.name for param in group.params if param.shard.is_meta]
+    on_meta = [param.fqn for param in group.params if param.shard.is_meta]
     if on_meta:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
@@ -140,7 +133,7 @@ def _check_device(group: Group) -> None:
             "module.reset_parameters() on each module to initialize values."
         )
     elsewhere = [
-        (param.name, param.shard.device)
+        (param.fqn, param.shard.device)
         for param in group.params
         if group.offloads and param.shard.device.type != "cpu"
     ]
@@ -152,12 +145,13 @@ def _check_device(group: Group) -> None:
         )
 
 
-def _note_extensions(group: Group) -> None:
-    """Makes the extensions of parameters that gather themselves; may raise AssertionError or
-    NotImplementedError."""
+def _prepare(group: Group) -> None:
+    """Sets parameters' dtypes, and the extensions of those that gather themselves; may raise
+    AssertionError, ValueError or NotImplementedError."""
     for param in group.params:
         param.extension = None
         if gathers_itself(param.fqn, param.shard._local_tensor):
             from zerocore.fsdp.extensions import extension_of  # late: most models have none
 
             param.extension = extension_of(param)
+        param.types = types_of(param)

@@ -22,7 +22,7 @@ def extension_of(param: RowParam) -> Extension:
         )
     mesh, module = _shard_mesh(group.mesh), param.owners[0][0]
     extension = Extension(
-        param.name, shard._local_tensor, module, mesh, group.policy, param.rows.shape
+        param.fqn, shard._local_tensor, module, mesh, group.policy, param.rows.shape
     )
     extension.ask()
     return extension

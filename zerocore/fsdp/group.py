@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,17 +20,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
 from zerocore.fsdp.mesh import DataMesh, device_of
+from zerocore.fsdp.policy import types_of
 from zerocore.fsdp.rows import LOCAL_TYPE, RowPlacement, shard_rows
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState, drop_state
 from zerocore.model.unit_call import note_unit_call
+from zerocore.model.units import Param
 from zerocore.tensor.earlier import current, stands_for
 from zerocore.tensor.placed import IS_ROWS, as_view
 from zerocore.tensor.rows import forget_rows, local_part
 from zerocore.tensor.shown import ShownView
-
-if TYPE_CHECKING:
-    from zerocore.sharding.extensions import Extension
 
 PlacementOf = Callable[[nn.Parameter], tuple[Shard | None, DataMesh]]
 _GROUP = "_zerocore_fsdp_group"
@@ -37,27 +37,18 @@ _ORIGIN = "_zerocore_fsdp_origin"  # set on a parameter that rows replace: its i
 
 
 @dataclass(eq=False)
-class RowParam:
-    """A parameter of a group, and the modules that own it."""
+class RowParam(Param):
+    """A parameter of a group. Programs see a DTensor, or the full one while modules compute."""
 
     group: Group
-    owners: list[tuple[nn.Module, str]]  # modules and the name in each; more than one if tied
-    param: nn.Parameter  # the one that programs see: a DTensor, or full while modules compute
-    fqn: str
     rows: RowPlacement  # this rank's part
     origin: object  # equal for parameters that were one before sharding
     extent: Extent | None  # its memory before sharding
     kind: type[nn.Parameter]  # its class before sharding
     attributes: dict[str, Any]  # attributes that the program had set on it
     local: torch.Tensor | None = None  # its memory in the engine, once there is an engine
-    hidden: Any = None  # the engine's second object, which exchanges tensors with ``param``
     view: ShownView | None = None  # a view of the full one, if layers compute with a view
     extension: Any = None  # of a parameter that gathers itself
-
-    @property
-    def name(self) -> str:
-        """Its name in the root."""
-        return f"{self.group.path}.{self.fqn}" if self.group.path else self.fqn
 
     def registered(self) -> Any:
         """Returns the parameter that its first owner holds now."""
@@ -67,7 +58,7 @@ class RowParam:
     def is_in_place(self) -> bool:
         """Whether the engine and the modules have the same tensors."""
         registered = self.registered()
-        return (registered is self.param or self._is_view(registered)) and (
+        return (registered is self.object or self._is_view(registered)) and (
             self.shard._local_tensor is self.local
         )
 
@@ -75,14 +66,9 @@ class RowParam:
         return value is not None and self.view is not None and value is self.view.view
 
     @property
-    def is_full(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether modules have the full parameter, or a view of it."""
-        return not hasattr(self.param, "_spec") or self.registered() is not self.param
-
-    @property
-    def shard(self) -> Any:
-        """The DTensor, which optimizers update."""
-        return self.param if hasattr(self.param, "_spec") else self.hidden
+        return self.is_full or self.registered() is not self.object
 
     @property
     def is_viewed(self) -> bool:
@@ -97,13 +83,20 @@ class RowParam:
         vars(as_view(shown, self.hidden)).update(self.attributes)
         return shown
 
+    @property
+    def maker(self) -> Callable[[], torch.Tensor] | None:
+        if self.extension is not None or self.rows.whole is not None or self.rows.sums:
+            return None
+        dtype, device = types_of(self).model, device_of(self.group.mesh)
+        return partial(torch.empty, self.shard.shape, dtype=dtype, device=device)
+
     def take_registered(self) -> None:
         """Adopts a parameter that the program has registered instead (a load with ``assign=True``,
         ``to_empty``). Raises ValueError if it is not a DTensor of the same shape and mesh."""
         new = self.registered()
         if self._is_view(new):
             return
-        if new is self.param:
+        if new is self.object:
             new = self.shard
         old: Any = self.shard
         if not isinstance(new, DTensor) or (
@@ -118,7 +111,7 @@ class RowParam:
             )
         assert isinstance(new, nn.Parameter)
         if new is not old:
-            self.param = new
+            self.object = new
             for owner, name in self.owners[1:]:  # as FSDP2 does: the first one's is shared again
                 owner._parameters[name] = new
 
@@ -132,7 +125,6 @@ class Root:
         self.state: ShardState | None = None
         self.is_provisional = True  # another root may be called later
         self.is_manual = False  # the program finalizes backwards
-        self.extensions: list[Extension] = []  # of all groups, once there is a state
         names = groups_below(*group.modules)
         for inner, name in names.items():
             if inner.root is not None and not inner.root.is_provisional:
@@ -148,6 +140,17 @@ class Root:
         self.units = [inner for inner in self.groups if inner.params]  # the engine's, in order
         for number, inner in enumerate(self.units):
             inner.unit = number
+        self._name_params()
+
+    def _name_params(self) -> None:
+        """Names parameters as in the root; before, they have their names in their groups."""
+        prefixes: dict[nn.Module, list[str]] = {}
+        for module in self.group.modules:
+            for name, inner in module.named_modules(remove_duplicate=False):
+                prefixes.setdefault(inner, []).append(f"{name}." if name else "")
+        for param in self.params():
+            names = [pre + key for owner, key in param.owners for pre in prefixes.get(owner, ())]
+            param.fqns = list(dict.fromkeys(names)) or param.fqns
 
     def settle(self) -> None:
         """Makes it the final root; raises RuntimeError if its group has several modules."""
@@ -173,7 +176,7 @@ class Root:
             for module in group.modules:
                 note_unit_call(module, None)
         for param in self.params():
-            forget_rows(param.param, param.hidden)
+            forget_rows(param.object, param.hidden)
             param.hidden = param.view = param.local = param.extension = None
 
 
@@ -240,12 +243,7 @@ class Group:
     @property
     def is_unsharded(self) -> bool:
         """Whether modules have full parameters."""
-        return any(param.is_full for param in self.params)
-
-    @property
-    def extensions(self) -> list[Extension]:
-        """The extensions of parameters that gather themselves, in order."""
-        return [param.extension for param in self.params if param.extension is not None]
+        return any(param.is_unsharded for param in self.params)
 
     def shard_params(self, ignored: set[nn.Parameter], placement_of: PlacementOf) -> None:
         """Replaces all parameters of the group by DTensors. A parameter that ``placement_of`` puts
@@ -277,9 +275,9 @@ class Group:
             shard.__dict__[IS_ROWS] = True
             for owner, key in places:
                 owner._parameters[key] = shard
-            facts = names[param], rows, origin, extent, type(param), attributes
             group = self._over(data)
-            group.params.append(RowParam(group, places, shard, *facts))
+            facts = group, rows, origin, extent, type(param), attributes
+            group.params.append(RowParam(shard, [names[param]], places, *facts))
             stands_for(param, names[param], shard)
 
     def _over(self, data: DataMesh) -> Group:

@@ -96,10 +96,10 @@ class FSDPModule(TorchFSDPModule):
         groups = [group for group in self._groups(False) if group.params]
         handle = UnshardHandle(groups)
         for group in groups:
-            engine = ready_state(group).engine
-            for extension in () if group.is_unsharded else group.extensions:
+            state = ready_state(group)
+            for extension in () if group.is_unsharded else state.units[group.unit].extensions:
                 extension.encode()
-            engine.unshard(group.unit)
+            state.engine.unshard(group.unit)
         if async_op:
             return handle
         handle.wait()

@@ -27,7 +27,7 @@ class FSDPParams:
     def fsdp_params(self) -> list[Any]:
         """The parameters, each with its name and its shard."""
         return [
-            SimpleNamespace(_param_fqn=param.name, sharded_param=param.shard)
+            SimpleNamespace(_param_fqn=param.fqn, sharded_param=param.shard)
             for param in self._group.params
         ]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as PolicyOfTorch
 
-from zerocore.fsdp.group import RowParam
 from zerocore.options.precision import MixedPrecision, ParamTypes, check_wire, gathered_types
+
+if TYPE_CHECKING:
+    from zerocore.fsdp.group import RowParam
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import ref
 
 import torch
@@ -18,13 +18,12 @@ from zerocore.common.eager import eager
 from zerocore.fsdp.collect import collect_rows
 from zerocore.fsdp.group import Group, Root, RowParam, group_of, groups_below
 from zerocore.fsdp.mesh import device_of
-from zerocore.fsdp.policy import types_of
 from zerocore.model.buffers import broadcast as broadcast_tensors
 from zerocore.model.ranks import ranks_of
-from zerocore.model.state import Param, ShardState, Unit
-from zerocore.model.traced import TracedParam, call_traced, is_traced
+from zerocore.model.state import ShardState
+from zerocore.model.traced import call_traced, is_traced
 from zerocore.model.unit_call import note_unit_call, unit_call_of
-from zerocore.model.units import UnitPlanned, UnitsOf
+from zerocore.model.units import Unit, UnitsOf
 from zerocore.options.config import ShardConfig
 from zerocore.options.precision import unit_param
 from zerocore.sharding.builder import Kind, Sharding, agreed, bind_shard, build, unit_call
@@ -60,7 +59,6 @@ def _make(root: Root) -> ShardState:
     device = device_of(root.group.mesh)
     collect = partial(collect_rows, root, Rows(), ranks, device)
     root.state = build(agreed(ranks, collect, device))
-    root.extensions = [ext for group in root.units for ext in group.extensions]
     for group in root.units:
         apply_settings(group)
     if root.is_manual:
@@ -97,8 +95,7 @@ def call(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         return _call_traced(group, function, args, kwargs)
     root = root_of(group)
     if root.group is group or root.state is None:
-        ready(root)
-        for extension in root.extensions:
+        for extension in ready(root).extensions:
             extension.encode()
     unit_call = unit_call_of(group.modules[0])
     assert unit_call is not None
@@ -152,21 +149,19 @@ def _fact(param: RowParam, unit: str, shape: str | None) -> str:
     )
 
 
-def _unit_param(config: ShardConfig, unit: UnitPlanned, param: RowParam) -> UnitParam:
-    types = types_of(param)
-    like = param.rows.inward(torch.empty(param.rows.shape, dtype=types.model, device="meta"))
-    like = torch.empty(like.shape, dtype=types.model, device="meta")
+def _unit_param(config: ShardConfig, unit: Unit, param: RowParam) -> UnitParam:
+    dtype, is_plain = param.types.model, param.extension is None
+    like = param.rows.inward(torch.empty(param.rows.shape, dtype=dtype, device="meta"))
+    like = torch.empty(like.shape, dtype=dtype, device="meta")
     like.requires_grad_(param.shard.requires_grad)
-    is_plain = param.extension is None
-    return unit_param(param.name, like, types, is_gathered=is_plain, is_kept=is_plain)
+    return unit_param(param.fqn, like, param.types, is_gathered=is_plain, is_kept=is_plain)
 
 
-def _make_shard(state: ShardState, unit: Unit, position: int, param: RowParam) -> Param:
+def _make_shard(state: ShardState, unit: Unit, position: int, param: RowParam) -> None:
     """Moves a parameter's rows into the engine's memory, and binds its objects."""
     engine, index, shard, rows = state.engine, unit.index, param.shard, param.rows
-    full = full_rows(engine.make_full(index, position), shard, param.kind)
+    param.hidden = full_rows(engine.make_full(index, position), shard, param.kind)
     local = engine.make_shard(index, position)
-    param.hidden = full
     if param.extension is None:
         local = counted(rows.outward(at_origin(local)))
         param.local = local
@@ -181,16 +176,13 @@ def _make_shard(state: ShardState, unit: Unit, position: int, param: RowParam) -
     if param.is_viewed:
         owners = [(owner._parameters, key) for owner, key in param.owners]
         param.view = ShownView(shard, owners, param.make_view)
-    spec = engine.spec(index, position)
-    bound = Param([spec.fqn], param.owners, shard, full, spec, types_of(param))
-    bind_shard(state, unit, bound, grad, local, param.view)
+    bind_shard(state, unit, position, param, grad, local, param.view)
     written = engine.make_model_shard(index, position)
     model_weight = None if written is None else rows.outward(written)
     on_host = engine.is_updated_on_host(index, position)
     elements = local_part(shard).detach()
-    known = RowShard(spec.fqn, ref(state), index, position, elements, model_weight, on_host)
-    note_rows(shard, full, known)
-    return bound
+    known = RowShard(param.fqn, ref(state), index, position, elements, model_weight, on_host)
+    note_rows(shard, param.hidden, known)
 
 
 def _root_above(module: nn.Module) -> Root:
@@ -212,7 +204,7 @@ class Rows(Kind):
     def facts(self, sharding: Sharding, mesh: int) -> list[object]:
         """Returns facts that the ranks of ``mesh`` must agree on; on other meshes shapes differ."""
         return [
-            _fact(param, unit.name, None if unit.mesh == mesh else "any shape")
+            _fact(cast(RowParam, param), unit.name, None if unit.mesh == mesh else "any shape")
             for unit in sharding.units
             for param in unit.params
         ]
@@ -252,18 +244,7 @@ class Rows(Kind):
 
 def _call_traced(group: Group, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a method of one of the group's modules without communication, engine or not."""
-    params = [
-        TracedParam(param.fqn, param.owners, param.param, param.is_full, _maker_of(param))
-        for inner in groups_below(*group.modules)
-        for param in inner.params
-    ]
+    params = [param for inner in groups_below(*group.modules) for param in inner.params]
     policy = group.policy
     inputs = policy.param_dtype if policy.cast_forward_inputs else None
     return call_traced(params, (inputs, policy.output_dtype), function, args, kwargs)
-
-
-def _maker_of(param: RowParam) -> Callable[[], Tensor] | None:
-    if param.extension is not None or param.rows.whole is not None or param.rows.sums:
-        return None
-    dtype, device = types_of(param).model, device_of(param.group.mesh)
-    return partial(torch.empty, param.shard.shape, dtype=dtype, device=device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerocore.model.state import ShardState, Unit
+from zerocore.model.state import ShardState
+from zerocore.model.units import Unit
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import PRE
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from zerocore.model.units import ParamChoice
+from zerocore.model.units import Param
 
 _log = logging.getLogger("zerocore")
 
@@ -17,7 +17,7 @@ def initialise(
     module: nn.Module,
     device: torch.device,
     init: Callable[[nn.Module], None] | None,
-    params: list[ParamChoice],
+    params: list[Param],
     what: str = "",
 ) -> None:
     """Initialises a module by ``init`` or its ``reset_parameters``; an error names the first of its

@@ -7,34 +7,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zerocore.model.units import ParamChoice
+from zerocore.model.units import Param
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import plain_part
 
 InitFn = Callable[[nn.Module], None]
 
 
-def full_values(
-    params: list[ParamChoice], device: torch.device, init: InitFn | None
-) -> list[Tensor]:
+def full_values(params: list[Param], device: torch.device, init: InitFn | None) -> list[Tensor]:
     """Returns the full values of a unit's parameters; initialises meta parameters first."""
     modules: dict[nn.Module, None] = {}  # each once, in order
-    for choice in params:
-        if choice.param.is_meta:
-            modules.update((owner, None) for owner, _ in choice.owners)
+    for param in params:
+        if param.object.is_meta:
+            modules.update((owner, None) for owner, _ in param.owners)
     if modules:
         from zerocore.model.initialise import initialise  # late: few models are on meta
 
         for module in modules:
             initialise(module, device, init, params)
     values = []
-    for choice in params:
-        owner, name = choice.owners[0]
-        current = owner._parameters[name] if choice.param.is_meta else choice.param
+    for param in params:
+        owner, name = param.owners[0]
+        current = owner._parameters[name] if param.object.is_meta else param.object
         assert current is not None
         values.append(plain_part(local_part(current)).detach())
-        for owner, key in choice.owners:  # to_empty() has put another object there
-            owner._parameters[key] = choice.param
+        for owner, key in param.owners:  # to_empty() has put another object there
+            owner._parameters[key] = param.object
     return values
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zerocore.layout.save_ownership import SavedRanges
 from zerocore.model.ranks import Ranks
-from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.model.units import Param, Unit
 from zerocore.tensor.rows import cuts_of
 
 
@@ -33,9 +33,9 @@ class PartRanges:
     ranges: SavedRanges  # its elements, by rank of the model
 
 
-def choices_on(planned: Sequence[UnitPlanned], mesh: int) -> list[ParamChoice]:
+def params_on(planned: Sequence[Unit], mesh: int) -> list[Param]:
     """Returns the parameters of a mesh."""
-    return [choice for unit in planned if unit.mesh == mesh for choice in unit.params]
+    return [param for unit in planned if unit.mesh == mesh for param in unit.params]
 
 
 def check_has_places(state: Any) -> None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, cast, overload
+from typing import Any, ClassVar, cast, overload
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -14,97 +14,21 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import TypeIs
 
-from zerocore._C import Engine, ParamSpec
+from zerocore._C import Engine
 from zerocore.common import late
 from zerocore.common.eager import eager
 from zerocore.model.meters import Meters
 from zerocore.model.parameter_meshes import PartRanges
 from zerocore.model.ranks import Ranks
-from zerocore.model.traced import TracedParam
 from zerocore.model.unit_call import unit_call_of
+from zerocore.model.units import Param, Unit
 from zerocore.options.config import ShardConfig
-from zerocore.options.precision import BYTES, ParamTypes
 from zerocore.tensor.noted_writes import copied_views
 from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import shard_of
 
 _STATE = "_zerocore_state"
 _MAKER = "_zerocore_state_maker"
-
-
-@dataclass(eq=False)
-class Param:
-    """One parameter: its names, the modules that own it, and its two objects."""
-
-    fqns: list[str]
-    owners: list[tuple[nn.Module, str]]
-    object: Any  # the one that programs see
-    hidden: Any  # the other one
-    spec: ParamSpec
-    types: ParamTypes
-
-    @property
-    def fqn(self) -> str:
-        return self.fqns[0]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether programs see the full parameter in its object."""
-        return not (isinstance(self.object, Placed) or hasattr(self.object, "_spec"))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether programs always see the full parameter, at stage 0."""
-        return getattr(self.shard, "is_whole", False)
-
-    @property
-    def shard(self) -> Any:
-        """The ShardedParameter; a DTensor if shards are rows."""
-        return self.hidden if self.is_full else self.object
-
-    @property
-    def whole_shape(self) -> torch.Size:
-        """Its shape in ``state_dict()`` before sharding."""
-        shard = self.shard
-        return shard.shape if hasattr(shard, "_spec") else shard.place.whole_shape
-
-    @property
-    def full(self) -> Any:
-        """The full parameter, which layers compute with."""
-        return self.object if self.is_full else self.hidden
-
-    def make_like(self) -> Tensor:
-        """Makes a tensor like the full parameter, without its values."""
-        like = self.full
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
-class Encoded(NamedTuple):
-    """Bytes that the engine gathers for a parameter that gathers itself."""
-
-    spec: ParamSpec
-    dtype: torch.dtype | None  # of the encoded tensor; None: the full parameter, not gathered
-    types: ParamTypes = BYTES  # in the engine
-
-
-@dataclass(eq=False)
-class Unit:
-    """Parameters that are gathered together."""
-
-    index: int
-    name: str
-    params: list[Param] = field(default_factory=list)
-    stays: bool = False  # unsharded from forward to backward
-    near: bool = True  # later gathers come from the near ranks, if there are any
-    mesh: int = 0  # index in the state's meshes
-    encoded: list[Encoded] = field(default_factory=list)  # follow the parameters in the layout
-    extensions: list[Any] = field(default_factory=list)  # parameters that gather themselves
-    views: list[Any] = field(default_factory=list)  # of parameters that are not plain tensors
-
-    @property
-    def laid_out(self) -> list[Param | Encoded]:
-        """The entries of the unit's layout, in order."""
-        return [*self.params, *self.encoded]
 
 
 class ShardKind(ABC):
@@ -144,6 +68,7 @@ class ShardState:
     tensor_ranks: ProcessGroup | None = None  # of tensor parallelism
     part_ranges: dict[str, list[PartRanges]] = field(default_factory=dict)  # by FQN
     units: list[Unit] = field(default_factory=list)
+    extensions: list[Any] = field(default_factory=list)  # parameters that gather themselves
     meters: Meters = field(init=False)
     shown_full: Counter[int] = field(default_factory=Counter)  # units inside unsharded()
     # Each waits until a background reader of weights and optimizer states has ended.
@@ -183,25 +108,10 @@ class ShardState:
             late.call("check_weights", self)
         self.meters.begin_pass()
 
-    def traced_params(self) -> list[TracedParam]:
-        """Returns all parameters, for a call that is traced."""
-        return [
-            TracedParam(
-                p.fqn, p.owners, p.object, p.is_full, None if p.shard.make_view else p.make_like
-            )
-            for unit in self.units
-            for p in unit.params
-        ]
-
     def finish_reads(self) -> None:
         """Waits for background readers, before weights or optimizer states change."""
         while self.readers:
             self.readers.pop(0)()
-
-    @property
-    def extensions(self) -> list[Any]:
-        """Parameters that gather themselves."""
-        return [extension for unit in self.units for extension in unit.extensions]
 
     def encode(self) -> None:
         """Encodes the parameters that gather themselves and have changed."""

@@ -102,7 +102,7 @@ class UnitCall:
 
     def _call_traced(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         dtypes = (self.cast_inputs, self.cast_outputs)
-        return call_traced(self.state.traced_params(), dtypes, function, args, kwargs)
+        return call_traced(self.state.params(), dtypes, function, args, kwargs)
 
     def _in_range(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function in a range of torch's profiler with the names of the units."""

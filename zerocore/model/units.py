@@ -5,18 +5,20 @@ Also predicts the order of their calls, before the first forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import _has_any_global_hook
 
-from zerocore._C import CallEvent
+from zerocore._C import CallEvent, ParamSpec
 from zerocore.layout.place import PartOf
-from zerocore.model.memory import Extent, extent_of, tie_key
-from zerocore.options.precision import MixedPrecision, ParamTypes, gathered_types
+from zerocore.model.memory import tie_key
+from zerocore.options.precision import BYTES, MixedPrecision, ParamTypes, gathered_types
+from zerocore.tensor.placed import Placed
 from zerocore.tensor.rows import local_part
 from zerocore.tensor.wrapped import Wrapper, gathers_itself, is_wrapped, plain_part, wrapper_of
 
@@ -31,75 +33,133 @@ UnitChoice = type[nn.Module] | str | nn.Module
 
 
 @dataclass(eq=False)
-class ParamChoice:
-    """One parameter and every place it is registered at; the first name is its FQN."""
+class Param:
+    """One parameter: its names, the modules that own it, and its two objects once it is sharded."""
 
-    param: nn.Parameter
-    fqns: list[str] = field(default_factory=list)
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    object: Any  # the one that programs see
+    fqns: list[str]
+    owners: list[tuple[nn.Module, str]]  # and its name in each
     # Of a part of a larger tensor: the ranks that hold all parts, the dimension along which these
     # are concatenated, and the range of this part, once known.
-    larger: tuple[ProcessGroup, int] | None = None
-    part: PartOf | None = None
+    larger: tuple[ProcessGroup, int] | None = field(default=None, init=False)
+    part: PartOf | None = field(default=None, init=False)
+    types: ParamTypes = field(init=False, repr=False)  # set by the collector
+    spec: ParamSpec = field(init=False, repr=False)  # in the engine
+    hidden: Any = field(default=None, init=False)  # the object that programs do not see
+
+    @property
+    def fqn(self) -> str:
+        return self.fqns[0]
+
+    # -- before it is sharded --
 
     @property
     def tensor(self) -> Tensor:
         """The local tensor, a plain one. A subclass of several tensors is returned unchanged."""
-        return plain_part(local_part(self.param))
-
-    @property
-    def extent(self) -> Extent | None:
-        """The memory range of :attr:`tensor`."""
-        return extent_of(self.tensor)
+        return plain_part(local_part(self.object))
 
     @property
     def wrapper(self) -> Wrapper | None:
         """The class around :attr:`tensor`."""
-        return wrapper_of(local_part(self.param))
+        return wrapper_of(local_part(self.object))
 
     @property
     def gathers_itself(self) -> bool:
         """Whether it has the two all-gather functions of FSDP2's interface."""
-        return gathers_itself(self.fqns[0], local_part(self.param))
+        return gathers_itself(self.fqn, local_part(self.object))
 
     @property
     def consists_of_several(self) -> bool:
         """Whether its class is around something other than one tensor like it."""
-        return is_wrapped(local_part(self.param)) and self.wrapper is None
+        return is_wrapped(local_part(self.object)) and self.wrapper is None
 
     @property
-    def spec(self) -> Any:
+    def dtensor_spec(self) -> Any:
         """The DTensorSpec of a parameter that is a DTensor already; None of others."""
-        return getattr(self.param, "_spec", None)
+        return getattr(self.object, "_spec", None)
 
     def with_gather(self, types: ParamTypes, mixed: MixedPrecision | None) -> ParamTypes:
         """Returns its dtypes with the dtype of gathers; ValueError if this dtype cannot hold it."""
         if mixed is None or self.gathers_itself:
             return types
-        return gathered_types(types, mixed, self.fqns[0], self.tensor.dim(), self.owners)
+        return gathered_types(types, mixed, self.fqn, self.tensor.dim(), self.owners)
+
+    # -- once it is sharded --
+
+    @property
+    def is_full(self) -> bool:
+        """Whether programs see the full parameter in its object."""
+        return not (isinstance(self.object, Placed) or hasattr(self.object, "_spec"))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether programs always see the full parameter, at stage 0."""
+        return getattr(self.shard, "is_whole", False)
+
+    @property
+    def shard(self) -> Any:
+        """The ShardedParameter; a DTensor if shards are rows."""
+        return self.hidden if self.is_full else self.object
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Its shape in ``state_dict()`` before sharding."""
+        shard = self.shard
+        return shard.shape if hasattr(shard, "_spec") else shard.place.whole_shape
+
+    @property
+    def full(self) -> Any:
+        """The full parameter, which layers compute with."""
+        return self.object if self.is_full else self.hidden
+
+    @property
+    def maker(self) -> Callable[[], Tensor] | None:
+        """Makes a tensor like the full one, without its values; None if modules see a view."""
+        return None if self.shard.make_view else self._make_like
+
+    def _make_like(self) -> Tensor:
+        like = self.full
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+class Encoded(NamedTuple):
+    """Bytes that the engine gathers for a parameter that gathers itself."""
+
+    spec: ParamSpec
+    dtype: torch.dtype | None  # of the encoded tensor; None: the full parameter, not gathered
+    types: ParamTypes = BYTES  # in the engine
 
 
 @dataclass(eq=False)
-class UnitPlanned:
+class Unit:
     """Parameters gathered together while one of ``modules`` runs."""
 
     name: str
     modules: list[nn.Module]
-    params: list[Any] = field(default_factory=list)  # ParamChoice; RowParam of fully_shard
-    several: list[ParamChoice] = field(default_factory=list)  # of several tensors, not sharded
+    params: list[Param] = field(default_factory=list)
+    several: list[Param] = field(default_factory=list)  # of several tensors, not sharded
     is_leftover: bool = False
     is_block: bool = False
     mesh: int = 0  # 0 is the model's mesh, the others are its parts'
     stays: bool = False  # unsharded from forward to backward
     near: bool = True  # later gathers come from the near ranks, if there are any
     extensions: list[Any] = field(default_factory=list)  # parameters that gather themselves
+    # In the engine:
+    index: int = field(default=-1, init=False)
+    encoded: list[Encoded] = field(default_factory=list, init=False)  # behind the parameters
+    views: list[Any] = field(default_factory=list, init=False)  # of others than plain tensors
 
     @property
     def nbytes(self) -> int:
-        return sum(choice.tensor.nbytes for choice in self.params)
+        return sum(param.tensor.nbytes for param in self.params)
+
+    @property
+    def laid_out(self) -> list[Param | Encoded]:
+        """The entries of the unit's layout, in order: parameters, and encoded ones."""
+        return [*self.params, *self.encoded]
 
 
-def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[UnitPlanned]:
+def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[Unit]:
     """Returns the units of ``model`` in order of registration.
 
     ``units`` has classes, class or module names, or modules that each become a unit; None finds the
@@ -125,23 +185,24 @@ def choose_units(model: nn.Module, units: Sequence[UnitChoice] | None) -> list[U
     return _merge_small([unit for unit in planned if unit.params], units is None)
 
 
-def collect_params(model: nn.Module) -> list[ParamChoice]:
+def collect_params(model: nn.Module) -> list[Param]:
     """Returns every parameter once, with all names of tied ones, in order of registration.
     Parameters on the same memory, as after ``a.weight.data = b.weight.data``, are tied, too."""
-    by_id: dict[int, ParamChoice] = {}
-    keys: dict[object, ParamChoice] = {}
+    by_id: dict[int, Param] = {}
+    keys: dict[object, Param] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, param in module._parameters.items():
-            if param is None:
+        for name, registered in module._parameters.items():
+            if registered is None:
                 continue
-            choice = by_id.get(id(param))
-            if choice is None:
-                choice = by_id[id(param)] = keys.setdefault(tie_key(param), ParamChoice(param))
+            param = by_id.get(id(registered))
+            if param is None:
+                param = keys.setdefault(tie_key(registered), Param(registered, [], []))
+                by_id[id(registered)] = param
             fqn = f"{prefix}.{name}" if prefix else name
-            if fqn not in choice.fqns:
-                choice.fqns.append(fqn)
-            if all(owner is not module or key != name for owner, key in choice.owners):
-                choice.owners.append((module, name))
+            if fqn not in param.fqns:
+                param.fqns.append(fqn)
+            if all(owner is not module or key != name for owner, key in param.owners):
+                param.owners.append((module, name))
     return list(dict.fromkeys(by_id.values()))
 
 
@@ -188,7 +249,7 @@ def _resolve(model: nn.Module, units: Sequence[UnitChoice]) -> list[tuple[str, n
     return [blocks[key] for key in by_id if key in blocks]
 
 
-def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[UnitPlanned]:
+def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[Unit]:
     """Returns blocks, and every largest module without blocks in it, in order of registration."""
     block_ids = {id(block) for _, block in blocks}
     inside = {
@@ -196,7 +257,7 @@ def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[U
         for module in model.modules()
         if any(id(inner) in block_ids for inner in module.modules() if inner is not module)
     }
-    planned: list[UnitPlanned] = []
+    planned: list[Unit] = []
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module, in_block: bool) -> None:
@@ -206,10 +267,10 @@ def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[U
         is_block = id(module) in block_ids
         splits = id(module) in inside or module is model or isinstance(module, NOT_CALLED)
         if is_block:
-            planned.append(UnitPlanned(name, [module], is_block=module is not model))
+            planned.append(Unit(name, [module], is_block=module is not model))
         elif not in_block and (module is model or not isinstance(module, NOT_CALLED)):
             leftover = id(module) not in inside and module is not model
-            planned.append(UnitPlanned(name, [module], is_leftover=leftover))
+            planned.append(Unit(name, [module], is_leftover=leftover))
         if splits or is_block:
             for key, child in module.named_children():
                 visit(f"{name}.{key}" if name else key, child, in_block or is_block)
@@ -218,22 +279,20 @@ def _make_units(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[U
     return planned
 
 
-def _assign(
-    planned: list[UnitPlanned], model: nn.Module, params: list[ParamChoice], chosen: set[int]
-) -> None:
+def _assign(planned: list[Unit], model: nn.Module, params: list[Param], chosen: set[int]) -> None:
     """Gives each parameter to the innermost unit around it; tied ones get units of their own."""
     units_of = _units_of_modules(planned, model)
-    tied: dict[tuple[int, ...], UnitPlanned] = {}
-    for choice in params:
-        owners = sorted({unit for owner, _ in choice.owners for unit in units_of[id(owner)]})
+    tied: dict[tuple[int, ...], Unit] = {}
+    for param in params:
+        owners = sorted({unit for owner, _ in param.owners for unit in units_of[id(owner)]})
         if len(owners) == 1:
-            planned[owners[0]].params.append(choice)
+            planned[owners[0]].params.append(param)
             continue
         key = tuple(owners)
         if key not in tied:
             names = " + ".join(planned[i].name or "(root)" for i in owners)
-            tied[key] = UnitPlanned(names, [planned[i].modules[0] for i in owners])
-        tied[key].params.append(choice)
+            tied[key] = Unit(names, [planned[i].modules[0] for i in owners])
+        tied[key].params.append(param)
     for unit in planned:
         if not unit.params and id(unit.modules[0]) in chosen and unit.modules[0] is not model:
             _check_not_covered(unit, planned)
@@ -242,7 +301,7 @@ def _assign(
         planned.insert(planned.index(owner), unit)
 
 
-def _check_not_covered(unit: UnitPlanned, planned: list[UnitPlanned]) -> None:
+def _check_not_covered(unit: Unit, planned: list[Unit]) -> None:
     inner = [
         other.name
         for other in planned
@@ -255,7 +314,7 @@ def _check_not_covered(unit: UnitPlanned, planned: list[UnitPlanned]) -> None:
         )
 
 
-def _units_of_modules(planned: list[UnitPlanned], model: nn.Module) -> dict[int, set[int]]:
+def _units_of_modules(planned: list[Unit], model: nn.Module) -> dict[int, set[int]]:
     """Returns the innermost units around each module, several if units share it."""
     index = {id(unit.modules[0]): i for i, unit in enumerate(planned)}
     units_of: dict[int, set[int]] = {}
@@ -272,9 +331,9 @@ def _units_of_modules(planned: list[UnitPlanned], model: nn.Module) -> dict[int,
     return units_of
 
 
-def _merge_small(units: list[UnitPlanned], joins_blocks: bool) -> list[UnitPlanned]:
+def _merge_small(units: list[Unit], joins_blocks: bool) -> list[Unit]:
     """Joins consecutive small units: each unit costs at least two collectives a step."""
-    merged: list[UnitPlanned] = []
+    merged: list[Unit] = []
     for unit in units:
         last = merged[-1] if merged else None
         if last is not None and _belong_together(last, unit, joins_blocks):
@@ -291,7 +350,7 @@ def _merge_small(units: list[UnitPlanned], joins_blocks: bool) -> list[UnitPlann
     return merged
 
 
-def _belong_together(last: UnitPlanned, unit: UnitPlanned, joins_blocks: bool) -> bool:
+def _belong_together(last: Unit, unit: Unit, joins_blocks: bool) -> bool:
     """Whether to join two units: leftovers if one is small, blocks if both together are small."""
     if last.is_leftover and unit.is_leftover:
         return min(last.nbytes, unit.nbytes) < _SMALL_NBYTES

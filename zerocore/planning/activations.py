@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerocore._C import CallEvent
 from zerocore.common.nodes import Work
-from zerocore.model.units import UnitPlanned, backward_reads, units_by_module
+from zerocore.model.units import Unit, backward_reads, units_by_module
 from zerocore.planning.modes import (
     FusedAttention,
     RepeatingFakeMode,
@@ -89,7 +89,7 @@ class Activations:
 
 def record(
     model: nn.Module,
-    planned: list[UnitPlanned],
+    planned: list[Unit],
     inputs: Any,
     loss: Loss,
     *,
@@ -108,7 +108,7 @@ def record(
     units = units_by_module(unit.modules for unit in planned)
     entries = {names[key]: value for key, value in units.items()}
     blocks = [names[id(module)] for unit in planned if unit.is_block for module in unit.modules]
-    fqns = [[choice.fqns[0] for choice in unit.params] for unit in planned]
+    fqns = [[param.fqn for param in unit.params] for unit in planned]
     with RepeatingFakeMode() as mode:
         copy = fake_copy(model, mode, dtype)
         batch = tree_map(partial(fake_like, dtype=dtype), inputs)

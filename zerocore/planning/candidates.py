@@ -18,7 +18,7 @@ from torch import nn
 from zerocore.common.memory_bytes import MemoryBytes
 from zerocore.common.quantities import format_nbytes
 from zerocore.model.ranks import Ranks
-from zerocore.model.units import UnitPlanned
+from zerocore.model.units import Unit
 from zerocore.options.config import Communication, ShardConfig
 from zerocore.options.offload import FIRST_STAGE, Offload
 from zerocore.options.stages import HIGHEST_STAGE, placements_of, stages_above
@@ -165,7 +165,7 @@ def fitting(choices: Iterator[Candidate], fits: Callable[[int], bool]) -> Iterat
 
 def check_budget(
     model: nn.Module,
-    planned: list[UnitPlanned],
+    planned: list[Unit],
     config: ShardConfig,
     meshes: Sequence[Ranks],
     budget: int,

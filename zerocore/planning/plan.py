@@ -19,7 +19,7 @@ from zerocore.common.events import COLLECTIVES
 from zerocore.common.links import traffic_nbytes
 from zerocore.common.parsing import parse_nbytes
 from zerocore.model.state import is_sharded
-from zerocore.model.units import UnitChoice, UnitPlanned, choose_units
+from zerocore.model.units import Unit, UnitChoice, choose_units
 from zerocore.options.config import Communication
 from zerocore.options.precision import MixedPrecision, check_mixed
 from zerocore.options.stages import STAGES
@@ -149,7 +149,7 @@ def _of_step(planner: Planner, workload: Workload) -> Planner:
 
 def _make_plan(
     name: str,
-    planned: list[UnitPlanned],
+    planned: list[Unit],
     planner: Planner,
     setting: Setting,
     plain: Activations | None,
@@ -165,7 +165,7 @@ def _make_plan(
         planner = replace(planner, units=units, order=run.order, backward=backward)
     result = Plan(
         model=name,
-        num_params=sum(choice.param.numel() for unit in planned for choice in unit.params),
+        num_params=sum(param.object.numel() for unit in planned for param in unit.params),
         num_units=len(planner.units),
         setting=setting,
         stages=tuple(plan_stage(planner, stage, setting, run) for stage in STAGES),
@@ -311,7 +311,7 @@ def _resolve(
 
 def _measure(
     model: nn.Module,
-    planned: list[UnitPlanned],
+    planned: list[Unit],
     inputs: Any,
     loss: Loss,
     dtype: torch.dtype | None,

@@ -10,7 +10,7 @@ from torch import nn
 
 from zerocore import _C
 from zerocore.common.memory_bytes import MemoryBytes
-from zerocore.model.units import ParamChoice, UnitPlanned, call_order, units_by_module
+from zerocore.model.units import Param, Unit, call_order, units_by_module
 from zerocore.options.config import shard_options
 from zerocore.options.precision import MixedPrecision, ParamTypes, param_types
 from zerocore.planning.division import Division
@@ -157,7 +157,7 @@ class Planner:
 
 def make_planner(
     model: nn.Module,
-    planned: list[UnitPlanned],
+    planned: list[Unit],
     *,
     dtype: torch.dtype | None = None,
     mixed: MixedPrecision | None = None,
@@ -178,19 +178,19 @@ def make_planner(
     Raises:
         NotImplementedError: a parameter gathers itself, so its bytes are known only in ``shard``.
     """
-    for choice in (choice for unit in planned for choice in (*unit.params, *unit.several)):
-        if choice.gathers_itself:
+    for param in (param for unit in planned for param in (*unit.params, *unit.several)):
+        if param.gathers_itself:
             raise NotImplementedError(
-                f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather): its bytes are "
+                f"parameter '{param.fqn}' gathers itself (fsdp_pre_all_gather): its bytes are "
                 "unknown before the model is sharded. Shard it inside of `with "
                 "zerocore.emulate(world_size):` and call zerocore.planning.predict_memory(model)"
             )
     units = []
     for unit in planned:
-        types = tuple(_types(choice, dtype, mixed) for choice in unit.params)
+        types = tuple(_types(param, dtype, mixed) for param in unit.params)
         parts = num_parts[unit.mesh] if num_parts else 1
         pairs = zip(unit.params, types, strict=True)
-        specs = tuple(_spec(choice, kinds, parts) for choice, kinds in pairs)
+        specs = tuple(_spec(param, kinds, parts) for param, kinds in pairs)
         units.append(PlannerUnit(unit.name, specs, types, mesh=unit.mesh))
     order = tuple(call_order([model], units_by_module(unit.modules for unit in planned)))
     return Planner(
@@ -202,26 +202,24 @@ def make_planner(
     )
 
 
-def _types(
-    choice: ParamChoice, dtype: torch.dtype | None, mixed: MixedPrecision | None
-) -> ParamTypes:
-    model_dtype = choice.tensor.dtype
+def _types(param: Param, dtype: torch.dtype | None, mixed: MixedPrecision | None) -> ParamTypes:
+    model_dtype = param.tensor.dtype
     if dtype is not None and model_dtype.is_floating_point:
         model_dtype = dtype
-    types = param_types(mixed, choice.fqns[0], model_dtype, choice.param.requires_grad)
-    return choice.with_gather(types, mixed)
+    types = param_types(mixed, param.fqn, model_dtype, param.object.requires_grad)
+    return param.with_gather(types, mixed)
 
 
-def _spec(choice: ParamChoice, types: ParamTypes, num_parts: int) -> _C.ParamSpec:
-    shape = list(choice.tensor.shape)
+def _spec(param: Param, types: ParamTypes, num_parts: int) -> _C.ParamSpec:
+    shape = list(param.tensor.shape)
     if num_parts > 1 and shape:
         shape[0] = -(-shape[0] // num_parts)
     return _C.ParamSpec(
-        choice.fqns[0],
+        param.fqn,
         shape,
         _number(types.model),
         types.model.itemsize,
-        choice.param.requires_grad,
+        param.object.requires_grad,
         main=_element(types.main),
         reduce=_element(types.reduce),
         grad=_element(types.grad),

@@ -17,7 +17,8 @@ from zerocore.checkpoint.training_state import optimizers_of
 from zerocore.common.agreement import Groups, checksum, differing, gather_objects, ranks_by_value
 from zerocore.common.alarm import operation
 from zerocore.hooks.optimizer_states import NUMBERS, options_of, params_of
-from zerocore.model.state import ShardState, Unit, ready_state_of
+from zerocore.model.state import ShardState, ready_state_of
+from zerocore.model.units import Unit
 from zerocore.tensor.rows import elements_of
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from zerocore.hooks.optimizer_steps import optimizers_of
-from zerocore.model.state import ShardState, Unit, state_of
+from zerocore.model.state import ShardState, state_of
+from zerocore.model.units import Unit
 from zerocore.planning.candidates import Candidate, candidates, fitting
 from zerocore.planning.prediction import division_of, planner_of
 from zerocore.reporting.memory_usage import usage_of

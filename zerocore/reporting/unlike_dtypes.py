@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from zerocore.model.state import Unit
+from zerocore.model.units import Unit
 
 
 def explain_types(error: BaseException, units: Iterable[Unit]) -> RuntimeError | None:

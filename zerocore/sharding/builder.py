@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -18,14 +18,14 @@ from torch.distributed import ProcessGroup
 
 from zerocore._C import CallEvent, Engine, EngineOptions, GroupNames, UnitParam, UnitSpec
 from zerocore.common.agreement import agree
-from zerocore.common.alarm import watch
+from zerocore.common.alarm import stall_seconds, watch
 from zerocore.common.host import update_threads
 from zerocore.model.materialize import InitFn
 from zerocore.model.parameter_meshes import ModelPart
 from zerocore.model.ranks import Ranks, control_group, make_levels, make_near, with_reductions
-from zerocore.model.state import Param, ShardKind, ShardState, Unit, set_state
+from zerocore.model.state import ShardKind, ShardState, set_state
 from zerocore.model.unit_call import UnitCall
-from zerocore.model.units import UnitPlanned, UnitsOf, backward_reads, call_order, units_by_module
+from zerocore.model.units import Param, Unit, UnitsOf, backward_reads, call_order, units_by_module
 from zerocore.options.config import ShardConfig, shard_options
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.shown import ShownView
@@ -39,12 +39,12 @@ class Sharding:
     called: Sequence[nn.Module]  # modules that programs call: the model, or several of one unit
     kind: Kind
     config: ShardConfig
-    units: Sequence[UnitPlanned]
+    units: Sequence[Unit]
     ranks: Ranks  # all ranks of the model; tensor-parallel ranks count as replicas
     meshes: tuple[Ranks, ...]  # the data-parallel ranks, then the ranks of units on other meshes
     device: torch.device  # the device of layers
     # How long ranks wait for each other: 0 forever, None for the process group's timeout.
-    stall_seconds: float | None
+    stall_seconds: float | None = field(default_factory=stall_seconds)
     name: str = ""  # the same on all ranks, and unique to the model, after :func:`agreed`
     parts: tuple[ModelPart, ...] = ()  # parameters that not all data-parallel ranks share
     tensor_ranks: ProcessGroup | None = None  # of tensor parallelism
@@ -61,20 +61,20 @@ class Kind(ShardKind):
         """Returns facts that the ranks of a mesh compare; mesh 0 has all units."""
 
     @abstractmethod
-    def unit_param(self, config: ShardConfig, unit: UnitPlanned, param: Any, /) -> UnitParam:
+    def unit_param(self, config: ShardConfig, unit: Unit, param: Any, /) -> UnitParam:
         """Describes a parameter to the engine."""
 
-    def values(self, sharding: Sharding, state: ShardState, unit: UnitPlanned) -> list[Tensor]:
+    def values(self, sharding: Sharding, state: ShardState, unit: Unit) -> list[Tensor]:
         """Returns the full parameters of a unit; an empty list if they are unknown."""
         return []
 
     @abstractmethod
-    def make_shard(self, state: ShardState, unit: Unit, position: int, param: Any, /) -> Param:
+    def make_shard(self, state: ShardState, unit: Unit, position: int, param: Any, /) -> None:
         """Replaces a parameter by its shard, and binds it to the engine by :func:`bind_shard`."""
 
-    def bind_extensions(self, state: ShardState, unit: Unit, planned: UnitPlanned) -> None:
+    def bind_extensions(self, state: ShardState, unit: Unit) -> None:
         """Binds the engine's memory to parameters that gather themselves."""
-        for extension in planned.extensions:
+        for extension in unit.extensions:
             extension.bind(state.engine, unit)
 
     @abstractmethod
@@ -127,11 +127,10 @@ def build(sharding: Sharding) -> ShardState:
         from zerocore.sharding.host_memory import take_host_memory  # late: most models offload none
 
         take_host_memory(engine, config, sharding.meshes[0], device)
-    state = ShardState(
-        engine, kind, config, sharding.ranks, sharding.meshes, device, sharding.tensor_ranks
-    )
-    for planned in sharding.units:
-        _add_unit(sharding, state, planned)
+    ranks, meshes, tensor_ranks = sharding.ranks, sharding.meshes, sharding.tensor_ranks
+    state = ShardState(engine, kind, config, ranks, meshes, device, tensor_ranks)
+    for unit in sharding.units:
+        _add_unit(sharding, state, unit)
     kind.set_calls(sharding, state, units_of)
     engine.start(kind.sets_values and (config.sync_params or state.world_size == 1))
     set_state(sharding.model, state)
@@ -153,36 +152,37 @@ def _with_groups(sharding: Sharding) -> Sharding:
     return replace(sharding, ranks=ranks, meshes=tuple(meshes))
 
 
-def _add_unit(sharding: Sharding, state: ShardState, planned: UnitPlanned) -> None:
-    kind, index = sharding.kind, len(state.units)
-    unit = Unit(index, planned.name, stays=planned.stays, near=planned.near, mesh=planned.mesh)
+def _add_unit(sharding: Sharding, state: ShardState, unit: Unit) -> None:
+    kind, unit.index = sharding.kind, len(state.units)
     state.units.append(unit)
-    values = kind.values(sharding, state, planned)
-    unknown = [None] * (len(state.engine.layout(index).places) - len(values))
+    values = kind.values(sharding, state, unit)
+    unknown = [None] * (len(state.engine.layout(unit.index).places) - len(values))
     broadcast = kind.sets_values and sharding.config.sync_params
-    state.engine.materialize(index, [*values, *unknown], broadcast)
+    state.engine.materialize(unit.index, [*values, *unknown], broadcast)
     del values
-    for position, param in enumerate(planned.params):
-        unit.params.append(kind.make_shard(state, unit, position, param))
-    kind.bind_extensions(state, unit, planned)
+    for position, param in enumerate(unit.params):
+        kind.make_shard(state, unit, position, param)
+    kind.bind_extensions(state, unit)
+    state.extensions += unit.extensions
 
 
 def bind_shard(
     state: ShardState,
     unit: Unit,
+    position: int,
     param: Param,
     grad: Tensor | None,
     local: Tensor | None = None,
     view: ShownView | None = None,
-) -> Param:
-    """Binds the unit's next parameter to the engine. ``local``: the memory of a shard that is a
-    DTensor; ``view``: the view that modules see instead of the full parameter."""
-    engine, index, position = state.engine, unit.index, len(unit.params)
-    engine.bind(index, position, param.full, param.shard, grad, local, is_whole=param.is_full)
+) -> None:
+    """Binds a parameter, whose shard is made, to the engine. ``local``: the memory of a shard that
+    is a DTensor; ``view``: the view that modules see instead of the full parameter."""
+    engine, index, is_full = state.engine, unit.index, param.is_full
+    param.spec = engine.spec(index, position)
+    engine.bind(index, position, param.full, param.shard, grad, local, is_whole=is_full)
     if view is not None:
         engine.set_view(index, position, view.show)
         unit.views.append(view)
-    return param
 
 
 def unit_call(
@@ -227,7 +227,7 @@ def _make_engine(sharding: Sharding, order: list[CallEvent]) -> Engine:
     return engine
 
 
-def _unit_spec(sharding: Sharding, unit: UnitPlanned) -> UnitSpec:
+def _unit_spec(sharding: Sharding, unit: Unit) -> UnitSpec:
     params = [sharding.kind.unit_param(sharding.config, unit, param) for param in unit.params]
     for extension in unit.extensions:
         params += extension.unit_params()

@@ -20,18 +20,17 @@ from zerocore.common.agreement import (
     differing,
     together,
 )
-from zerocore.common.alarm import stall_seconds
 from zerocore.common.parsing import parse_nbytes
 from zerocore.hooks.optimizer_rules import earlier_optimizers, take_over
 from zerocore.hooks.registration import watch_registrations, watch_state_dicts
 from zerocore.model.casting import cast_around_kept
 from zerocore.model.materialize import InitFn, materialize_buffers
-from zerocore.model.memory import check_apart
-from zerocore.model.parameter_meshes import choices_on
+from zerocore.model.memory import check_apart, extent_of
+from zerocore.model.parameter_meshes import params_on
 from zerocore.model.ranks import Ranks, local_gpu
 from zerocore.model.refusals import check_kinds
 from zerocore.model.state import ShardState, find_state
-from zerocore.model.units import ParamChoice, UnitChoice, UnitPlanned, choose_units
+from zerocore.model.units import Param, Unit, UnitChoice, choose_units
 from zerocore.options.config import ShardConfig
 from zerocore.sharding.builder import Sharding, agreed, build, named
 from zerocore.sharding.flat import Flat, types_of
@@ -64,7 +63,7 @@ def shard_model(
     sharding = agreed(ranks, collect)
     if sharding.parts or sharding.tensor_ranks is not None:
         sharding = _over_all(sharding, memory_budget)
-    params = [choice.param for unit in sharding.units for choice in unit.params]
+    params = [param.object for unit in sharding.units for param in unit.params]
     earlier = earlier_optimizers(params)
     if sharding.config.sync_params:
         check_same_values(sharding)
@@ -115,17 +114,16 @@ def _collected(
         ranks=ranks,
         meshes=(ranks,),
         device=_find_device(chosen, device),
-        stall_seconds=stall_seconds(),
     )
 
 
-def _split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[UnitPlanned]:
+def _split_several(planned: Sequence[Unit], config: ShardConfig) -> list[Unit]:
     """Separates each unit's parameters of several tensors from its others. If the stage does not
     shard parameters, they belong to no unit and are left alone."""
     units = []
     for unit in planned:
-        several = [choice for choice in unit.params if choice.consists_of_several]
-        params = [choice for choice in unit.params if not choice.consists_of_several]
+        several = [param for param in unit.params if param.consists_of_several]
+        params = [param for param in unit.params if not param.consists_of_several]
         several = several if config.placements.parameters else []
         if params or several:
             units.append(replace(unit, params=params, several=several))
@@ -134,9 +132,9 @@ def _split_several(planned: Sequence[UnitPlanned], config: ShardConfig) -> list[
 
 def _on_meshes(sharding: Sharding, groups: Any) -> Sharding:
     """Adds the meshes of parameters that not all ranks share, and puts each unit on one mesh."""
-    choices = [choice for unit in sharding.units for choice in unit.params]
-    check_apart([(choice.fqns[0], choice.extent) for choice in choices], [sharding.model])
-    if groups is None and all(choice.spec is None for choice in choices):
+    params = [param for unit in sharding.units for param in unit.params]
+    check_apart([(param.fqn, extent_of(param.tensor)) for param in params], [sharding.model])
+    if groups is None and all(param.dtensor_spec is None for param in params):
         return sharding
     from zerocore.sharding.meshes import on_meshes  # late: most models have one mesh
 
@@ -150,7 +148,7 @@ def _checked(sharding: Sharding) -> Sharding:
         from zerocore.sharding.rank_options import check_shared  # late: few share them
 
         check_shared(sharding)
-    _check_types(sharding.units, config)
+    _set_types(sharding.units, config)
     _check_extensions(sharding.units, config)
     if config.offload is not None:
         config.offload.check_path()
@@ -183,14 +181,14 @@ def _with_extensions(sharding: Sharding) -> Sharding:
     return replace(sharding, units=units)
 
 
-def _extensions_of(sharding: Sharding, unit: UnitPlanned) -> list[Extension]:
-    choices = [choice for choice in unit.params if choice.gathers_itself] + unit.several
+def _extensions_of(sharding: Sharding, unit: Unit) -> list[Extension]:
+    params = [param for param in unit.params if param.gathers_itself] + unit.several
     ranks, config = sharding.meshes[unit.mesh], sharding.config
-    if ranks.shard is None or not config.placements.parameters or not choices:
+    if ranks.shard is None or not config.placements.parameters or not params:
         return []
     from zerocore.sharding.extensions import make_extensions  # late: most models have none
 
-    return make_extensions(choices, ranks, config, sharding.device)
+    return make_extensions(params, ranks, config, sharding.device)
 
 
 def _within(sharding: Sharding, memory_budget: str | int | None) -> Sharding:
@@ -226,12 +224,12 @@ def _with_near(ranks: Ranks, config: ShardConfig) -> Ranks:
     return with_near(ranks, regather)
 
 
-def _find_device(units: Sequence[UnitPlanned], device: torch.device | None) -> torch.device:
+def _find_device(units: Sequence[Unit], device: torch.device | None) -> torch.device:
     fqns: dict[torch.device, str] = {}
     for unit in units:
-        for choice in (*unit.params, *unit.several):
-            if not choice.tensor.is_meta:
-                fqns.setdefault(choice.tensor.device, choice.fqns[0])
+        for param in (*unit.params, *unit.several):
+            if not param.tensor.is_meta:
+                fqns.setdefault(param.tensor.device, param.fqn)
     if len(fqns) > 1:
         places = ", ".join(f"'{fqn}' on {where}" for where, fqn in fqns.items())
         raise ValueError(f"parameters are on different devices: {places}; call model.to(device)")
@@ -248,32 +246,33 @@ def _find_device(units: Sequence[UnitPlanned], device: torch.device | None) -> t
     return local_gpu() if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _check_types(units: Sequence[UnitPlanned], config: ShardConfig) -> None:
-    choices = [choice for unit in units for choice in unit.params]
+def _set_types(units: Sequence[Unit], config: ShardConfig) -> None:
+    """Sets parameters' dtypes; raises ValueError if mixed precision cannot use them."""
+    params = [param for unit in units for param in unit.params]
     if config.mixed_precision is not None:
-        config.mixed_precision.check_names([choice.fqns[0] for choice in choices])
-    for choice in choices:
-        types_of(choice, config)
+        config.mixed_precision.check_names([param.fqn for param in params])
+    for param in params:
+        param.types = types_of(param, config)
 
 
-def _check_extensions(planned: Sequence[UnitPlanned], config: ShardConfig) -> None:
+def _check_extensions(planned: Sequence[Unit], config: ShardConfig) -> None:
     """Rejects an option that parameters which gather themselves do not support."""
     if not config.placements.parameters:
         return
-    for choice in (choice for unit in planned for choice in (*unit.params, *unit.several)):
-        if not choice.gathers_itself:
+    for param in (param for unit in planned for param in (*unit.params, *unit.several)):
+        if not param.gathers_itself:
             continue
         communication = config.communication
         for option, is_set in (
             ("offload=", config.offload is not None),
             ("replicas_share", communication.replicas_share is not None),
-            ("tensor parallelism", choice.spec is not None),
-            ("memory that is not contiguous", not choice.tensor.is_contiguous()),
-            ("the meta device", choice.consists_of_several and choice.tensor.is_meta),
+            ("tensor parallelism", param.dtensor_spec is not None),
+            ("memory that is not contiguous", not param.tensor.is_contiguous()),
+            ("the meta device", param.consists_of_several and param.tensor.is_meta),
         ):
             if is_set:
                 raise NotImplementedError(
-                    f"parameter '{choice.fqns[0]}' gathers itself (fsdp_pre_all_gather), which "
+                    f"parameter '{param.fqn}' gathers itself (fsdp_pre_all_gather), which "
                     f"does not support {option}; use another option or stage"
                 )
 
@@ -281,19 +280,19 @@ def _check_extensions(planned: Sequence[UnitPlanned], config: ShardConfig) -> No
 def check_same_values(sharding: Sharding) -> None:
     """Warns of parameters whose values differ between ranks; collective. Raises ValueError, with
     parameters and ranks, if groups of ranks hold values of their own."""
-    by_mesh = [choices_on(sharding.units, mesh) for mesh in range(len(sharding.meshes))]
-    plain = [choice for choice in by_mesh[0] if choice.spec is None]
-    by_mesh[0] = [choice for choice in by_mesh[0] if choice.spec is not None]
+    by_mesh = [params_on(sharding.units, mesh) for mesh in range(len(sharding.meshes))]
+    plain = [param for param in by_mesh[0] if param.dtensor_spec is None]
+    by_mesh[0] = [param for param in by_mesh[0] if param.dtensor_spec is not None]
     pairs = zip(sharding.meshes, by_mesh, strict=True)
-    for ranks, choices in ((sharding.ranks, plain), *pairs):
-        chosen = [choice for choice in choices if not choice.tensor.is_meta]
+    for ranks, params in ((sharding.ranks, plain), *pairs):
+        chosen = [param for param in params if not param.tensor.is_meta]
         if ranks.groups and chosen:
             _compare_values(ranks, chosen, sharding.device)
 
 
-def _compare_values(ranks: Ranks, chosen: Sequence[ParamChoice], device: torch.device) -> None:
+def _compare_values(ranks: Ranks, chosen: Sequence[Param], device: torch.device) -> None:
     with torch.no_grad():
-        numbers = torch.stack([checksum(choice.tensor).to(device) for choice in chosen])
+        numbers = torch.stack([checksum(param.tensor).to(device) for param in chosen])
     if places := differing(ranks.groups, numbers):
         from zerocore.sharding.unequal_values import explain  # late: only if some differ
 

@@ -28,10 +28,10 @@ from zerocore._C import Engine, UnitParam, move_window, window_on
 from zerocore.model.buffers import broadcast
 from zerocore.model.casting import as_bytes
 from zerocore.model.ranks import Ranks
-from zerocore.model.state import Encoded, ShardState, Unit
-from zerocore.model.units import ParamChoice
+from zerocore.model.state import ShardState
+from zerocore.model.units import Encoded, Param, Unit
 from zerocore.options.config import ShardConfig
-from zerocore.options.precision import BYTES, MixedPrecision, ParamTypes, param_types, unit_param
+from zerocore.options.precision import BYTES, MixedPrecision, ParamTypes, unit_param
 from zerocore.tensor.rows import at_origin
 from zerocore.tensor.shown import ShownView
 from zerocore.tensor.wrapped import PRE, own_chunk, show_made, wrapper_of
@@ -178,7 +178,7 @@ def _fsdp_state() -> SimpleNamespace:
 
 
 def make_extensions(
-    choices: Sequence[ParamChoice], ranks: Ranks, config: ShardConfig, device: torch.device
+    params: Sequence[Param], ranks: Ranks, config: ShardConfig, device: torch.device
 ) -> list[Extension]:
     """Makes the extensions of parameters, and asks for their tensors; collective. Raises
     AssertionError if a function's signature is not FSDP2's."""
@@ -189,45 +189,41 @@ def make_extensions(
     policy = MixedPrecisionPolicy(
         mixed.param_dtype, reduce, mixed.output_dtype, cast_forward_inputs=cast
     )
-    for owner in (owner for choice in choices for owner, _ in choice.owners):
+    for owner in (owner for param in params for owner, _ in param.owners):
         vars(owner)["_get_fsdp_state"] = _fsdp_state  # on the object, not its class
     extensions = [
         Extension(
-            choice.fqns[0],
-            _first_rows(choice, ranks, config, device),
-            choice.owners[0][0],
+            param.fqn,
+            _first_rows(param, ranks, config, device),
+            param.owners[0][0],
             mesh,
             policy,
-            choice.tensor.shape,
-            choice.owners,
-            is_param=choice.wrapper is not None,
+            param.tensor.shape,
+            param.owners,
+            is_param=param.wrapper is not None,
         )
-        for choice in choices
+        for param in params
     ]
     for extension in extensions:
         extension.ask()
     return extensions
 
 
-def _first_rows(
-    choice: ParamChoice, ranks: Ranks, config: ShardConfig, device: torch.device
-) -> Tensor:
+def _first_rows(param: Param, ranks: Ranks, config: ShardConfig, device: torch.device) -> Tensor:
     """Returns this rank's rows; zeros if the unit will have the values later."""
-    if (wrapper := choice.wrapper) is None:
-        full: Any = choice.tensor.detach()
+    if (wrapper := param.wrapper) is None:
+        full: Any = param.tensor.detach()
         if config.sync_params:
             broadcast([getattr(full, name) for name in full.__tensor_flatten__()[0]], ranks, device)
         return own_chunk(full, ranks.num_shards, ranks.shard_rank).to(device)
-    param = choice.param
-    types = param_types(config.mixed_precision, choice.fqns[0], param.dtype, param.requires_grad)
-    like = torch.empty(choice.tensor.shape, device="meta")
+    like = torch.empty(param.tensor.shape, device="meta")
     rows = own_chunk(like, ranks.num_shards, ranks.shard_rank).shape
-    return wrapper.around(torch.zeros(rows, dtype=types.main, device=device))
+    return wrapper.around(torch.zeros(rows, dtype=param.types.main, device=device))
 
 
-def bind_extensions(state: ShardState, unit: Unit, extensions: Sequence[Extension]) -> None:
+def bind_extensions(state: ShardState, unit: Unit) -> None:
     """Takes the engine's memory, and replaces parameters of several tensors by this rank's rows."""
-    engine, unit.extensions = state.engine, list(extensions)
+    engine = state.engine
     known = {param.fqn: position for position, param in enumerate(unit.params)}
     for extension in unit.extensions:
         extension.bind(engine, unit)

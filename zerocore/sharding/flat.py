@@ -15,10 +15,10 @@ from zerocore.layout.cuts import Cut
 from zerocore.layout.place import Place, spread
 from zerocore.model.as_ddp import behave_as_ddp
 from zerocore.model.materialize import full_values
-from zerocore.model.parameter_meshes import choices_on
-from zerocore.model.state import Param, ShardState, Unit
+from zerocore.model.parameter_meshes import params_on
+from zerocore.model.state import ShardState
 from zerocore.model.unit_call import looked_at_by, set_unit_call, wrap_method
-from zerocore.model.units import ParamChoice, UnitPlanned, UnitsOf
+from zerocore.model.units import Param, Unit, UnitsOf
 from zerocore.options.config import ShardConfig
 from zerocore.options.precision import MixedPrecision, ParamTypes, param_types, unit_param
 from zerocore.sharding.builder import Kind, Sharding, bind_shard, unit_call
@@ -27,80 +27,73 @@ from zerocore.tensor.shown import ShownView, shown_class
 from zerocore.tensor.wrapped import show_made
 
 
-def types_of(choice: ParamChoice, config: ShardConfig) -> ParamTypes:
+def types_of(param: Param, config: ShardConfig) -> ParamTypes:
     """Returns a parameter's dtypes; raises ValueError if mixed precision cannot use them."""
-    param, mixed = choice.param, config.mixed_precision
-    return choice.with_gather(
-        param_types(mixed, choice.fqns[0], param.dtype, param.requires_grad), mixed
-    )
+    full, mixed = param.object, config.mixed_precision
+    return param.with_gather(param_types(mixed, param.fqn, full.dtype, full.requires_grad), mixed)
 
 
-def _fact(choice: ParamChoice, uneven: int | None = None) -> str:
+def _fact(param: Param, uneven: int | None = None) -> str:
     """Describes a parameter. ``uneven``: a dimension whose size differs between ranks."""
-    shape: list[object] = list(choice.tensor.shape)
+    shape: list[object] = list(param.tensor.shape)
     if uneven is not None and uneven < len(shape):
         shape[uneven] = "any"
     return (
-        f"parameter '{' = '.join(choice.fqns)}' of shape {shape}, {choice.param.dtype}, "
-        f"requires_grad={choice.param.requires_grad}"
+        f"parameter '{' = '.join(param.fqns)}' of shape {shape}, {param.object.dtype}, "
+        f"requires_grad={param.object.requires_grad}"
     )
 
 
-def _unit_param(config: ShardConfig, unit: UnitPlanned, choice: ParamChoice) -> UnitParam:
-    is_gathered = all(extension.fqn != choice.fqns[0] for extension in unit.extensions)
-    param, types = choice.tensor, types_of(choice, config)
-    like = torch.empty_strided(param.shape, param.stride(), dtype=types.model, device="meta")
-    like.requires_grad_(choice.param.requires_grad)
+def _unit_param(config: ShardConfig, unit: Unit, param: Param) -> UnitParam:
+    is_gathered = all(extension.fqn != param.fqn for extension in unit.extensions)
+    full, types, is_trained = param.tensor, param.types, param.object.requires_grad
+    like = torch.empty_strided(full.shape, full.stride(), dtype=types.model, device="meta")
+    like.requires_grad_(is_trained)
     lacks_main = (
-        not choice.param.requires_grad
-        and param_types(config.mixed_precision, choice.fqns[0], param.dtype, True).has_main
+        not is_trained and param_types(config.mixed_precision, param.fqn, full.dtype, True).has_main
     )
-    return unit_param(choice.fqns[0], like, types, lacks_main=lacks_main, is_gathered=is_gathered)
+    return unit_param(param.fqn, like, types, lacks_main=lacks_main, is_gathered=is_gathered)
 
 
-def _make_shard(state: ShardState, unit: Unit, position: int, choice: ParamChoice) -> Param:
-    engine, param = state.engine, choice.param
-    types = types_of(choice, state.config)  # first: become_shard() changes the parameter
+def _make_shard(state: ShardState, unit: Unit, position: int, param: Param) -> None:
+    engine = state.engine
+    seen: Any = param.object
     memory = engine.make_full(unit.index, position)
-    place = _place_of(state, unit, position, choice, memory)
+    place = _place_of(state, unit, position, param, memory)
     shard = engine.make_shard(unit.index, position)
-    facts = _facts(state, unit, position, choice, place) | {"elements": shard.detach()}
-    spec, grad = engine.spec(unit.index, position), None
-    if _stays_whole(state.config, choice, facts):
+    facts = _facts(state, unit, position, param, place) | {"elements": shard.detach()}
+    grad: Tensor | None = None
+    if _stays_whole(state.config, param, facts):
         from zerocore.tensor.whole import become_whole, grad_view  # late: of stage 0 alone
 
-        if param.is_floating_point():
+        if seen.is_floating_point():
             grad = grad_view(engine, unit.index, position, memory)
-        hidden = become_whole(param, memory, shard, facts | {"grad_device": shard.device})
-        bound = Param(choice.fqns, choice.owners, param, hidden, spec, types)
-        return bind_shard(state, unit, bound, grad)
-    full = as_parameter(memory, shown_class(type(param)), param.requires_grad)
-    if param.is_floating_point():
+        param.hidden = become_whole(seen, memory, shard, facts | {"grad_device": shard.device})
+        bind_shard(state, unit, position, param, grad)
+        return
+    param.hidden = as_parameter(memory, shown_class(seen.__class__), seen.requires_grad)
+    if seen.is_floating_point():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place, ref(state))
     facts["grad_device"] = shard.device if grad is None else grad.device
-    become_shard(param, shard, full, facts)
-    sharded: Any = param
+    become_shard(seen, shard, param.hidden, facts)
     view = None
-    if sharded.make_view is not None:
-        owners = [(owner._parameters, name) for owner, name in choice.owners]
-        view = ShownView(param, owners, sharded.shown)
-    bound = Param(choice.fqns, choice.owners, param, full, spec, types)
-    bind_shard(state, unit, bound, grad, view=view)
+    if seen.make_view is not None:
+        owners = [(owner._parameters, name) for owner, name in param.owners]
+        view = ShownView(seen, owners, seen.shown)
+    bind_shard(state, unit, position, param, grad, view=view)
     if grad is not None and place.group is not None:
-        sharded.bind_sums()
-    return bound
+        seen.bind_sums()
 
 
-def _stays_whole(config: ShardConfig, choice: ParamChoice, facts: dict[str, Any]) -> bool:
+def _stays_whole(config: ShardConfig, param: Param, facts: dict[str, Any]) -> bool:
     """Whether programs hold the full parameter itself: see Note [Whole parameters]."""
-    is_plain = choice.part is None and facts["make_view"] is None
-    types = types_of(choice, config)
+    types, is_plain = param.types, param.part is None and facts["make_view"] is None
     is_kept = facts["model_weight"] is None and not (types.has_main or facts["on_host"])
-    return config.stage == 0 and is_plain and is_kept and types.model == choice.param.dtype
+    return config.stage == 0 and is_plain and is_kept and types.model == param.object.dtype
 
 
 def _facts(
-    state: ShardState, unit: Unit, position: int, choice: ParamChoice, place: Place
+    state: ShardState, unit: Unit, position: int, param: Param, place: Place
 ) -> dict[str, Any]:
     """Returns the attributes of a :class:`ShardedParameter`, by name."""
     on_host = state.engine.is_updated_on_host(unit.index, position)
@@ -109,8 +102,8 @@ def _facts(
         "state_ref": ref(state),
         "unit": unit.index,
         "position": position,
-        "spec": choice.spec,
-        "make_view": _view_of(choice, place),
+        "spec": param.dtensor_spec,
+        "make_view": _view_of(param, place),
         "model_weight": state.engine.make_model_shard(unit.index, position),
         "on_host": on_host,
         "on_disk": on_host and state.config.place_of("states") == "disk",
@@ -118,9 +111,7 @@ def _facts(
     }
 
 
-def _place_of(
-    state: ShardState, unit: Unit, position: int, choice: ParamChoice, full: Tensor
-) -> Place:
+def _place_of(state: ShardState, unit: Unit, position: int, param: Param, full: Tensor) -> Place:
     layout = state.engine.layout(unit.index)
     ranks, region = state.meshes[unit.mesh], layout.regions[layout.places[position].region]
     shared = layout.num_shards > 1
@@ -128,17 +119,17 @@ def _place_of(
     group = ranks.shard if shared else None
     strides = None if full.is_contiguous() or not region.is_gathered else full.stride()
     cut = Cut.of(layout, position)
-    shape, elements = choice.tensor.shape, (owned.begin, owned.end)
-    return Place(choice.fqns[0], shape, elements, group, strides, choice.part, cut)
+    shape, elements = param.tensor.shape, (owned.begin, owned.end)
+    return Place(param.fqn, shape, elements, group, strides, param.part, cut)
 
 
-def _view_of(choice: ParamChoice, place: Place) -> Callable[[Tensor], Tensor] | None:
+def _view_of(param: Param, place: Place) -> Callable[[Tensor], Tensor] | None:
     """Returns a function from the full parameter to the view that modules see; None without one."""
-    if choice.spec is not None:
+    if (spec := param.dtensor_spec) is not None:
         from zerocore.tensor.dtensors import show_dtensor  # late: takes a second
 
-        return partial(show_dtensor, spec=choice.spec, sums=place.part is None)
-    wrapper = choice.wrapper
+        return partial(show_dtensor, spec=spec, sums=place.part is None)
+    wrapper = param.wrapper
     return None if wrapper is None else partial(show_made, make=wrapper.around)
 
 
@@ -205,30 +196,30 @@ class Flat(Kind):
 
     def facts(self, sharding: Sharding, mesh: int) -> list[object]:
         if mesh > 0:
-            return [_fact(choice) for choice in choices_on(sharding.units, mesh)]
+            return [_fact(param) for param in params_on(sharding.units, mesh)]
         facts: list[object] = [sharding.config]
         facts += [
             f"groups['{part.pattern}'] of {part.ranks.world_size} ranks" for part in sharding.parts
         ]
         for unit in sharding.units:
             facts.append(f"unit '{unit.name}'")
-            for choice in (*unit.params, *unit.several):
-                uneven = choice.larger[1] if choice.larger and unit.mesh > 0 else None
-                facts.append(_fact(choice, uneven))
+            for param in (*unit.params, *unit.several):
+                uneven = param.larger[1] if param.larger and unit.mesh > 0 else None
+                facts.append(_fact(param, uneven))
         return facts
 
-    def bind_extensions(self, state: ShardState, unit: Unit, planned: UnitPlanned) -> None:
-        if planned.extensions:
+    def bind_extensions(self, state: ShardState, unit: Unit) -> None:
+        if unit.extensions:
             from zerocore.sharding.extensions import bind_extensions
 
-            bind_extensions(state, unit, planned.extensions)
+            bind_extensions(state, unit)
 
-    def values(self, sharding: Sharding, state: ShardState, unit: UnitPlanned) -> list[Tensor]:
+    def values(self, sharding: Sharding, state: ShardState, unit: Unit) -> list[Tensor]:
         values = full_values(unit.params, state.device, sharding.init_fn)
         if state.config.sync_params and unit.mesh == 0 and state.tensor_ranks is not None:
-            for index, choice in enumerate(unit.params):
-                if choice.spec is None:  # take the values of the first tensor-parallel rank
-                    shape, like = choice.tensor.shape, values[index]
+            for index, param in enumerate(unit.params):
+                if param.dtensor_spec is None:  # take the values of the first tensor-parallel rank
+                    shape, like = param.tensor.shape, values[index]
                     values[index] = spread(state.tensor_ranks, like, shape, like)
         return values
 

@@ -22,7 +22,7 @@ from zerocore.layout.save_ownership import SavedRanges
 from zerocore.model.parameter_meshes import ModelPart, PartRanges
 from zerocore.model.ranks import Ranks, group_of, members_of, ranks_of, sibling_of
 from zerocore.model.state import ShardState
-from zerocore.model.units import ParamChoice, UnitPlanned
+from zerocore.model.units import Param, Unit
 from zerocore.options.parameter_mesh import ParameterMesh
 from zerocore.sharding.builder import Sharding
 
@@ -37,8 +37,8 @@ def on_meshes(sharding: Sharding, groups: Any) -> Sharding:
     if tensor_ranks is not None:
         units = split_replicated(units, len(parts) + 1)
     for unit in units:
-        for choice in unit.params:
-            choice.larger = _larger_tensor(choice, unit.mesh, parts)
+        for param in unit.params:
+            param.larger = _larger_tensor(param, unit.mesh, parts)
     meshes = (ranks, *(part.ranks for part in parts))
     return replace(sharding, units=units, meshes=meshes, parts=parts, tensor_ranks=tensor_ranks)
 
@@ -50,23 +50,23 @@ class TensorCut(NamedTuple):
     dim: int | None  # each rank has a part along it; None if each has all of it
 
 
-def cut_of(choice: ParamChoice) -> TensorCut | None:
+def cut_of(param: Param) -> TensorCut | None:
     """Returns how a DTensor is spread; None for a plain parameter or one rank. Raises ValueError
     for a mesh of several dimensions, or a placement other than Shard and Replicate."""
-    spec = choice.spec
+    spec = param.dtensor_spec
     if spec is None or spec.mesh.size() == 1:
         return None
     placement: Any = spec.placements[0]
     if spec.mesh.ndim != 1:
         raise ValueError(
-            f"parameter '{choice.fqns[0]}' is a DTensor on the {spec.mesh.ndim}-D {spec.mesh}; "
+            f"parameter '{param.fqn}' is a DTensor on the {spec.mesh.ndim}-D {spec.mesh}; "
             "zerocore.shard takes DTensors of tensor parallelism on a 1-D mesh, and group= for "
             "data parallelism. Use zerocore.fsdp for other meshes"
         )
     # A strided shard is a subclass of Shard in some versions of torch.
     if not placement.is_replicate() and type(placement).__name__ != "Shard":
         raise ValueError(
-            f"parameter '{choice.fqns[0]}' is a DTensor with {placement}; expected Shard(dim) or "
+            f"parameter '{param.fqn}' is a DTensor with {placement}; expected Shard(dim) or "
             "Replicate(). Call zerocore.shard after parallelize_module, before anything else that "
             "shards"
         )
@@ -74,18 +74,18 @@ def cut_of(choice: ParamChoice) -> TensorCut | None:
 
 
 def find_tensor_ranks(
-    planned: Sequence[UnitPlanned], ranks: Ranks, has_parts: bool
+    planned: Sequence[Unit], ranks: Ranks, has_parts: bool
 ) -> dist.ProcessGroup | None:
     """Returns the tensor-parallel ranks, which hold other parts of the model; None without any.
     ``ranks`` are the data-parallel ranks; ``has_parts`` says that ``groups=`` was passed. Raises
     ValueError, with a parameter's name, for DTensors on several meshes or on ``ranks``."""
     by_members: dict[tuple[int, ...], tuple[str, dist.ProcessGroup]] = {}
     for unit in planned:
-        for choice in unit.params:
-            cut = cut_of(choice)
+        for param in unit.params:
+            cut = cut_of(param)
             if cut is not None and unit.mesh == 0:
                 members = tuple(dist.get_process_group_ranks(cut.group))
-                by_members.setdefault(members, (choice.fqns[0], cut.group))
+                by_members.setdefault(members, (param.fqn, cut.group))
     if not by_members:
         return None
     if len(by_members) > 1:
@@ -121,28 +121,28 @@ def with_tensor_ranks(ranks: Ranks, group: dist.ProcessGroup, device: torch.devi
     return replace(ranks, replicas=replicas, members=tuple(chain.from_iterable(rows)))
 
 
-def split_replicated(planned: Sequence[UnitPlanned], mesh: int) -> list[UnitPlanned]:
+def split_replicated(planned: Sequence[Unit], mesh: int) -> list[Unit]:
     """Puts replicated DTensors into units of their own, on ``mesh``, at the same calls."""
 
-    def mesh_of(choice: ParamChoice, now: int) -> int:
-        cut = cut_of(choice)
+    def mesh_of(param: Param, now: int) -> int:
+        cut = cut_of(param)
         return mesh if now == 0 and cut is not None and cut.dim is None else now
 
     return split_units(planned, mesh_of, lambda _: "replicated")
 
 
 def split_units(
-    planned: Sequence[UnitPlanned],
-    mesh_of: Callable[[ParamChoice, int], int],
+    planned: Sequence[Unit],
+    mesh_of: Callable[[Param, int], int],
     name_of: Callable[[int], str],
-) -> list[UnitPlanned]:
+) -> list[Unit]:
     """Splits units with parameters on several meshes, at the same calls. ``mesh_of`` returns a
     parameter's mesh, given its unit's mesh so far; ``name_of`` names a mesh in split units."""
     units = []
     for unit in planned:
-        by_mesh: dict[int, list[ParamChoice]] = {unit.mesh: []} if unit.several else {}
-        for choice in unit.params:
-            by_mesh.setdefault(mesh_of(choice, unit.mesh), []).append(choice)
+        by_mesh: dict[int, list[Param]] = {unit.mesh: []} if unit.several else {}
+        for param in unit.params:
+            by_mesh.setdefault(mesh_of(param, unit.mesh), []).append(param)
         for mesh, params in sorted(by_mesh.items()):
             is_split = len(by_mesh) > 1 and mesh != unit.mesh
             name = f"{unit.name} ({name_of(mesh)})" if is_split else unit.name
@@ -190,10 +190,10 @@ def _find_part(pattern: str, mesh: Any, model_ranks: Ranks) -> ModelPart:
     return ModelPart(pattern, ranks, others, part.dim)
 
 
-def assign_parts(planned: Sequence[UnitPlanned], patterns: Sequence[str]) -> list[UnitPlanned]:
+def assign_parts(planned: Sequence[Unit], patterns: Sequence[str]) -> list[Unit]:
     """Splits units with parameters on several meshes, at the same calls. Raises ValueError for a
     pattern that matches no parameter, or a parameter on several meshes."""
-    names = [fqn for unit in planned for choice in unit.params for fqn in choice.fqns]
+    names = [fqn for unit in planned for param in unit.params for fqn in param.fqns]
     for pattern in patterns:
         if not any(fnmatchcase(fqn, pattern) for fqn in names):
             raise ValueError(
@@ -201,59 +201,59 @@ def assign_parts(planned: Sequence[UnitPlanned], patterns: Sequence[str]) -> lis
                 f"{', '.join(repr(name) for name in names[:3])}"
             )
     return split_units(
-        planned, lambda choice, _: _mesh_of(choice, patterns), lambda mesh: patterns[mesh - 1]
+        planned, lambda param, _: _mesh_of(param, patterns), lambda mesh: patterns[mesh - 1]
     )
 
 
-def _mesh_of(choice: ParamChoice, patterns: Sequence[str]) -> int:
+def _mesh_of(param: Param, patterns: Sequence[str]) -> int:
     meshes: set[int] = set()
-    for fqn in choice.fqns:
+    for fqn in param.fqns:
         meshes |= {i for i, pattern in enumerate(patterns, 1) if fnmatchcase(fqn, pattern)} or {0}
     if len(meshes) > 1:
         raise ValueError(
-            f"groups: parameter '{' = '.join(choice.fqns)}' is on several meshes; let one pattern "
+            f"groups: parameter '{' = '.join(param.fqns)}' is on several meshes; let one pattern "
             "match all of its names, and no other pattern match any"
         )
     return meshes.pop()
 
 
 def _larger_tensor(
-    choice: ParamChoice, mesh: int, parts: Sequence[ModelPart]
+    param: Param, mesh: int, parts: Sequence[ModelPart]
 ) -> tuple[dist.ProcessGroup, int] | None:
-    """Returns :attr:`ParamChoice.larger`. Raises ValueError for a DTensor whose ranks differ from
+    """Returns :attr:`Param.larger`. Raises ValueError for a DTensor whose ranks differ from
     ``of=``."""
     part = parts[mesh - 1] if 0 < mesh <= len(parts) else None
-    cut = cut_of(choice)
+    cut = cut_of(param)
     if cut is None:
         return None if part is None or part.others is None else (part.others, part.dim)
     if part is not None and part.others is not None:
         members = members_of(cut.group)
         if (members_of(part.others), part.dim) != (members, cut.dim):
             raise ValueError(
-                f"groups['{part.pattern}']: parameter '{choice.fqns[0]}' is a DTensor with "
-                f"{choice.spec.placements} over ranks {sorted(members)}, but of= and dim= say "
-                "otherwise; leave of= and dim= out for DTensors"
+                f"groups['{part.pattern}']: parameter '{param.fqn}' is a DTensor with "
+                f"{param.dtensor_spec.placements} over ranks {sorted(members)}, but of= and dim= "
+                "say otherwise; leave of= and dim= out for DTensors"
             )
     return None if cut.dim is None else (cut.group, cut.dim)
 
 
-def find_sizes(planned: Sequence[UnitPlanned], device: torch.device) -> None:
+def find_sizes(planned: Sequence[Unit], device: torch.device) -> None:
     """Sets ``part`` of each parameter that is a part of a larger tensor; collective."""
-    by_group: dict[dist.ProcessGroup, list[tuple[ParamChoice, int]]] = {}
+    by_group: dict[dist.ProcessGroup, list[tuple[Param, int]]] = {}
     for unit in planned:
-        for choice in unit.params:
-            if choice.larger is not None:
-                group, dim = choice.larger
-                by_group.setdefault(group, []).append((choice, dim))
-    for group, choices in by_group.items():
-        local_sizes = [choice.tensor.shape[dim] for choice, dim in choices]
+        for param in unit.params:
+            if param.larger is not None:
+                group, dim = param.larger
+                by_group.setdefault(group, []).append((param, dim))
+    for group, params in by_group.items():
+        local_sizes = [param.tensor.shape[dim] for param, dim in params]
         sizes = gather_objects([group], [local_sizes], device)
-        for number, (choice, dim) in enumerate(choices):
+        for number, (param, dim) in enumerate(params):
             all_sizes = [rank_sizes[number] for rank_sizes in sizes]
-            shape = list(choice.tensor.shape)
+            shape = list(param.tensor.shape)
             shape[dim] = sum(all_sizes)
             begin = sum(all_sizes[: group.rank()])
-            choice.part = PartOf(group, torch.Size(shape), dim, begin)
+            param.part = PartOf(group, torch.Size(shape), dim, begin)
 
 
 def find_ranges(state: ShardState) -> dict[str, list[PartRanges]]:

@@ -13,14 +13,14 @@ import torch
 
 from zerocore.common.agreement import bits_of, gather_objects, ranks_by_value
 from zerocore.model.ranks import Ranks
-from zerocore.model.units import ParamChoice
+from zerocore.model.units import Param
 
 _log = logging.getLogger("zerocore")
 
 
 def explain(
     ranks: Ranks,
-    chosen: Sequence[ParamChoice],
+    chosen: Sequence[Param],
     checksums: Sequence[int],
     places: Sequence[int],
     device: torch.device,
@@ -28,8 +28,8 @@ def explain(
     """Warns of parameters that differ; collective. Raises ValueError, with parameters and ranks, if
     groups of ranks hold values of their own. ``places``: indices of the parameters that differ."""
     tables = gather_objects(ranks.groups, [list(checksums)], device)
-    same = [choice for place, choice in enumerate(chosen) if place not in set(places)]
-    if all(_is_constant(choice.tensor) for choice in same):
+    same = [param for place, param in enumerate(chosen) if place not in set(places)]
+    if all(_is_constant(param.tensor) for param in same):
         return  # only constants are the same: the ranks have drawn all their random numbers
     classes = {
         chosen[place].fqns[0]: ranks_by_value(enumerate(column))
@@ -46,7 +46,7 @@ def explain(
             "ranks get rank 0's values. If each rank has its own experts or tensor-parallel parts, "
             "name them in groups=. Otherwise set one seed on all ranks",
             _listed(ambiguous),
-            next(choice.fqns[0] for choice in same if not _is_constant(choice.tensor)),
+            next(param.fqn for param in same if not _is_constant(param.tensor)),
         )
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from zerocore.common.agreement import together
 from zerocore.common.alarm import operation, waiting
 from zerocore.common.parsing import parse_nbytes
-from zerocore.model.state import Param, ShardState, Unit, ready_state_of
+from zerocore.model.state import ShardState, ready_state_of
+from zerocore.model.units import Param, Unit
 from zerocore.tensor.rows import elements_of
 from zerocore.weights.export_steps import DEFAULT_BUCKET, Op, export_steps
 from zerocore.weights.info import (

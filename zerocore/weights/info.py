@@ -13,7 +13,8 @@ from torch import nn
 from zerocore.common.parsing import parse_nbytes
 from zerocore.layout.place import Place
 from zerocore.model.parameter_meshes import check_has_places
-from zerocore.model.state import Param, ShardState, Unit, ready_state_of
+from zerocore.model.state import ShardState, ready_state_of
+from zerocore.model.units import Param, Unit
 from zerocore.state_dict import buffers_of, param_keys
 from zerocore.tensor.rows import cuts_of, local_part, place_of
 from zerocore.weights.export_steps import DEFAULT_BUCKET, Load, Sizes, peak_nbytes

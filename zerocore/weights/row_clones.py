@@ -46,7 +46,7 @@ def _twin_of(
     owner, key = param.owners[0]
     twin = getattr(twins.get(names[owner]), "_parameters", {}).get(key)
     if twin is None or twin.shape != param.shard.shape:
-        raise ValueError(f"the two models have different parameters, such as '{param.name}'")
+        raise ValueError(f"the two models have different parameters, such as '{param.fqn}'")
     return twin
 
 
