@@ -28,6 +28,7 @@ from tests.fsdp.both import (
     train_both,
 )
 from zerocore.fsdp.group import group_of
+from zerocore.model.state import state_of
 
 
 def options(**given: Any) -> Any:
@@ -172,7 +173,11 @@ def checkpoints(fsdp: Any, model: Any) -> Trained:
 def groups_modules(fsdp: Any, model: Any) -> Trained:
     fsdp.fully_shard([model.blocks[0], model.blocks[1]])
     fsdp.fully_shard([model.blocks[2], model.head])
-    return train(fsdp.fully_shard(model))
+    trained = train(fsdp.fully_shard(model))
+    if fsdp is zerocore.fsdp:  # the two of a group may have parameters of the same name
+        names = {param.fqn for param in state_of(model).params()}
+        assert names == {name for name, _ in model.named_parameters()}
+    return trained
 
 
 def uses_less_later(fsdp: Any, model: Any) -> Trained:

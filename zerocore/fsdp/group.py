@@ -57,10 +57,11 @@ class RowParam(Param):
 
     def is_in_place(self) -> bool:
         """Whether the engine and the modules have the same tensors."""
-        registered = self.registered()
-        return (registered is self.object or self._is_view(registered)) and (
-            self.shard._local_tensor is self.local
-        )
+        registered, shard = self.registered(), self.object
+        if not hasattr(shard, "_spec"):  # not by ``shard``: each root call asks all parameters
+            shard = self.hidden
+        is_held = registered is self.object or self._is_view(registered)
+        return is_held and shard._local_tensor is self.local
 
     def _is_view(self, value: Any) -> bool:
         return value is not None and self.view is not None and value is self.view.view
