@@ -20,10 +20,8 @@ def extension_of(param: RowParam) -> Extension:
         raise NotImplementedError(
             f"parameter '{param.fqn}' has {PRE} and {where}; shard it by rows on the device"
         )
-    mesh, module = _shard_mesh(group.mesh), param.owners[0][0]
-    extension = Extension(
-        param.fqn, shard._local_tensor, module, mesh, group.policy, param.rows.shape
-    )
+    mesh, shape = _shard_mesh(group.mesh), param.rows.shape
+    extension = Extension(param, shard._local_tensor, mesh, group.policy, shape)
     extension.ask()
     return extension
 

@@ -134,7 +134,7 @@ class ShardState:
             for unit in self.units
             if any(
                 owner in inside
-                for param in (*unit.params, *unit.extensions)
+                for param in (*unit.params, *unit.several)
                 for owner, _ in param.owners
             )
         ]

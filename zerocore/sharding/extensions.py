@@ -41,13 +41,11 @@ from zerocore.tensor.wrapped import PRE, own_chunk, show_made, wrapper_of
 class Extension:
     """One parameter that gathers itself."""
 
-    fqn: str  # its name in errors
-    rows: Any  # this rank's rows of the parameter
-    module: nn.Module  # the module that has it
+    param: Param
+    rows: Any  # this rank's rows of it
     mesh: DeviceMesh  # 1-D: the ranks that share its rows
     policy: MixedPrecisionPolicy  # of the module
     shape: torch.Size  # of the full parameter
-    owners: Sequence[tuple[nn.Module, str]] = ()  # modules that have it, and its name in each
     is_param: bool = True  # the unit has it; if not, the unit has an ungathered full parameter
     version: Callable[[], int] | None = None  # of its values; None if they never change
     encoded_version: int = -1
@@ -58,6 +56,10 @@ class Extension:
     # Tensors on ``full`` with storages of their own: tensors saved for a backward read there.
     windows: tuple[Tensor, ...] = field(default=(), repr=False)
 
+    @property
+    def fqn(self) -> str:
+        return self.param.fqn
+
     def ask(self) -> None:
         """Asks the parameter for the tensors to gather; raises AssertionError if the function's
         signature is not FSDP2's."""
@@ -65,7 +67,7 @@ class Extension:
         count = len(signature(pre).parameters)
         arguments: tuple[Any, ...] = (self.mesh,)
         if count == 5:
-            arguments += (*self._outer(), self.module, self.policy)
+            arguments += (*self._outer(), self.param.owners[0][0], self.policy)
         elif count != 1:
             raise AssertionError(
                 f"parameter '{self.fqn}': {PRE} takes {count} arguments; expected mesh, or "
@@ -193,13 +195,11 @@ def make_extensions(
         vars(owner)["_get_fsdp_state"] = _fsdp_state  # on the object, not its class
     extensions = [
         Extension(
-            param.fqn,
+            param,
             _first_rows(param, ranks, config, device),
-            param.owners[0][0],
             mesh,
             policy,
             param.tensor.shape,
-            param.owners,
             is_param=param.wrapper is not None,
         )
         for param in params
@@ -224,14 +224,12 @@ def _first_rows(param: Param, ranks: Ranks, config: ShardConfig, device: torch.d
 def bind_extensions(state: ShardState, unit: Unit) -> None:
     """Takes the engine's memory, and replaces parameters of several tensors by this rank's rows."""
     engine = state.engine
-    known = {param.fqn: position for position, param in enumerate(unit.params)}
     for extension in unit.extensions:
         extension.bind(engine, unit)
         if not extension.is_param:
             _bind_several(engine, unit, extension)
         else:
-            position = known[extension.fqn]
-            shard = unit.params[position].shard
+            position, shard = unit.params.index(extension.param), extension.param.shard
             local, wrapper = shard.local(), wrapper_of(extension.rows)
             extension.version = partial(engine.param_version, unit.index, position)
             sizes = (local.numel() // max(prod(extension.shape[1:]), 1), *extension.shape[1:])
@@ -242,16 +240,17 @@ def bind_extensions(state: ShardState, unit: Unit) -> None:
 
 
 def _bind_several(engine: Engine, unit: Unit, extension: Extension) -> None:
-    position = len(unit.params) + len(unit.encoded)
+    param, position = extension.param, len(unit.params) + len(unit.encoded)
     full = nn.Parameter(engine.make_full(unit.index, position), requires_grad=False)
     part = engine.make_shard(unit.index, position)
     shard = nn.Parameter(extension.rows, requires_grad=False)
-    owners = [(owner._parameters, name) for owner, name in extension.owners]
+    owners = [(owner._parameters, name) for owner, name in param.owners]
     engine.bind(unit.index, position, full, shard, None, part)
     unit.views.append(ShownView(shard, owners, lambda: extension.show(full)))
     engine.set_view(unit.index, position, unit.views[-1].show)
-    for owner, name in extension.owners:
+    for owner, name in param.owners:
         owner._parameters[name] = shard
+    param.object, param.hidden = shard, full
     unit.encoded.append(Encoded(engine.spec(unit.index, position), None))
 
 
