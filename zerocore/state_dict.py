@@ -90,7 +90,7 @@ def _several(unit: Unit, encoded: list[Tensor]) -> dict[str, Tensor]:
     for extension in unit.extensions:
         count = len(extension.kinds)
         inputs, encoded = encoded[:count], encoded[count:]
-        if extension.version is None:
+        if not extension.is_param:
             encoded = encoded[1:]  # skips the entry of the full parameter
             full[extension.fqn] = extension.make(inputs, extension.rows.dtype).cpu()
     return full

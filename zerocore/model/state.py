@@ -120,7 +120,7 @@ class ShardState:
 
     def several(self) -> list[str]:
         """Returns the names of frozen parameters of several tensors, which are not sharded."""
-        return [extension.fqn for extension in self.extensions if extension.version is None]
+        return [extension.fqn for extension in self.extensions if not extension.is_param]
 
     def params(self) -> list[Param]:
         """Returns all parameters, in the order of the units."""

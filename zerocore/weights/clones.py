@@ -57,7 +57,7 @@ def clone_sharded(model: _Model, make: Callable[[], _Model] | None = None) -> _M
 def _check(state: ShardState) -> None:
     if state.tensor_ranks is not None or (len(state.meshes) > 1 and not state.kind.by_rows):
         raise ValueError("clone_sharded does not support groups= or tensor parallelism")
-    if state.extensions:
+    if state.extensions and not state.kind.by_rows:
         raise ValueError(
             f"parameter '{state.extensions[0].fqn}' gathers itself, which clone_sharded does not "
             "support"
