@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerocore.fsdp.group import Group, Root
-from zerocore.fsdp.policy import types_of, wire_dtype_of
+from zerocore.fsdp.policy import wire_dtype_of
 from zerocore.model.memory import check_apart
 from zerocore.model.ranks import Ranks, ranks_of
 from zerocore.model.refusals import check_trained
@@ -154,4 +154,4 @@ def _prepare(group: Group) -> None:
             from zerocore.fsdp.extensions import extension_of  # late: most models have none
 
             param.extension = extension_of(param)
-        param.types = types_of(param)
+        param.types = param.find_types()

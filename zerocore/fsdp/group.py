@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerocore._C import Engine
 from zerocore.fsdp.mesh import DataMesh, device_of
-from zerocore.fsdp.policy import types_of
+from zerocore.fsdp.policy import wire_dtype_of
 from zerocore.fsdp.rows import LOCAL_TYPE, RowPlacement, shard_rows
 from zerocore.model.memory import Extent, extent_of, tie_key
 from zerocore.model.state import ShardState, drop_state
 from zerocore.model.unit_call import note_unit_call
 from zerocore.model.units import Param
+from zerocore.options.precision import MixedPrecision, ParamTypes, gathered_types
 from zerocore.tensor.earlier import current, stands_for
 from zerocore.tensor.placed import IS_ROWS, as_view
 from zerocore.tensor.rows import forget_rows, local_part
@@ -84,11 +85,32 @@ class RowParam(Param):
         vars(as_view(shown, self.hidden)).update(self.attributes)
         return shown
 
+    def find_types(self) -> ParamTypes:
+        """Returns its dtypes under the group's policy. Raises ValueError if ``gather_dtype`` cannot
+        hold it, NotImplementedError for a ``gather_dtype`` of parameters on the host."""
+        dtype, policy = self.shard.dtype, self.group.policy
+        if not dtype.is_floating_point:
+            return ParamTypes(dtype, dtype, dtype, dtype)
+        model = policy.param_dtype or dtype
+        main = dtype if self.extension is None else model  # the shard is the main weight
+        grad = self.shard.grad_dtype or dtype
+        reduce = wire_dtype_of(policy) or policy.reduce_dtype or (model if grad == dtype else grad)
+        types, gather = ParamTypes(model, main, reduce, grad), getattr(policy, "gather_dtype", None)
+        if gather is None or self.extension is not None:
+            return types
+        if self.group.offloads:
+            raise NotImplementedError(
+                f"parameter '{self.fqn}': gather_dtype={gather} does not support parameters on the "
+                "host; leave out gather_dtype= or offload_policy="
+            )
+        mixed = MixedPrecision(gather_dtype=gather)
+        return gathered_types(types, mixed, self.fqn, len(self.rows.shape), self.owners)
+
     @property
     def maker(self) -> Callable[[], torch.Tensor] | None:
         if self.extension is not None or self.rows.whole is not None or self.rows.sums:
             return None
-        dtype, device = types_of(self).model, device_of(self.group.mesh)
+        dtype, device = self.find_types().model, device_of(self.group.mesh)
         return partial(torch.empty, self.shard.shape, dtype=dtype, device=device)
 
     def take_registered(self) -> None:

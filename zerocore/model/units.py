@@ -1,4 +1,4 @@
-"""Chooses the units of a model: which parameters are gathered together, for which modules.
+"""The units of a model, which parameters are gathered together for which modules; chooses them.
 
 Also predicts the order of their calls, before the first forward.
 """

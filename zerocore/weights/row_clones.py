@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard
 
 from zerocore.fsdp import fully_shard
 from zerocore.fsdp.group import Group, RowParam, group_of, groups_below
-from zerocore.fsdp.policy import types_of
 
 
 def shard_rows_alike(model: nn.Module, copied: nn.Module, device: torch.device) -> None:
@@ -29,7 +28,7 @@ def shard_rows_alike(model: nn.Module, copied: nn.Module, device: torch.device) 
             raise ValueError("clone_sharded does not support a module with several meshes")
         params = {_twin_of(param, names, twins): param for param in group.params}
         for twin, param in params.items():  # a clone has no main weights
-            twin.data = twin.data.to(types_of(param).model)
+            twin.data = twin.data.to(param.types.model)
         _shard_group(group, [twins[names[module]] for module in group.modules], params, device)
     for module in copied.modules():
         for values in (module._parameters, module._buffers):
