@@ -190,18 +190,19 @@ void ModelCalls::recompute(UnitId id) {
 void ModelCalls::grad_ready(UnitId id, int param) {
   begin_backward();
   UnitProgress& progress = progress_[id];
-  // In a nested backward pass (reentrant checkpoints inside the unit) gradients may come again. The
-  // unit is reduced when the outer backward pass is past it.
+  // In a nested backward pass (reentrant checkpoints inside the unit) gradients may come again, even
+  // after all of the outer one's. Such a unit is reduced when the outer backward pass is past it.
   if (progress.backward == -1) {
     go_through(id);
   }
   if (progress.backward != current_backward()) {
+    progress.nests = true;
     return;
   }
   if (!std::exchange(progress.fired[param], 1)) {
     ++progress.num_fired;
   }
-  if (progress.num_fired == lifecycle_.trainable().count(id)) {
+  if (!progress.nests && progress.num_fired == lifecycle_.trainable().count(id)) {
     lifecycle_.run([&](Actions& out) { schedule_.ready(id, out); });
   }
 }

@@ -150,6 +150,7 @@ class ModelCalls {
     int64_t backward = -1; // the backward pass that uses the unit
     std::vector<uint8_t> fired; // by parameter: its gradient has arrived in this backward pass
     bool changed = false; // trained parameters have changed since the last forward
+    bool nests = false; // nested backward passes inside the unit have computed gradients
   };
 
   void recover(const char* what, bool may_be_parked = false);
