@@ -51,6 +51,42 @@ def forge(folder: Path, change: Callable[[Any], None]) -> None:
     mutants.sign_folder(folder, ".metadata")
 
 
+@pytest.mark.parametrize(
+    ("strides", "is_known"),
+    [
+        ([], True),
+        ([None], True),
+        ([(5, 1)], True),
+        ([("5",)], False),
+        ([[5]], False),
+        ([(), ()], False),
+    ],
+)
+def test_properties_of_other_releases(
+    strides: list[Any], is_known: bool, made: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.15 adds a tensor's strides to its properties, whichever release reads them."""
+    model, checkpoints, folder = made
+    expected = zerocore.full_state_dict(model)
+    fields_of = saved.TensorProperties.__getstate__
+
+    def written(properties: saved.TensorProperties) -> tuple[Any, ...]:
+        return (*fields_of(properties)[:5], *strides)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saved.TensorProperties, "__getstate__", written)
+        forge(folder, lambda metadata: None)
+    if not is_known:
+        with pytest.raises(ValueError, match=r"\.metadata cannot be read: a tensor's properties"):
+            checkpoints.load()
+        return
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert checkpoints.load() == 1
+    for name, value in zerocore.full_state_dict(model).items():
+        assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.parametrize("path", ["../other/__0_0.distcp", "/dev/zero", "..", "pipe", "a\x1b[31m"])
 def test_names_lead_nowhere_else(path: str, made: Model) -> None:
     model, checkpoints, folder = made

@@ -218,6 +218,7 @@ def _dict_of(key: Test, value: Test) -> Test:
 
 
 _is_size, _is_text = _is_a(torch.Size), _is_a(str)
+_is_strides = _or_none(_all_of(tuple, is_count))
 _FIELDS: dict[type, Mapping[str, Test]] = {
     dcp.MetadataIndex: {"fqn": _is_text, "offset": _or_none(_is_size), "index": _or_none(is_count)},
     _StorageInfo: {
@@ -265,10 +266,11 @@ def _fill(target: Any, state: Any) -> None:
 
 
 def _fill_properties(target: dcp.TensorProperties, state: Any) -> None:
-    kinds = (torch.dtype, torch.layout, bool, dcp._MEM_FORMAT_ENCODING, bool)
-    if type(state) is not tuple or list(map(type, state)) != list(kinds):
+    kinds = [torch.dtype, torch.layout, bool, dcp._MEM_FORMAT_ENCODING, bool]
+    fields, strides = (state[:5], state[5:]) if type(state) is tuple else ((), ())
+    if list(map(type, fields)) != kinds or strides[1:] or not all(map(_is_strides, strides)):
         raise ValueError("a tensor's properties have unexpected types")
-    target.__setstate__(state)
+    target.__setstate__(fields)  # torch 2.15 adds strides: no load needs them, older ones take none
 
 
 def _size(sizes: Any) -> torch.Size:
