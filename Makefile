@@ -7,6 +7,8 @@
 #                                  `make speed` beside the last commit that was measured
 #   make speed BASE=<commit>       compare the speed of this checkout with that of a commit, in ten
 #                                  minutes; ARGS=--quick: two rows in three
+#   make torch TORCH=2.15.0        run the tests of what depends on torch with that release of it,
+#                                  in a clone of the last commit: build/torch-2.15.0
 #   make docs                      build the documentation's site in build/site
 #   make test ARGS="tests/plan"    run some of them: ARGS go to pytest
 #   PYTHON=/path/to/python make test   where that Python has a suitable torch, use it
@@ -28,7 +30,7 @@ TEST_CXX_FILES = $(shell find tests -name '*.h' -o -name '*.cpp')
 # ninja, cmake and clang-format may be installed in .venv or come with $(PYTHON).
 export PATH := $(VENV)/bin:$(PATH):$(shell $(PYTHON) -c 'import sys; print(sys.prefix)')/bin
 
-.PHONY: demo test nightly speed build docs lint format sanitize tsan clean distclean
+.PHONY: demo test nightly speed torch build docs lint format sanitize tsan clean distclean
 
 demo: $(VENV)/.built $(VENV)/.has-demo
 	@echo "training on all ranks of this machine: some 40 seconds on two cores"
@@ -45,6 +47,17 @@ nightly: $(VENV)/.built $(VENV)/.has-test $(VENV)/.has-demo
 # Status 1: a row is slower; 2: BASE cannot be compared.
 speed: $(VENV)/.built $(VENV)/.has-demo
 	$(PY) benchmarks/speed.py $(ARGS) -- $(BASE)
+
+# Functions and hooks that zerocore replaces, FSDP2, DTensors, files: one set of parameters of each.
+TORCH_TESTS = hooks checkpoint fsdp sharding tensor repository/test_python_tree.py
+torch: OTHER = $(CURDIR)/build/torch-$(TORCH)
+torch:
+	test -d $(OTHER) || git clone --quiet . $(OTHER)
+	git -C $(OTHER) fetch --quiet origin HEAD && git -C $(OTHER) checkout --quiet FETCH_HEAD
+	$(PYTHON) -m venv $(OTHER)/build/python
+	$(OTHER)/build/python/bin/python -m pip install torch==$(TORCH)
+	$(MAKE) -C $(OTHER) test PYTHON=$(OTHER)/build/python/bin/python \
+	  ARGS="$(or $(ARGS),--one-each $(addprefix tests/,$(TORCH_TESTS)))"
 
 build: $(VENV)/.built
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import zerocore
 from tests.by_night import by_night
@@ -180,13 +181,16 @@ def test_another_version_of_torch_reads_and_writes(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         if script is READ:
-            assert done.stdout.split("+")[0] != torch.__version__.split("+")[0]
+            other = TorchVersion(done.stdout.split("+")[0])
+            assert other != torch.__version__.split("+")[0]
     read = torch.load(out)
     for key, value in expected["model"].items():
         assert torch.equal(read[f"model.{key}"], value), key
     for key, value in expected["state"].items():
         assert torch.equal(read[f"optim.state.{key}"], value), key
-    run_ranks(load_of_others, 2, written, expected)
+    # Before 2.15 torch cannot read what later releases save; zerocore can.
+    if other < "2.15" or torch.__version__ >= "2.15":
+        run_ranks(load_of_others, 2, written, expected)
     weights = open_weights(written)
     for key, value in expected["model"].items():
         assert torch.equal(weights.read(key), value), key
