@@ -126,7 +126,7 @@ def resume_around(way: str) -> None:
     for stage in (0, 1, 3):
         assert resume(Around, stage, way) == "resumes"
         if way != "own":
-            message = r"AroundWithStates wraps an? AdamW, and its state_dict is .*'slow'"
+            message = r"AroundWithStates wraps an? AdamW, but its state_dict .*'slow'"
             with pytest.raises(TypeError, match=message):
                 resume(AroundWithStates, stage, way)
 

@@ -1,5 +1,4 @@
-"""Programs: gradients that zero_grad() drops or zeroes, weights averaged by hand, states before a
-step."""
+"""Programs: dropped or zeroed gradients, averages by hand, flat buffers, states before a step."""
 
 from __future__ import annotations
 
@@ -7,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tests.distributed.programs.models import Block, SometimesTwo, mean_square
+from tests.distributed.programs.models import Block, Net, SometimesTwo, mean_square, sgd
 from tests.distributed.programs.registry import program
 from tests.distributed.programs.run import Run
 
@@ -90,3 +89,56 @@ class FromWeights(torch.optim.Optimizer):
                 state["z"] = param.clone()
             state["z"].sub_(param.grad, alpha=0.05)
             param.lerp_(state["z"], 0.5)
+
+
+def views_of(flat: Tensor, params: list[Any]) -> list[Tensor]:
+    parts = flat.split([p.numel() for p in params])
+    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
+
+
+@program("gradients that are views of a flat buffer, which the program clips and zeroes")
+def flat_gradients(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer, params = sgd(model), list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in params))
+    for p, view in zip(params, views_of(flat, params), strict=True):
+        p.grad = view
+    for x in run.batches():
+        loss = mean_square(model(x))
+        loss.backward()
+        run.average(model)
+        run.record(loss, flat.norm())
+        flat.mul_(0.1 / flat.norm())
+        optimizer.step()
+        flat.zero_()
+
+
+@program("weights that are views of a flat buffer, which the program decays")
+def flat_weights(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer, params = sgd(model), list(model.parameters())
+    flat = torch.linspace(-0.5, 0.5, sum(p.numel() for p in params))
+    for p, view in zip(params, views_of(flat, params), strict=True):
+        p.data = view
+    for x in run.batches():
+        loss = mean_square(model(x))
+        loss.backward()
+        run.average(model)
+        optimizer.step()
+        flat.mul_(0.9)
+        optimizer.zero_grad()
+        run.record(loss, flat.norm())
+
+
+@program("weights set to views of one vector, to try steps along a line")
+def line_search(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer, params = sgd(model), list(model.parameters())
+    vector = torch.linspace(-0.5, 0.5, sum(p.numel() for p in params))
+    x = run.tensor(4, 8)
+    for scale in (1.0, 0.9, 0.8):
+        nn.utils.vector_to_parameters(vector * scale, params)
+        run.record(mean_square(model(x)).detach())
+    mean_square(model(x)).backward()
+    run.average(model)
+    optimizer.step()
