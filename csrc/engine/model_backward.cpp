@@ -218,6 +218,7 @@ void ModelCalls::end_backward() {
   consensus_.serve_others();
   lifecycle_.run([&](Actions& out) { schedule_.end_backward(out); });
   reduce_rest();
+  sum_rest();
   reduce_held_back();
   for (const auto& unit : units_) {
     lifecycle_.writes().save(unit->id()); // units that stay unsharded have unsaved writes
@@ -285,6 +286,17 @@ void ModelCalls::reduce_rest() {
   }
   for (const auto& unit : units_) {
     if (has_rest && rest[unit->id()]) {
+      reducer_.reduce(unit->id());
+    }
+  }
+}
+
+// Adds gradients that arrived between backward passes to this rank's sums: the zero-bubble
+// schedules of pipelines add to those of full parameters themselves. In the dtype of the sums they
+// may as well stay there.
+void ModelCalls::sum_rest() {
+  for (const auto& unit : units_) {
+    if (reducer_.has_more_to_sum(unit->id())) {
       reducer_.reduce(unit->id());
     }
   }

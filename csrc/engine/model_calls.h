@@ -193,6 +193,7 @@ class ModelCalls {
   void throw_untracked_error();
   void choose_reduced();
   void reduce_rest();
+  void sum_rest();
   void reduce_held_back();
   void run_user_hooks(const std::vector<bool>& reduced);
 

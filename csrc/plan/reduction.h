@@ -271,6 +271,10 @@ class Reduction {
   bool is_final(UnitId unit) const {
     return final_.at(unit);
   }
+  // Returns whether reduce() only sums the unit's gradients on this rank.
+  bool holds(UnitId unit, bool sync) const {
+    return !sync && (!facts_.mesh_of(unit).shards_gradients || facts_.options.sharding.hold_full);
+  }
   // Returns whether this rank has local sums of the unit that were not reduced.
   bool has_local(UnitId unit) const {
     return state_.any_local(unit);
@@ -286,10 +290,6 @@ class Reduction {
  private:
   using Key = RegionKey;
 
-  // Returns whether reduce() only sums the unit's gradients on this rank.
-  bool holds(UnitId unit, bool sync) const {
-    return !sync && (!facts_.mesh_of(unit).shards_gradients || facts_.options.sharding.hold_full);
-  }
   bool is_in_flight(UnitId unit) const;
   size_t most_beside(UnitId unit) const;
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import zerocore
 import zerocore.fsdp
@@ -27,6 +30,22 @@ def build() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_LAYERS)]
     return nn.Sequential(*layers)
+
+
+class Affine(nn.Module):
+    """Elementwise: its gradients do not depend on how memory lies, as those of matrices do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight[0] + self.weight[1])
+
+
+def build_elementwise() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Affine() for _ in range(NUM_LAYERS)])
 
 
 def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
@@ -47,7 +66,15 @@ def reference(num_replicas: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def make_stages(mesh: Any, stage: int, num_stages: int, is_v: bool, **options: Any) -> list[Any]:
+def make_stages(
+    mesh: Any,
+    stage: int,
+    num_stages: int,
+    is_v: bool,
+    fully_shard: Any = zerocore.fsdp.fully_shard,
+    make: Any = build,
+    **options: Any,
+) -> list[Any]:
     """This rank's stages, sharded over the ranks that hold the same ones."""
     rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
     layers = NUM_LAYERS // num_stages
@@ -55,11 +82,11 @@ def make_stages(mesh: Any, stage: int, num_stages: int, is_v: bool, **options: A
     stages = []
     mine = [rank, num_stages - 1 - rank] if is_v else range(rank, num_stages, size)
     for index in mine:
-        part = build()[index * layers : (index + 1) * layers]
+        part = make()[index * layers : (index + 1) * layers]
         if stage == FSDP:
             for layer in part:
-                zerocore.fsdp.fully_shard(layer, mesh=data, **options)
-            zerocore.fsdp.fully_shard(part, mesh=data, **options)
+                fully_shard(layer, mesh=data, **options)
+            fully_shard(part, mesh=data, **options)
         else:
             zerocore.shard(part, stage=stage, group=data)
         stages.append(
@@ -160,6 +187,61 @@ def assert_planned(part: nn.Module, stage: int, events: Any) -> None:
 @pytest.mark.parametrize("kind", ["ScheduleInterleavedZeroBubble", *by_night(V_SHAPED[0])])
 def test_zero_bubble_gathers_and_reduces_once_a_step(kind: str) -> None:
     assert run_ranks(count_reductions, 2, kind) == [[NUM_LAYERS // 2] * 3] * 2
+
+
+def last_dimension(param: nn.Parameter) -> Shard:
+    """Modules then see views of full parameters."""
+    return Shard(param.dim() - 1)
+
+
+def gradients(mesh: Any, kind: str, fully_shard: Any, **options: Any) -> list[list[Tensor]]:
+    """This rank's gradients in each of several steps from the same state."""
+    num_stages = 2 * mesh["pp"].size()
+    stages = make_stages(
+        mesh, FSDP, num_stages, "V" in kind, fully_shard, build_elementwise, **options
+    )
+    for module in chain.from_iterable(stage.submod.modules() for stage in stages):
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # FSDP2's average is none of gloo's
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output.float(), target)
+
+    schedule = getattr(pipelining, kind)(stages, NUM_MICRO, loss_fn=loss, scale_grads=False)
+    x, target = batch(0, mesh["dp"].get_local_rank())
+    first = (x,) if any(stage.is_first for stage in stages) else ()
+    last = {"target": target} if any(stage.is_last for stage in stages) else {}
+    found = []
+    for _ in range(NUM_STEPS):
+        schedule.step(*first, **last)
+        params = [param for stage in stages for param in stage.submod.parameters()]
+        found.append([param.grad.to_local().clone() for param in params])
+        for param in params:
+            param.grad = None
+    return found
+
+
+def sum_as_fsdp2(kind: str, num_pipelined: int) -> None:
+    mesh = init_device_mesh("cpu", (num_pipelined, 2), mesh_dim_names=("pp", "dp"))
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for place in (None, last_dimension):
+            options: Any = {"mp_policy": policy, "shard_placement_fn": place}
+            options["reshard_after_forward"] = False  # otherwise FSDP2 loses gradients
+            expected = gradients(mesh, kind, fully_shard, **options)
+            found = gradients(mesh, kind, zerocore.fsdp.fully_shard, **options)
+            for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+                for one, other in zip(ours, theirs, strict=True):
+                    assert torch.equal(one, other), (dtype, place, step)
+
+
+SPLIT = (("ScheduleInterleavedZeroBubble", 1), *by_night((V_SHAPED[0], 2)))
+
+
+@greets_itself
+@pytest.mark.parametrize(("kind", "num_pipelined"), SPLIT)
+def test_zero_bubble_sums_as_fsdp2_from_the_first_step_on(kind: str, num_pipelined: int) -> None:
+    run_ranks(sum_as_fsdp2, 2 * num_pipelined, kind, num_pipelined, timeout=120.0)
 
 
 def fail_in_a_step() -> None:

@@ -92,8 +92,11 @@ PATCHES = (
         for name in collectives.UNASKED
     ),
     *(
-        Patch(_STAGES, name, "zerocore.hooks.pipelines.for_full_weights", when=_STAGES)
-        for name in ("stage_backward_input", "stage_backward_weight")
+        Patch(_STAGES, name, f"zerocore.hooks.pipelines.{function}", when=_STAGES)
+        for name, function in (
+            ("stage_backward_input", "for_full_weights"),
+            ("stage_backward_weight", "adds_to_full_weights"),
+        )
     ),
     Patch(
         f"{_STAGES}._PipelineStageBase",

@@ -22,21 +22,52 @@ from zerocore.tensor.rows import shard_of
 @around
 def for_full_weights(backward: Any, *args: Any, **kwargs: Any) -> Any:
     """Passes full parameters to a stage's backward; its weights are the only iterator argument."""
-    full = [_full_weights(arg) if isinstance(arg, Iterator) else arg for arg in args]
-    return backward(*full, **kwargs)
+    return backward(*_with_full_weights(args), **kwargs)
 
 
-def _full_weights(weights: Iterable[Any]) -> Iterator[Any]:
-    for weight in weights:
-        shard = shard_of(weight)
-        if isinstance(weight, ShardedParameter):
-            _check_deferred(weight)
-            yield weight.full
-        elif shard is not None:
-            unit = shard.state_ref().units[shard.unit]
-            yield unit.params[shard.position].full
-        else:
-            yield leaf_of(weight)
+@around
+def adds_to_full_weights(backward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Does so for a backward for weights, which adds to the gradients of full parameters.
+
+    Engines leave these gradients where they are until the next backward for inputs ends, as FSDP2
+    does. An engine that watches the graph would otherwise take them within this backward, and one
+    that knows the graph would not.
+    """
+    full = _with_full_weights(args)
+    states = {state for arg in full if isinstance(arg, FullWeights) for state in arg.states()}
+    engines = [state.engine for state in states if not state.engine.defers_reductions]
+    for engine in engines:
+        engine.defers_reductions = True
+    try:
+        return backward(*full, **kwargs)
+    finally:
+        for engine in engines:
+            engine.defers_reductions = False
+
+
+class FullWeights(list[Any]):
+    """Full parameters of a stage."""
+
+    def states(self) -> set[Any]:
+        """Returns the states of the sharded models that they belong to."""
+        shards = map(shard_of, self)
+        return {shard.state_ref() for shard in shards if shard is not None}
+
+
+def _with_full_weights(args: Iterable[Any]) -> list[Any]:
+    return [
+        FullWeights(map(_full_weight, arg)) if isinstance(arg, Iterator) else arg for arg in args
+    ]
+
+
+def _full_weight(weight: Any) -> Any:
+    shard = shard_of(weight)
+    if isinstance(weight, ShardedParameter):
+        _check_deferred(weight)
+        return weight.full
+    if shard is None:
+        return leaf_of(weight)
+    return shard.state_ref().units[shard.unit].params[shard.position].full
 
 
 def _check_deferred(weight: ShardedParameter) -> None:

@@ -3,6 +3,7 @@
 #include <ATen/core/functional.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <algorithm>
 
@@ -26,6 +27,16 @@ const at::Tensor* checked_gradient(const UnitParam& param) {
       "': its gradient is sparse, has another dtype, or is a tensor subclass; expected a "
       "plain tensor of the parameter's dtype. Use sparse=False.");
   return &grad;
+}
+
+// Autograd lays a gradient out in memory as its parameter. A pipeline's schedule, which sets the
+// gradient itself, may not.
+void lay_out(UnitParam& param) {
+  const at::Tensor& grad = own_gradient(param);
+  if (grad.defined() && grad.layout() == at::kStrided &&
+      !torch::autograd::utils::obeys_layout_contract(grad, param.full)) {
+    param.full.mutable_grad() = torch::autograd::utils::clone_obey_contract(grad, param.full);
+  }
 }
 
 } // namespace
@@ -142,6 +153,7 @@ void Reducer::reduce(UnitId id) {
     views_.set_apart(id);
   }
   note_trainable(id);
+  std::ranges::for_each(units_[id]->params(), lay_out);
   views_.note_used(id);
   const Unit& unit = *units_[id];
   const double average = 1.0 / static_cast<double>(unit.context().mesh.divisor);
@@ -176,6 +188,15 @@ bool Reducer::holds_back_any() const {
 bool Reducer::has_grads(UnitId id) const {
   return std::ranges::any_of(
       units_[id]->params(), [](const UnitParam& param) { return own_gradient(param).defined(); });
+}
+
+bool Reducer::has_more_to_sum(UnitId id) const {
+  const Unit& unit = *units_[id];
+  return !unit.settings().syncs && reduction_.holds(id, /*sync=*/false) &&
+      std::ranges::any_of(
+          unit.layout().regions(),
+          [](const Region& region) { return region.grad != region.own(); }) &&
+      has_grads(id);
 }
 
 // Users may freeze and unfreeze parameters between steps.

@@ -88,6 +88,9 @@ class Reducer final : private Steps {
   bool has_grads(UnitId unit) const;
   // Returns whether the unit has unreduced gradients or local sums.
   bool holds_back(UnitId unit) const;
+  // Returns whether full parameters have gradients that this backward does not reduce, and whose
+  // local sums have another dtype.
+  bool has_more_to_sum(UnitId unit) const;
   // Returns whether this backward syncs and the unit has local sums of an earlier one.
   bool has_earlier_sums(UnitId unit) const;
   bool holds_back_any() const;
