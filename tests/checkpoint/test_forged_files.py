@@ -87,6 +87,33 @@ def test_properties_of_other_releases(
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.parametrize(
+    ("attribute", "is_known"),
+    [
+        (lambda format: (type(format), format.name), True),
+        (lambda format: (type(format), "__class__"), False),
+        (lambda format: (torch.strided, format.name), False),
+        (lambda format: (format.name, "join"), False),
+    ],
+)
+def test_formats_of_other_pythons(
+    attribute: Callable[[Any], Any], is_known: bool, made: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.0 to 3.11.3 pickle a member of an enum as an attribute of it."""
+    _, checkpoints, folder = made
+    kind: Any = saved._MEM_FORMAT_ENCODING
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "__reduce_ex__", lambda self, _: (getattr, attribute(self)))
+        forge(folder, lambda metadata: None)
+    if is_known:
+        assert checkpoints.load() == 1
+        return
+    with pytest.raises(
+        ValueError, match=r"\.metadata cannot be read: no checkpoint needs the attr"
+    ):
+        checkpoints.load()
+
+
 @pytest.mark.parametrize("path", ["../other/__0_0.distcp", "/dev/zero", "..", "pipe", "a\x1b[31m"])
 def test_names_lead_nowhere_else(path: str, made: Model) -> None:
     model, checkpoints, folder = made

@@ -106,7 +106,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ops.accumulate(ONES, DOUBLES), TypeError, "cannot convert Double to Float"),
     (lambda: ops.cast(ONES, [ONES], []), ValueError, "got 0 offsets for 1 sources"),
     (lambda: ops.cast(ONES, [ONES[:2], DOUBLES[:2]], [0, 2]), TypeError, "source 1 is Double"),
-    (lambda: ops.cast(ONES, [ONES.int()], [0]), TypeError, "other dtypes can be moved only"),
+    (lambda: ops.cast(ONES, [ONES.int()], [0]), TypeError, "it only moves other dtypes"),
     (lambda: ops.cast(ONES, [ONES], [2]), ValueError, r"\[2, 6\)"),
     (lambda: ops.sum_of_squares(ONES, [ONES]), ValueError, "must be float64 of 2 elements"),
     (lambda: ops.sum_of_squares(SUMS, [ONES.int()]), TypeError, "shard 0 is Int"),

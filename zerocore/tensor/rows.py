@@ -101,7 +101,7 @@ def ready_shard_of(param: Any) -> ShardedParameter | RowShard | None:
     if shard is not None:
         return shard
     for group, make in list(_late.items()):
-        if any(row.param is param for row in group.params):
+        if any(row.object is param for row in group.params):
             make(group)
             return _shards.get(param)
     return None

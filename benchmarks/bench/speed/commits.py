@@ -11,6 +11,7 @@ import sysconfig
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -80,7 +81,8 @@ def _built(commit: str, parent: Path) -> Path:
     tree, finished = parent / "tree", parent / "finished"
     archive = _git("archive", commit)
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-        tar.extractall(tree, filter="data")
+        safely: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(tree, **safely)
     if not (tree / "setup.py").exists():
         raise SpeedError(f"{commit[:12]} does not build: it has no setup.py")
     # The ninja of this Python's folder, which may not be in PATH.

@@ -285,6 +285,14 @@ def _memory_format(number: Any) -> Any:
     return dcp._MEM_FORMAT_ENCODING(number)
 
 
+def _named_format(kind: Any, name: Any) -> Any:
+    """Returns a memory format as early releases of Python 3.11 pickle it: getattr(kind, name)."""
+    formats = dcp._MEM_FORMAT_ENCODING.__members__
+    if kind is not _MEMORY_FORMAT or type(name) is not str or name not in formats:
+        raise ValueError(f"no checkpoint needs the attribute {shown(name)} of {shown(kind)}")
+    return formats[name]
+
+
 def _layout(name: Any) -> torch.layout:
     if name != "torch.strided":
         raise ValueError(f"a checkpoint cannot have the layout {shown(name)}")
@@ -292,10 +300,12 @@ def _layout(name: Any) -> torch.layout:
 
 
 _PATH = Maker(call=lambda *parts: None)  # the path that the folder had when it was saved
+_MEMORY_FORMAT = Maker(call=_memory_format)
 _MAKERS: dict[tuple[str, str], Maker] = {
+    ("builtins", "getattr"): Maker(call=_named_format),
     ("torch", "Size"): Maker(call=_size),
     ("torch.serialization", "_get_layout"): Maker(call=_layout),
-    (_PACKAGE + "metadata", "_MEM_FORMAT_ENCODING"): Maker(call=_memory_format),
+    (_PACKAGE + "metadata", "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
     (_PACKAGE + "metadata", "TensorProperties"): Maker(
         kind=dcp.TensorProperties, build=_fill_properties
     ),
