@@ -97,7 +97,7 @@ class Subject:
             self.times.update_ms.append(update_ms)
             self.times.sent_nbytes.append(int(SENT.read_text()) - before)
         if self.system.peer in OURS:
-            with import_zerocore().record_events(self.model) as events:
+            with import_zerocore().reporting.record_events(self.model) as events:
                 self.step()
             self.times.wait_ms.append(sum(event.wait_ns for event in events) / 1e6)
 

@@ -249,7 +249,7 @@ class OverlapRun:
 
     def trace(self, subject: Subject) -> list[Any]:
         """Returns the events of one step of a zerocore system on the present link."""
-        with import_zerocore().record_events(subject.model) as events:
+        with import_zerocore().reporting.record_events(subject.model) as events:
             self.step(subject)
         return [event for event in events if event.op in COLLECTIVES]
 
