@@ -245,8 +245,7 @@ void register_steps(py::class_<PyEngine>& engine) {
       .def("finalize_backward", method(&ModelCalls::finalize_backward), no_gil)
       .def("begin_deferred", method(&Engine::begin_deferred), no_gil)
       .def("end_deferred", method(&Engine::end_deferred), py::arg("drops"), no_gil)
-      .def_property(
-          "defers_reductions", method(&Reducer::deferred), method(&Reducer::set_deferred))
+      .def_property("defers_reductions", method(&Reducer::deferred), method(&Reducer::set_deferred))
       .def_property_readonly("holds_back", method(&Reducer::holds_back_any))
       .def_property_readonly(
           "takes_notes",
