@@ -190,8 +190,8 @@ void ModelCalls::recompute(UnitId id) {
 void ModelCalls::grad_ready(UnitId id, int param) {
   begin_backward();
   UnitProgress& progress = progress_[id];
-  // In a nested backward pass (reentrant checkpoints inside the unit) gradients may come again, even
-  // after all of the outer one's. Such a unit is reduced when the outer backward pass is past it.
+  // A nested backward pass (a reentrant checkpoint inside the unit) may compute gradients again,
+  // after all of the outer one's. The unit is then reduced when the outer pass is past it.
   if (progress.backward == -1) {
     go_through(id);
   }
@@ -272,17 +272,15 @@ void ModelCalls::reduce_rest() {
         "unit '",
         units_[std::find(rest.begin(), rest.end(), true) - rest.begin()]->name(),
         "': a gradient arrived after those of the unit had been reduced, unlike in earlier calls "
-        "of "
-        "the same modules. ",
+        "of the same modules. ",
         uses_autocast_cache(context_.streams->device())
             ? "The backward runs inside a torch.autocast region, whose cache keeps copies of "
               "weights until the region ends: if it spans several steps, a forward computes "
               "with the weights of an earlier one. Leave the region before the backward, or pass "
               "cache_enabled=False."
             : "If you have just switched on checkpoints around several units, run the step again "
-              "on all "
-              "ranks; if you use full parameters outside of the model's calls, do that inside "
-              "`with zerocore.unsharded(model):` up to the end of the backward.");
+              "on all ranks; if you use full parameters outside of the model's calls, do that "
+              "inside `with zerocore.unsharded(model):` up to the end of the backward.");
   }
   for (const auto& unit : units_) {
     if (has_rest && rest[unit->id()]) {
@@ -291,9 +289,8 @@ void ModelCalls::reduce_rest() {
   }
 }
 
-// Adds gradients that arrived between backward passes to this rank's sums: the zero-bubble
-// schedules of pipelines add to those of full parameters themselves. In the dtype of the sums they
-// may as well stay there.
+// Adds gradients that arrived between backward passes to this rank's sums. Zero-bubble schedules
+// add to the gradients of full parameters. Gradients in the dtype of the sums stay there.
 void ModelCalls::sum_rest() {
   for (const auto& unit : units_) {
     if (reducer_.has_more_to_sum(unit->id())) {
