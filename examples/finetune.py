@@ -81,7 +81,7 @@ def read_config(path: Path | None) -> PreTrainedConfig:
 
 
 def read_tokenizer(folder: Path | None) -> Any:
-    """Reads the tokenizer of the model's folder; None without one: tokens are then bytes."""
+    """Returns the tokenizer in the model's folder, or None: tokens are then bytes."""
     has_one = folder is not None and any(folder.glob("tokenizer*"))
     return AutoTokenizer.from_pretrained(folder) if has_one else None
 

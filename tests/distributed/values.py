@@ -1,4 +1,4 @@
-"""Values of tensors that are shards at some stages, and plain at stage 0."""
+"""Values of tensors that are shards at some stages and plain at stage 0, and flat buffers."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def own_of(value: Any) -> Tensor:
     if isinstance(value, Placed):
         return value.local()
     return value.detach().as_strided((value.numel(),), (1,))
+
+
+def views_of(flat: Tensor, params: list[Any]) -> list[Tensor]:
+    """Views of a 1-D tensor in the shapes of the parameters, one after the other."""
+    parts = flat.split([p.numel() for p in params])
+    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]

@@ -16,6 +16,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import zerocore
 import zerocore.fsdp
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of, views_of
+from zerocore.tensor.noted_writes import copied_views
 
 MIXED = zerocore.MixedPrecision(torch.bfloat16)
 KINDS: dict[str, dict[str, Any]] = {
@@ -36,11 +38,6 @@ def net() -> nn.Module:
 def batch(step: int) -> Tensor:
     torch.manual_seed(step + 1)
     return torch.randn(4, 5)
-
-
-def views_of(flat: Tensor, params: list[Any]) -> list[Tensor]:
-    parts = flat.split([p.numel() for p in params])
-    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
 
 
 def set_weights(params: list[Any], flat: Tensor) -> None:
@@ -130,7 +127,7 @@ def copied(kind: str) -> None:
         optimizer = torch.optim.SGD(params, lr=0.1)
         for _ in range(2):
             losses.append(train(each))
-            flat = torch.cat([full(p.grad).flatten() for p in params])
+            flat = torch.cat([full_of(p.grad).flatten() for p in params])
             flat /= flat.norm()
             set_grads(params, flat)  # clipped by hand, all at once
             optimizer.step()
@@ -150,10 +147,7 @@ def copied(kind: str) -> None:
         optimizer.step()
         losses.append(train(each))
     torch.testing.assert_close(*found)
-
-
-def full(value: Any) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    assert not copied_views  # no later pass looks at parameters again
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "main" not in kind])

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import views_of
 from zerocore.tensor.rows import held_shard, shard_of
 
 
@@ -145,11 +146,6 @@ def keep_gradients() -> None:
 
 def test_gradients_that_programs_keep() -> None:
     run_ranks(keep_gradients, 2)
-
-
-def views_of(flat: Tensor, params: list[Any]) -> list[Tensor]:
-    parts = flat.split([p.numel() for p in params])
-    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
 
 
 def train_flat() -> None:

@@ -27,7 +27,7 @@ def for_full_weights(backward: Any, *args: Any, **kwargs: Any) -> Any:
 
 @around
 def adds_to_full_weights(backward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Does so for a backward for weights, which adds to the gradients of full parameters.
+    """Runs a backward for weights, which adds to the gradients of full parameters.
 
     Engines leave these gradients where they are until the next backward for inputs ends, as FSDP2
     does. An engine that watches the graph would otherwise take them within this backward, and one

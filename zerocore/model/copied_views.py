@@ -89,7 +89,10 @@ def check_grads(state: ShardState) -> None:
 
 def _living(shard: Any) -> CopiedView | None:
     view: CopiedView | None = None if shard is None else copied_views.get(shard)
-    return None if view is None or view.storage.expired() else view
+    if view is not None and view.storage.expired():
+        del copied_views[shard]  # later passes need not look again
+        return None
+    return view
 
 
 def _advice(state: ShardState, what: str) -> str:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.distributed.programs.models import Block, Net, SometimesTwo, mean_square, sgd
 from tests.distributed.programs.registry import program
 from tests.distributed.programs.run import Run
+from tests.distributed.values import views_of
 
 
 @program("micro-batches that zero_grad() drops, one of which alone used a layer", unused=True)
@@ -89,11 +90,6 @@ class FromWeights(torch.optim.Optimizer):
                 state["z"] = param.clone()
             state["z"].sub_(param.grad, alpha=0.05)
             param.lerp_(state["z"], 0.5)
-
-
-def views_of(flat: Tensor, params: list[Any]) -> list[Tensor]:
-    parts = flat.split([p.numel() for p in params])
-    return [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
 
 
 @program("gradients that are views of a flat buffer, which the program clips and zeroes")
