@@ -153,3 +153,29 @@ def copied(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "main" not in kind])
 def test_what_trains_right_is_not_refused(kind: str) -> None:
     run_ranks(copied, 2, kind)
+
+
+def kept(kind: str) -> None:
+    """A best vector that is restored, and flat gradients that zero_grad() drops, as under DDP."""
+    model = zerocore.shard(net(), **KINDS[kind])
+    found: list[list[Any]] = [[], []]
+    for losses, each in zip(found, (model, DistributedDataParallel(net())), strict=True):
+        params: list[Any] = list(each.parameters())
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        best = parameters_to_vector(params).detach().clone()
+        flat = torch.zeros_like(best)
+        for _ in range(3):
+            set_grads(params, flat)
+            optimizer.zero_grad()
+            losses.append(train(each))
+            optimizer.step()
+        vector_to_parameters(best, params)
+        with torch.no_grad():
+            losses += [each(batch(step)).float().mean() for step in range(2)]
+        losses += [best, flat]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "main" not in kind])
+def test_what_is_kept_and_not_worked_through(kind: str) -> None:
+    run_ranks(kept, 2, kind)
