@@ -36,27 +36,6 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
 )
-_OTHERS = "an element-wise optimizer, such as torch.optim.AdamW, SGD or zerocore.optim.AdamW"
-# Optimizers that cannot update shards: the reason, and a replacement.
-_REFUSED: dict[type[Optimizer], tuple[str, str]] = {
-    optim.LBFGS: (
-        "it takes dot products over all parameters, and a rank holds only a part of them",
-        _OTHERS,
-    ),
-    optim.Adafactor: (
-        "it keeps means over rows and columns of matrices, and a shard has no rows or columns",
-        "zerocore.matrices.owned(torch.optim.Adafactor, params, ...), which gives each parameter "
-        "to one rank in full",
-    ),
-    optim.Muon: (
-        "it orthogonalises whole matrices, and a rank holds only a part of each",
-        "zerocore.matrices.Muon, which computes the same on shards",
-    ),
-    optim.SparseAdam: (
-        "it takes sparse gradients, and a sharded model has dense ones",
-        _OTHERS,
-    ),
-}
 
 
 @around
@@ -115,14 +94,11 @@ def take_over(earlier: Sequence[tuple[Optimizer, dict[str, Any]]], ranks: Ranks)
 
 
 def _refuse(optimizer: Optimizer, sharded: list[ShardedParameter]) -> None:
-    for cls, (reason, other) in _REFUSED.items():
-        if not isinstance(optimizer, cls):
-            continue
-        if cls is optim.LBFGS and not any(param.place.groups for param in sharded):
-            return  # every rank holds all elements, so the dot products are complete
+    if isinstance(optimizer, optim.SparseAdam):
         raise ValueError(
-            f"{type(optimizer).__name__} cannot update '{sharded[0].fqn}', which is sharded: "
-            f"{reason}. Use {other}, or give it parameters that are not sharded"
+            f"SparseAdam cannot update '{sharded[0].fqn}', which is sharded: it takes sparse "
+            "gradients, and a sharded model has dense ones. Use torch.optim.AdamW or another "
+            "optimizer of dense gradients, or give it parameters that are not sharded"
         )
 
 
@@ -139,13 +115,12 @@ def without_rules(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def run(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if type(self) not in ELEMENTWISE and type(self) is not optim.LBFGS:
+        if type(self) not in ELEMENTWISE:
             return step(self, closure)  # a subclass may not work element by element
         enabled = None if closure is None else _with_rules(closure)
         with torch._C.DisableTorchFunctionSubclass():
             result = step(self, enabled)
-            if type(self) is not optim.LBFGS:
-                place_states(self)
+            place_states(self)
         return result
 
     return run

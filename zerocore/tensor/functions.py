@@ -52,6 +52,8 @@ MEMORY = _names(
     __dlpack__ __cuda_array_interface__ swap_tensors to_dlpack _to_dlpack set_
     """
 )
+# Share memory with the tensor, in a class that would not know it as a shard.
+CLASSES = _names("as_subclass _make_subclass")
 # Make plain tensors of a given shape; they read only the shard's dtype and device.
 FACTORIES = _names("new_zeros new_empty new_ones new_full new_tensor new_empty_strided")
 # Read only a tensor's shape, dtype and device; autograd records none of them.
@@ -93,8 +95,6 @@ _DUNDERS = {
     "__deepcopy__": "clone", "__setitem__": "__setitem__", "__bool__": "item", "__float__": "item",
     "__int__": "item", "__index__": "item", "__complex__": "item",
 }  # fmt: skip
-# Functions that operators of Python call.
-BEHIND_OPERATORS = frozenset(_DUNDERS.values()) - {"item", "clone", "__setitem__"}
 _IN_PLACE = frozenset({f"__i{name}__" for name in _OPERATORS} | {"__setitem__"})
 
 

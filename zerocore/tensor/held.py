@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import Args, Function, Kwargs
-from zerocore.tensor.implicit_unshard import check_unchanged, version_of, without
+from zerocore.tensor.implicit_unshard import Gathered, check_unchanged, version_of, without
 from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of, shard_in
 
 
@@ -112,13 +112,13 @@ def call_held(func: Function, args: Args, kwargs: Kwargs) -> Any:
     tensors = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
     if not tensors or any(not isinstance(t, Placed) and t.dim() > 0 for t in tensors):
         return NotImplemented
-    fulls: dict[int, tuple[tuple[str, str], Tensor, int]] = {}
+    fulls: dict[int, Gathered] = {}
     for shard in (tensor for tensor in tensors if isinstance(tensor, Placed)):
         full = held_full(shard)
         if full is None:
             return NotImplemented
-        fulls[id(shard)] = ((shard.what, shard.fqn), full, version_of(full))
-    values = tree_map_only(Placed, lambda shard: fulls[id(shard)][1], (args, kwargs))
+        fulls[id(shard)] = Gathered(shard, shard.what, shard.fqn, full, version_of(full))
+    values = tree_map_only(Placed, lambda shard: fulls[id(shard)].full, (args, kwargs))
     with torch.no_grad():
         output = func(*values[0], **values[1])
     check_unchanged(func, list(fulls.values()))

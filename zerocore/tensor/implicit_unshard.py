@@ -3,56 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zerocore.tensor.functions import Args, Function, Kwargs, is_in_place, name_of
+from zerocore.common import late
+from zerocore.tensor.functions import Args, Function, Kwargs, name_of
 from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
-from zerocore.tensor.received import received_by
+
+
+class Gathered(NamedTuple):
+    """A full value of a shard that a function has got."""
+
+    shard: Any
+    what: str  # the kind and name of the shard, for errors: within a call, it may be full itself
+    fqn: str
+    full: Tensor
+    version: int  # of ``full``, before the function
+
+
+class View(NamedTuple):
+    """The part of a shard's full value that a :class:`FullCopy` is a copy of. Views of a copy have
+    the same object."""
+
+    shard: Any
+    what: str
+    fqn: str
+    dtype: torch.dtype  # of the full value
+    geometry: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset in the full value
+    copy: Tensor  # plain, on the memory of the copy
+    version: list[int]  # the shard's, when ``copy`` had its values
 
 
 class FullCopy(Tensor):
-    """A copy of a parameter in place of a view. A change of it would be lost, so changes raise."""
+    """A copy in place of a view of a shard's full value. A change of it changes the shard, too,
+    and it follows changes of the shard: see ``full_copies``."""
 
-    fqn: str
+    of: View
+
+    @staticmethod
+    def make(view: Tensor, gathered: Gathered) -> FullCopy:
+        """Copies ``view``, which shares memory with the full value."""
+        full, copy = gathered.full, view.clone()
+        offset = int(view.storage_offset() - full.storage_offset())
+        of = View(
+            *gathered[:3],
+            full.dtype,
+            (view.shape, view.stride(), offset),
+            copy.detach(),
+            [late.call("version_of_shard", gathered.shard)],
+        )
+        return FullCopy.on(copy, of)
+
+    @staticmethod
+    def on(tensor: Tensor, of: View) -> FullCopy:
+        """Marks ``tensor`` as one on the memory of the copy."""
+        copy = tensor.as_subclass(FullCopy)
+        copy.of = of
+        return copy
 
     @classmethod
     def __torch_function__(
         cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            name = name_of(func)
-            changed = args[:1] if is_in_place(name) else received_by(func, args, kwargs or {})
-            changed = leaves(changed)
-            if of := next((t.fqn for t in changed if isinstance(t, FullCopy)), None):
-                raise TypeError(
-                    f"{name}() would change a copy of the sharded parameter '{of}', not the "
-                    "parameter. Use `with zerocore.unsharded(model, write_back=True)` around the "
-                    "change"
-                )
-            if any(isinstance(value, Placed) for value in leaves((args, kwargs))):
-                return NotImplemented  # the shards' rules handle it together with a shard
-            result = func(*args, **(kwargs or {}))
-            sources = [value for value in leaves(args) if isinstance(value, FullCopy)]
-            return tree_map_only(
-                Tensor,
-                lambda t: as_copy(t, sources[0].fqn) if _shares_memory(t, sources) else t,
-                result,
-            )
+        return late.call("call_on_copies", func, args, kwargs or {})
 
     def __reduce_ex__(self, proto: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).clone().__reduce_ex__(proto)
-
-
-def as_copy(tensor: Tensor, fqn: str) -> FullCopy:
-    """Marks ``tensor`` as a copy of the parameter of that name, or of a part of it."""
-    copy = tensor.as_subclass(FullCopy)
-    copy.fqn = fqn
-    return copy
 
 
 def in_call(param: PlacedParameter) -> bool:
@@ -78,7 +98,7 @@ def call_with_full(
     units = {(id(param.state_ref()), param.unit): param for param in params}
     entered: list[tuple[Any, int]] = []
     is_inside = any(in_call(param) for param in params)
-    shards = [(v.what, v.fqn) if _is_copied(v) else None for v in leaves((args, kwargs))]
+    shards = [(v, v.what, v.fqn) if _is_copied(v) else None for v in leaves((args, kwargs))]
     try:
         for (_, unit), param in sorted(units.items(), key=lambda item: item[0][1]):
             state = param.state_ref()
@@ -111,13 +131,9 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-# The kind and name of a shard for errors, its full value, and the version of the full value.
-_Full = tuple[tuple[str, str], Tensor, int]
-
-
-def _full_values(shards: Sequence[tuple[str, str] | None], full: Any) -> list[_Full]:
+def _full_values(shards: Sequence[tuple[Any, str, str] | None], full: Any) -> list[Gathered]:
     pairs = zip(shards, leaves(full), strict=True)
-    return [(shard, value, version_of(value)) for shard, value in pairs if shard is not None]
+    return [Gathered(*shard, value, version_of(value)) for shard, value in pairs if shard]
 
 
 def _is_copied(value: Any) -> bool:
@@ -126,12 +142,13 @@ def _is_copied(value: Any) -> bool:
     )
 
 
-def check_unchanged(func: Function, fulls: list[_Full]) -> None:
+def check_unchanged(func: Function, fulls: list[Gathered]) -> None:
     """Rejects a function that has written to full values (TypeError)."""
-    for (what, fqn), full, version in fulls:
-        if version_of(full) != version:
+    for gathered in fulls:
+        if version_of(gathered.full) != gathered.version:
             raise TypeError(
-                f"{name_of(func)}() changed a full copy of {what} '{fqn}', so the change would be "
+                f"{name_of(func)}() changed a full copy of {gathered.what} '{gathered.fqn}', so "
+                "the change would be "
                 "lost. If the function is element-wise, declare it with "
                 "zerocore.register_elementwise. Otherwise call it under "
                 "`with zerocore.unsharded(model, write_back=True)`"
@@ -148,23 +165,23 @@ def _with_full(shard: Placed) -> Tensor:
     return local_of(shard).as_strided(outline.shape, outline.stride())
 
 
-def _shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:
+def shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:
     storage = tensor.untyped_storage()._cdata
     return any(storage == source.untyped_storage()._cdata for source in sources)
 
 
-def without(fulls: list[_Full], output: Any) -> Any:
+def without(fulls: list[Gathered], output: Any) -> Any:
     """Replaces tensors in the output that share memory with full values by copies."""
     if type(output).__name__ == "ndarray":
         return output.copy()
-    plain = {Tensor, *(type(full) for _, full, _ in fulls)}
+    plain = {Tensor, *(type(gathered.full) for gathered in fulls)}
 
     def copied(tensor: Tensor) -> Tensor:
-        of = next((shard for shard, full, _ in fulls if _shares_memory(tensor, [full])), None)
+        of = next((each for each in fulls if shares_memory(tensor, [each.full])), None)
         if of is None:
             return tensor
         if type(tensor) in plain:
-            return as_copy(tensor.clone(), of[1])
+            return FullCopy.make(tensor, of)
         copy = (tensor.detach() if tensor.is_leaf else tensor).clone().as_subclass(type(tensor))
         return copy.requires_grad_(tensor.requires_grad)
 

@@ -270,12 +270,15 @@ def _checked_hook(
 ) -> Callable[[Tensor], Tensor | None]:
     @wraps(hook)
     def run(grad: Tensor) -> Tensor | None:
-        result = hook(grad)
+        rules.hooks.of_gradient += 1
+        try:
+            result = hook(grad)
+        finally:
+            rules.hooks.of_gradient -= 1
         if isinstance(result, Placed):
             raise TypeError(
                 f"a hook of parameter '{fqn}' got the full gradient but returned a shard, "
-                f"{result!r}. Compute masks and other operands of the hook from p.full_tensor(), "
-                "before the backward"
+                f"{result!r}. Return a full gradient, such as mask * grad"
             )
         return result
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates
-from zerocore.tensor.functions import BEHIND_OPERATORS, base_of, is_collective, is_elementwise
 
 _LEAF = "_zerocore_leaf"  # on a view that modules see: the parameter that autograd knows
 GRADIENT = "the gradient of"  # the kind of shards that are averaged already
@@ -53,7 +50,6 @@ class Placed:
     place: Place
     dtype: torch.dtype
     what = "the shard of"  # its kind in errors
-    is_read = False  # a function has computed it from parameters, and changed none
 
     @property
     def fqn(self) -> str:
@@ -153,63 +149,20 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-_IS_AVERAGED = (
-    ", and the backward has averaged gradients over the ranks already: remove the code that "
-    "averages them"
-)
 _REASONS = {
     "data_ptr": ", and a shard without elements has no address. If a trainer finds an optimizer's "
     "parameters by address, use zerocore.integrations",
     "storage": ", and safetensors.torch finds tied tensors by storage. zerocore.load_safetensors "
     "and zerocore.save_safetensors read and write the same files",
 }
-_AVERAGING = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    "reduce",
-    "cat",
-    "stack",
-)  # cat: one call for all
 
 
-def refuse(name: str, shard: Placed, reason: str = "") -> NoReturn:
-    """Raises TypeError for a function that has no meaning on a shard.
-
-    For functions of Python's operators it raises RuntimeError: Python would replace a TypeError by
-    "unsupported operand type(s)", and the advice would be lost.
-    """
-    if name in _AVERAGING and shard.what == GRADIENT:
-        reason = _IS_AVERAGED
-    reason = reason or _REASONS.get(name, "")
-    kind = RuntimeError if base_of(name) in BEHIND_OPERATORS else TypeError
-    raise kind(
+def refuse(name: str, shard: Placed) -> NoReturn:
+    """Raises TypeError for a function that has no meaning on a shard."""
+    raise TypeError(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
-        f"({shard.place.text}){reason}. "
-        f"{_advice_in_step()}{_advice_on_operator(name)}Call .full_tensor() on all ranks for the "
+        f"({shard.place.text}){_REASONS.get(name, '')}. Call .full_tensor() on all ranks for the "
         "full value, or .local() for this rank's elements. To change the full value, use `with "
         "zerocore.unsharded(model, write_back=True)`. To save it, use "
         "zerocore.full_state_dict(model) (save_pretrained: state_dict=)"
     )
-
-
-def _advice_on_operator(name: str) -> str:
-    if "::" not in name or is_elementwise(name):
-        return ""
-    if is_collective(name):
-        return "Call dist.all_reduce(parameter.data), which sees the full values. "
-    return f"If the operator is element-wise, declare it: zerocore.register_elementwise('{name}'). "
-
-
-def _advice_in_step() -> str:
-    frame = sys._getframe()
-    while (outer := frame.f_back) is not None:
-        frame = outer
-        optimizer = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(optimizer, Optimizer):
-            name = type(optimizer).__name__
-            return (
-                f"{name} needs full parameters. If it updates each parameter independently, "
-                f"build it as zerocore.matrices.owned({name}, params, ...), which gives each "
-                "parameter to one rank in full. "
-            )
-    return ""

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from zerocore.tensor.functions import Args, Function, Kwargs, name_of
-from zerocore.tensor.placed import GRADIENT, Placed, leaves
+from zerocore.tensor.placed import Placed, leaves
 
 _SENDING = frozenset({"send", "isend"})  # these write to no tensor
 
@@ -27,6 +27,5 @@ def received_by(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def receives(func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a collective writes to shards that are no gradients, which are averaged already."""
-    received = leaves(received_by(func, args, kwargs))
-    return any(isinstance(t, Placed) and t.what != GRADIENT for t in received)
+    """Whether a collective writes to shards."""
+    return any(isinstance(t, Placed) for t in leaves(received_by(func, args, kwargs)))

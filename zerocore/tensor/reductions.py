@@ -118,9 +118,10 @@ def _spread(base: str, place: Place, local: Tensor, options: dict[str, Any]) -> 
 def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
     if len(args) < 2 or not all(isinstance(arg, Tensor) for arg in args[:2]):
         return NotImplemented
-    place = source_of(args[:2]).place
+    source = source_of(args[:2])
+    place = source.place
     place.check_whole()
-    if not _are_full(args[:2], place):
+    if not _are_full(base, args[:2], source):
         return NotImplemented
     try:
         one, other = fit(list(args[:2]), False)
@@ -137,15 +138,23 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
     return across(place, (one.to(wide) * other.to(wide)).sum()).sum().to(one.dtype)
 
 
-def _are_full(tensors: Sequence[Tensor], place: Place) -> bool:
+def _are_full(base: str, tensors: Sequence[Tensor], source: Placed) -> bool:
     """Whether the plain tensors have the full shape on all ranks. If one rank owns all of a vector,
-    its local shape equals the full shape, so the ranks vote."""
+    its local shape equals the full shape, so the ranks vote; TypeError if one rank's differs."""
+    place = source.place
     plain = [tensor for tensor in tensors if not isinstance(tensor, Placed)]
     are_full = all(tensor.shape == place.global_shape for tensor in plain)
     if not any(tensor.dim() == len(place.global_shape) == 1 for tensor in plain):
         return are_full
-    told = torch.tensor(int(are_full), device=local_of(source_of(tensors)).device)
-    return bool(across(place, told).all())
+    told = torch.tensor(int(are_full), device=local_of(source).device)
+    if across(place, told).all():
+        return True
+    raise TypeError(
+        f"{base}() of {source.what} '{source.fqn}' takes plain tensors of shape "
+        f"{tuple(place.global_shape)}, but some rank gave another shape; here "
+        f"{[tuple(tensor.shape) for tensor in plain]}. Give the full tensor on all ranks, or use "
+        ".local() of the shard for this rank's elements"
+    )
 
 
 def across(place: Place, part: Tensor) -> Tensor:
@@ -173,14 +182,17 @@ def norm(func: Function, base: str, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     if base == "linalg_norm" and len(shard.global_shape) != 1 and p not in (None, "fro"):
         return NotImplemented  # a norm of a matrix
-    if isinstance(p, str) and p != "fro":
+    if (isinstance(p, str) and p != "fro") or _parse_p(p) <= 0:
         return NotImplemented
     return global_norms([shard], _parse_p(p), named.get("dtype"))[0]
 
 
-def foreach_norm(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Computes ``torch._foreach_norm`` of the full tensors, with one all-reduce per group."""
+def foreach_norm(args: Args, kwargs: Kwargs) -> Any:
+    """Computes ``torch._foreach_norm`` of the full tensors, with one all-reduce per group;
+    NotImplemented for a norm of order 0 or less."""
     named = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
+    if _parse_p(named.get("ord")) <= 0:
+        return NotImplemented
     return global_norms(list(named["self"]), _parse_p(named.get("ord")), named.get("dtype"))
 
 

@@ -2,16 +2,16 @@
 
 Element-wise functions work on the local elements. Norms and full reductions are global. Functions
 read a parameter in full within a call of its model, if autograd records, and if the shape matters.
-All other functions are rejected by name.
+All other functions get the full values of all shards, which the ranks gather.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from zerocore.common import late
 from zerocore.common.patching import around
@@ -39,8 +39,7 @@ _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 
 
 def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Applies a torch function to shards, for ``__torch_function__`` of all kinds; :func:`refuse`
-    rejects the rest."""
+    """Applies a torch function to shards, for ``__torch_function__`` of all kinds."""
     name = name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
         if name in functions.SHAPES:
@@ -70,17 +69,32 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             return late.call("receive", func, args, kwargs)
         if name in functions.FACTORIES and not _reads_shard(args, kwargs):
             return func(*args, **kwargs)
-        if name in functions.MEMORY:
+        if name in functions.MEMORY or (name in functions.CLASSES and not params):
             refuse(name, shards[0])
         if writes:
             _check_no_leaf(name, changed)
-            shards = []  # else the function would change full copies
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
             return call_with_full(func, args, kwargs, params)
-        result = _on_shards(func, args, kwargs, changed, shards)
+        if hooks.of_gradient and _is_beside_full(shards, args, kwargs):
+            return late.call("call_gathered", func, args, kwargs, changed, "")
+        result = _on_shards(func, args, kwargs, changed)
         forget_owners(changed)
         note_writes(name, changed if writes else (), [*args[1:], *kwargs.values()])
         return keep_owner(result, shards[0]) if name in functions.CLONES else result
+
+
+class _Hooks(threading.local):
+    of_gradient = 0  # hooks that run on this thread, and get this rank's own full gradient
+
+
+hooks = _Hooks()
+
+
+def _is_beside_full(shards: list[Placed], args: Args, kwargs: Kwargs) -> bool:
+    """Whether a plain tensor of the full shape stands beside a shard."""
+    shapes = {shard.place.global_shape for shard in shards}
+    tensors = (value for value in leaves((args, kwargs)) if isinstance(value, Tensor))
+    return any(not isinstance(value, Placed) and value.shape in shapes for value in tensors)
 
 
 def _reads_shard(args: Args, kwargs: Kwargs) -> bool:
@@ -112,40 +126,21 @@ def _changes_gradients(name: str, args: Args) -> bool:
     )
 
 
-def _on_shards(
-    func: Function, args: Args, kwargs: Kwargs, changed: list[Any], read: list[Any]
-) -> Any:
-    params = [value for value in read if isinstance(value, PlacedParameter)]
-    reads = bool(params) or any(value.is_read for value in read)
+def _on_shards(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:
     reason = ""
     try:
         result = _local_or_global(func, args, kwargs, changed)
         if result is not NotImplemented:
-            base = functions.base_of(name_of(func))
-            if reads and base not in functions.LIKES:
-                _note_read(result)
-            if isinstance(result, Placed) and not (changed or base in functions.RANDOM):
+            is_random = functions.base_of(name_of(func)) in functions.RANDOM
+            if isinstance(result, Placed) and not (changed or is_random):
                 keep_recipe(func, args, kwargs, result)
             return result
     except NotLocal as error:
         reason = str(error)
+    params = any(isinstance(value, PlacedParameter) for value in leaves((args, kwargs)))
     if not (changed or params) and (held := call_held(func, args, kwargs)) is not NotImplemented:
         return held
-    if reads:
-        return call_with_full(func, args, kwargs, params)
-    shards = [value for value in (*changed, *leaves((args, kwargs))) if isinstance(value, Placed)]
-    whole = {id(shard): shard.place.view_of_whole(local_of(shard)) for shard in shards}
-    if None not in whole.values() and not any(isinstance(value, Placed) for value in changed):
-        args, kwargs = tree_map_only(Placed, lambda value: whole[id(value)], (args, kwargs))
-        return func(*args, **kwargs)  # this rank has all elements
-    refuse(name_of(func), shards[0], reason)
-
-
-def _note_read(result: Any) -> None:
-    """Marks shards that are computed from parameters: functions may read them in full, too."""
-    for value in leaves(result):
-        if isinstance(value, Placed):
-            value.is_read = True
+    return late.call("call_gathered", func, args, kwargs, changed, reason)
 
 
 def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[Any]) -> Any:

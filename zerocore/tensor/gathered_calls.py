@@ -1,0 +1,111 @@
+"""Calls functions that need all elements of gradients, states and other shards.
+
+The ranks gather the full values at each call. A function that changes a shard changes its full
+value, and each rank copies its part back.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from zerocore.tensor.full_copies import with_own_part
+from zerocore.tensor.functions import Args, Function, Kwargs, is_elementwise, name_of
+from zerocore.tensor.implicit_unshard import Gathered, call_with_full, version_of, without
+from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
+
+_log = logging.getLogger("zerocore")
+_told: set[str] = set()  # functions that a warning has named
+_LIBRARIES = frozenset({"zerocore", "torch"})
+
+
+def call_gathered(
+    func: Function, args: Args, kwargs: Kwargs, changed: list[Any], reason: str = ""
+) -> Any:
+    """Calls ``func`` with full values instead of shards, and copies changes back; collective.
+
+    ``reason`` says why ``func`` cannot work on local elements, for the warning.
+    """
+    shards = {id(v): v for v in leaves((args, kwargs)) if isinstance(v, Placed)}
+    params = [shard for shard in shards.values() if isinstance(shard, PlacedParameter)]
+    writes = any(isinstance(value, Placed) for value in changed)
+    if params and not writes:
+        return call_with_full(func, args, kwargs, params)
+    sets = name_of(func) == "__setitem__" and len(shards) == 1  # reads no other element
+    if not sets:
+        _warn(name_of(func), [*shards.values()], reason)
+    fulls = {key: with_own_part(s) if sets else _full_of(s) for key, s in shards.items()}
+    versions = {key: version_of(full) for key, full in fulls.items()}
+    values = tree_map_only(Placed, lambda shard: fulls[id(shard)], (args, kwargs))
+    output = func(*values[0], **values[1])
+    written = {id(shard) for shard in changed if isinstance(shard, Placed)}
+    for key, shard in shards.items():
+        if key in written or version_of(fulls[key]) != versions[key]:
+            local_of(shard).copy_(shard.place.part_of(fulls[key]))
+    own = {id(full): shards[key] for key, full in fulls.items()}
+    if isinstance(output, Tensor) and id(output) in own:
+        return own[id(output)]
+    copied = [(s, fulls[key]) for key, s in shards.items() if not s.place.is_whole]
+    return without([_described(*pair) for pair in copied], output)
+
+
+def _full_of(shard: Placed) -> Tensor:
+    """Returns the full value; a view of the shard if this rank has all elements."""
+    local = local_of(shard)
+    whole = shard.place.view_of_whole(local)
+    return shard.place.gather(local) if whole is None else whole
+
+
+def _described(shard: Placed, full: Tensor) -> Gathered:
+    return Gathered(shard, shard.what, shard.fqn, full, version_of(full))
+
+
+def _warn(name: str, shards: list[Placed], reason: str) -> None:
+    """Says once for each function, on the first rank, what its calls gather, and where."""
+    whole = all(shard.place.is_whole for shard in shards)
+    if whole or name in _told or (dist.is_initialized() and dist.get_rank() > 0):
+        return
+    _told.add(name)
+    unique = {id(shard): shard for shard in shards}.values()
+    nbytes = sum(shard.global_shape.numel() * shard.dtype.itemsize for shard in unique)
+    _log.warning(
+        "%s() of %s '%s' needs all elements%s. The ranks gather them at each call, here %d bytes%s",
+        name,
+        shards[0].what,
+        shards[0].fqn,
+        reason,
+        nbytes,
+        _place_and_advice(name),
+    )
+
+
+def _place_and_advice(name: str) -> str:
+    """Returns the line of the program, and advice if an optimizer or an operator calls."""
+    frame, line, optimizer = sys._getframe(), "", None
+    while (outer := frame.f_back) is not None:
+        frame = outer
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if not line and package not in _LIBRARIES:
+            line = f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        optimizer = optimizer or (type(owner).__name__ if isinstance(owner, Optimizer) else None)
+    advice = ""
+    if optimizer is not None:
+        advice = (
+            f". To gather less in each step of {optimizer}, build it as "
+            f"zerocore.matrices.owned({optimizer}, params, ...), which gives each parameter to one "
+            "rank"
+        )
+    if "::" in name and not is_elementwise(name):
+        advice += (
+            ". If the operator is element-wise, declare it, and nothing is gathered: "
+            f"zerocore.register_elementwise('{name}')"
+        )
+    return line + advice
