@@ -43,6 +43,7 @@ def load_core() -> None:
             "call_gathered": "zerocore.tensor.gathered_calls",
             "call_on_copies": "zerocore.tensor.full_copies",
             "version_of_shard": "zerocore.tensor.full_copies",
+            "copy_module": "zerocore.weights.copies",
             "view_of": "zerocore.model.copied_views",
             "check_weights": "zerocore.model.copied_views",
             "check_grads": "zerocore.model.copied_views",

@@ -6,11 +6,14 @@ Also checks what a state dict loads into shards: this rank's shards, or full val
 from __future__ import annotations
 
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from zerocore.common import late
 from zerocore.common.agreement import together
 from zerocore.common.alarm import operation
 from zerocore.model.refusals import elsewhere, refusal, refuse_fully_shard, wrapper_name
@@ -24,6 +27,11 @@ def watch_registrations(model: nn.Module, state: ShardState) -> None:
     _adopt(model, state, "")
     for module in model.modules():
         refuse_fully_shard(module)
+        vars(module)["__deepcopy__"] = partial(_copy, ref(module))
+
+
+def _copy(module_ref: ref[nn.Module], memo: dict[Any, Any]) -> Any:
+    return late.call("copy_module", module_ref(), memo)
 
 
 def _adopt(module: nn.Module, state: ShardState, prefix: str) -> None:

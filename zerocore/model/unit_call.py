@@ -142,8 +142,8 @@ def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
     """Makes ``module`` enter units when called; its class stays the same, as programs test it."""
     note_unit_call(module, unit_call)
     attributes = vars(module)
-    for name in ("__deepcopy__", "__reduce_ex__", "__getstate__"):
-        attributes[name] = partial(_refuse_copy, type(module).__name__)
+    for name in ("__reduce_ex__", "__getstate__"):
+        attributes[name] = partial(refuse_copy, type(module).__name__)
     cls: Any = type(module)
     if cls.__call__ is not nn.Module.__call__:
         _enter_in_class(cls)
@@ -204,11 +204,14 @@ def compiles_inside(compile_module: Any, self: nn.Module, *args: Any, **kwargs: 
     set_unit_call(self, unit_call)
 
 
-def _refuse_copy(name: str, *args: Any) -> NoReturn:
+def refuse_copy(name: str, *args: Any) -> NoReturn:
     raise TypeError(
-        f"this {name} is sharded and cannot be copied or pickled; copy it before "
+        f"this {name} is sharded and cannot be pickled, or copied by one rank; copy it before "
         "zerocore.shard, or save zerocore.full_state_dict(model) and load that"
     )
+
+
+FORWARD_METHOD = "_zerocore_forward_method"  # marks a method that :func:`wrap_method` has wrapped
 
 
 def wrap_method(module: nn.Module, name: str) -> None:
@@ -225,4 +228,5 @@ def wrap_method(module: nn.Module, name: str) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return inner.call(method, *args, **kwargs)
 
+    setattr(call, FORWARD_METHOD, True)
     module.__dict__[name] = call
