@@ -73,7 +73,7 @@ PATCHES = (
         for name in (*_ELEMENTWISE, "LBFGS")
     ),
     *(Patch(*place, conversions.converts_in_full) for place in conversions.CONVERSIONS),
-    *(Patch(*place, conversions.transforms_no_shards) for place in conversions.TRANSFORMS),
+    *(Patch(*place, conversions.transforms_full_values) for place in conversions.TRANSFORMS),
     Patch("torch.jit.ScriptFunction", "__call__", conversions.asks_in_full),
     Patch("torch.nested", "nested_tensor", conversions.asks_in_full),
     Patch("torch.Tensor", "as_subclass", conversions.keeps_class),

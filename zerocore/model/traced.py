@@ -37,10 +37,20 @@ def call_traced(
     """Calls ``function`` with floating-point arguments and outputs of ``dtypes``. Raises
     RuntimeError if a parameter is sharded and its values would be read."""
     with _fakes_shown(params):
-        if dtypes[0] is not None:
-            args, kwargs = cast_floats((args, kwargs), dtypes[0])
-        output = function(*args, **kwargs)
-        return output if dtypes[1] is None else cast_floats(output, dtypes[1])
+        return cast_around_call(dtypes, function, args, kwargs)
+
+
+def cast_around_call(
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Calls ``function`` with floating-point arguments and outputs of ``dtypes``."""
+    if dtypes[0] is not None:
+        args, kwargs = cast_floats((args, kwargs), dtypes[0])
+    output = function(*args, **kwargs)
+    return output if dtypes[1] is None else cast_floats(output, dtypes[1])
 
 
 @contextmanager

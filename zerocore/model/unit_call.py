@@ -18,8 +18,9 @@ from zerocore.common import late
 from zerocore.common.eager import leave_out_of_graphs, mark_eager
 from zerocore.common.patching import around
 from zerocore.model.casting import cast_floats
-from zerocore.model.traced import call_traced, is_traced
+from zerocore.model.traced import call_traced, cast_around_call, is_traced
 from zerocore.model.units import has_hooks
+from zerocore.tensor.placed import Placed
 
 _UNIT_CALL = "_zerocore_unit_call"
 _COMPILED, _CALL = "_compiled_call_impl", "_call_impl"  # attributes that nn.Module.__call__ reads
@@ -50,7 +51,11 @@ class UnitCall:
         """Runs ``function`` with the units unsharded."""
         if is_traced():
             return self._call_traced(function, args, kwargs)
-        engine = self._outside() if is_transformed() else self.engine
+        engine = self.engine
+        if is_transformed():
+            if self._holds_full():
+                return cast_around_call(self._dtypes, function, args, kwargs)
+            engine = self._outside()
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
@@ -89,6 +94,13 @@ class UnitCall:
             engine.end_pass(output)
         return output
 
+    def _holds_full(self) -> bool:
+        """Whether modules hold full parameters without the engine: at stage 0, within
+        ``unsharded``, or those of a ``functional_call``."""
+        params = (param for unit in self.units for param in self.state.units[unit].params)
+        owners = (owner for param in params for owner in param.owners)
+        return not any(isinstance(module._parameters.get(key), Placed) for module, key in owners)
+
     def _outside(self) -> Engine:
         """Returns the engine for a call within a transform of torch.func."""
         from zerocore.model.transforms import outside  # late: few calls are
@@ -101,8 +113,11 @@ class UnitCall:
         return module is None or has_hooks(module)
 
     def _call_traced(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        dtypes = (self.cast_inputs, self.cast_outputs)
-        return call_traced(self.state.params(), dtypes, function, args, kwargs)
+        return call_traced(self.state.params(), self._dtypes, function, args, kwargs)
+
+    @property
+    def _dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        return self.cast_inputs, self.cast_outputs
 
     def _in_range(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function in a range of torch's profiler with the names of the units."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerocore._C import count_view_as_data
 from zerocore.common.patching import around
 from zerocore.tensor import rules
 from zerocore.tensor.functions import name_of
 from zerocore.tensor.implicit_unshard import call_with_full
-from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of, refuse
+from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
 
 _enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 
@@ -60,10 +61,11 @@ def asks_in_full(call: Any) -> Any:
 
 
 @around
-def transforms_no_shards(wrap: Any, tensor: Any, *args: Any) -> Any:
-    """Rejects a shard in a torch.func transform, which would see only one rank's elements."""
+def transforms_full_values(wrap: Any, tensor: Any, *args: Any) -> Any:
+    """Gives a torch.func transform the full value of a shard."""
     if isinstance(tensor, Placed):
-        refuse("torch.func transform", tensor)
+        with temporarily_clear_interpreter_stack():
+            tensor = _full(tensor)
     return wrap(tensor, *args)
 
 
@@ -124,15 +126,15 @@ def takes_full_data(old: Any) -> property:
 
     def set_data(tensor: Tensor, value: Any) -> None:
         if isinstance(value, Placed) and not isinstance(tensor, Placed) and _enabled():
-            value = _full_data(value)
+            value = _full(value).detach()
         old.__set__(tensor, value)
 
     return property(get_data, set_data)
 
 
-def _full_data(value: Any) -> Tensor:
+def _full(value: Any) -> Tensor:
     if isinstance(value, PlacedParameter):
         full: Tensor = call_with_full(torch.clone, (value,), {}, [value])
-        return full.detach()
-    whole = value.place.view_of_whole(local_of(value))
+        return full
+    whole: Tensor | None = value.place.view_of_whole(local_of(value))
     return value.full_tensor() if whole is None else whole
