@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zerocore
 import zerocore.fsdp as zerocore_fsdp
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 
 
 class Velocity(nn.Module):
@@ -95,8 +96,56 @@ def others_are_refused() -> None:
     loss_of(model, 0, 0).backward()
 
 
+def backward_outside() -> None:
+    """The backward of a call within vmap averages gradients as one of a plain call does."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches = [torch.randn(4, 9, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+
+    def loss_of_each(model: Any, x: Tensor) -> Tensor:
+        return torch.func.vmap(model)(x[:, None, :8], x[:, None, :1]).square().mean()
+
+    plain: Any = make()
+    sum(loss_of_each(plain, x) / size for x in batches).backward()  # type: ignore[union-attr]
+    for stage in range(4):
+        model = zerocore.shard(make(), stage=stage)
+        if stage == 0:
+            loss_of_each(model, batches[rank]).backward()
+        else:
+            with zerocore.unsharded(model):
+                loss_of_each(model, batches[rank]).backward()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert param.grad is not None, stage
+            torch.testing.assert_close(full_of(param.grad), other.grad)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        train(model, range(rank, rank + 1))
+
+
+def of_samples() -> None:
+    """Gradients of each sample, and a Hessian's product, from the parameters of a model."""
+    plain: Any = make()
+    x = torch.randn(5, 9, generator=torch.Generator().manual_seed(1))
+    for stage in range(4):
+        model = zerocore.shard(make(), stage=stage)
+        found = []
+        for each in (model, plain):
+
+            def loss(params: Any, x: Tensor, each: Any = each) -> Tensor:
+                out = torch.func.functional_call(each, params, (x[None, :8], x[None, 8:]))
+                return out.square().mean()
+
+            params = dict(each.named_parameters())
+            per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+            full = {name: full_of(p).detach() for name, p in params.items()}
+            _, product = torch.func.jvp(lambda p: torch.func.grad(loss)(p, x[0]), (full,), (full,))
+            found.append((per_sample, product))
+        torch.testing.assert_close(*found)
+
+
 def run_all() -> None:
     forward_mode()
+    backward_outside()
+    of_samples()
     narrow()
     others_are_refused()
 

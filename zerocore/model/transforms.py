@@ -19,11 +19,14 @@ from zerocore._C import Engine
 _functorch: Any = torch._C._functorch
 
 
+def is_forward_mode() -> bool:
+    """Whether all transforms are ``jvp``."""
+    stack = _functorch.get_interpreter_stack()
+    return all(level.key() == _functorch.TransformType.Jvp for level in stack)
+
+
 def outside(engine: Engine) -> Engine:
     """Returns an engine whose methods run outside ``jvp`` and get the values of wrapped tensors."""
-    stack = _functorch.get_interpreter_stack()
-    if any(level.key() != _functorch.TransformType.Jvp for level in stack):
-        return engine
     return cast(Engine, _Outside(engine))
 
 

@@ -53,9 +53,9 @@ class UnitCall:
             return self._call_traced(function, args, kwargs)
         engine = self.engine
         if is_transformed():
-            if self._holds_full():
+            if (outside := self._outside()) is None:
                 return cast_around_call(self._dtypes, function, args, kwargs)
-            engine = self._outside()
+            engine = outside
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
@@ -101,10 +101,13 @@ class UnitCall:
         owners = (owner for param in params for owner in param.owners)
         return not any(isinstance(module._parameters.get(key), Placed) for module, key in owners)
 
-    def _outside(self) -> Engine:
-        """Returns the engine for a call within a transform of torch.func."""
-        from zerocore.model.transforms import outside  # late: few calls are
+    def _outside(self) -> Engine | None:
+        """Returns the engine for a call within a transform of torch.func; None if the call needs
+        none."""
+        from zerocore.model.transforms import is_forward_mode, outside  # late: few calls are
 
+        if not is_forward_mode():
+            return None if self._holds_full() else self.engine  # which raises
         return outside(self.engine)
 
     def _reads(self) -> bool:
