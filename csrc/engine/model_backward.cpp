@@ -98,19 +98,18 @@ void ModelCalls::pre_backward(const RecordedCall& recorded, int64_t number) {
   RECORD_USER_SCOPE("zerocore::pre_backward (" + units_[id]->name() + ")");
   untracked_.announce(number);
   note_changes(id);
-  TORCH_CHECK(
-      !c10::GradMode::is_enabled() || !units_[id]->context().mesh.shards_parameters ||
-          schedule_.is_held_unsharded(id),
-      "backward with create_graph=True through unit '",
-      units_[id]->name(),
-      "': a second backward would need parameters that stage 3 has freed by then. Use stage 2 "
-      "or lower, or run forward and both backwards inside `with zerocore.unsharded(model):`.");
   begin_backward();
+  end_differentiated(/*all=*/false);
   go_through(id);
-  consensus_.go_to_pass(recorded.call.pass);
-  consensus_.ask_in_backward(recorded.call);
+  CallHandle call = recorded.call;
+  if (recorded.of_backward) {
+    call = {-1, -1, id}; // out of turn: the program is that of a first backward
+  } else {
+    consensus_.go_to_pass(call.pass);
+  }
+  consensus_.ask_in_backward(call);
   lifecycle_.run([&](Actions& out) {
-    if (schedule_.pre_backward(recorded.call, out)) {
+    if (schedule_.pre_backward(call, out)) {
       forget_fired(id);
     }
   });
@@ -118,6 +117,26 @@ void ModelCalls::pre_backward(const RecordedCall& recorded, int64_t number) {
     lifecycle_.regather_changed(id);
     lifecycle_.use(id);
   }
+  if (c10::GradMode::is_enabled()) {
+    const uint64_t thread = at::RecordFunction::currentThreadId();
+    differentiated_.push_back({recorded.call, next_node(), 0, thread, /*of_backward=*/true});
+  }
+}
+
+// With create_graph=True autograd records the backward of a call. These nodes read the unit's
+// parameters, too, so they become a range of the call: a second backward gathers the unit when it
+// reaches them. A range ends after the unit was resharded.
+void ModelCalls::end_differentiated(bool all) {
+  std::erase_if(differentiated_, [&](RecordedCall& recorded) {
+    if (!all && schedule_.is_resident(recorded.call.unit)) {
+      return false;
+    }
+    recorded.last = next_node();
+    if (recorded.last > recorded.first) {
+      untracked_.add(recorded, /*recomputed=*/false);
+    }
+    return true;
+  });
 }
 
 // Forgets gradients that fired earlier when a new (perhaps nested) backward pass reaches the unit.
@@ -225,6 +244,7 @@ void ModelCalls::end_backward() {
   }
   forget_progress();
   const std::vector<bool> reduced = reducer_.finish();
+  end_differentiated(/*all=*/true);
   untracked_.end_backward();
   recomputed_calls_.end_backward();
   lifecycle_.set_in_backward_pass(false);

@@ -276,6 +276,7 @@ void ModelCalls::reset() {
   untracked_error_ = nullptr;
   rest_by_shape_.clear();
   untracked_.reset();
+  differentiated_.clear();
   recomputed_calls_.reset();
   lifecycle_.reset();
   reducer_.reset();

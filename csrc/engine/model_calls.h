@@ -185,6 +185,7 @@ class ModelCalls {
   void pre_backward(const RecordedCall& recorded, int64_t number);
   void begin_recompute(UnitId unit);
   void recompute(UnitId unit);
+  void end_differentiated(bool all);
   void note_changes(UnitId unit);
   void go_through(UnitId unit);
   void forget_fired(UnitId unit);
@@ -210,6 +211,7 @@ class ModelCalls {
   std::vector<size_t> steps_; // running optimizer steps: the number of calls around each
   std::exception_ptr refused_; // saving the writes of a call failed; the end of the call throws it
   UntrackedBackward untracked_;
+  std::vector<RecordedCall> differentiated_; // calls whose running backward autograd records
   RecomputedCalls recomputed_calls_;
   std::exception_ptr untracked_error_; // the next hook, or the end of the backward, throws it
   std::vector<UnitProgress> progress_; // by unit

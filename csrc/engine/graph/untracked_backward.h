@@ -70,6 +70,7 @@ struct RecordedCall {
   uint64_t first = 0;
   uint64_t last = 0;
   uint64_t thread = 0; // the recording thread; each thread has its own numbers
+  bool of_backward = false; // the nodes are those of the call's backward, with create_graph=True
 };
 
 class UntrackedBackward {
