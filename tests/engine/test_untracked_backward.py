@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -176,16 +177,13 @@ def test_a_failed_backward_leaves_shards_in_the_modules(stage: int) -> None:
     run_ranks(fail_in_backward, 2, stage)
 
 
-def create_graph() -> None:
-    model = zerocore.shard(Routers(), stage=3)
+def create_graph(unshards: bool) -> None:
     x = batch(0, dist.get_rank()).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"create_graph=True.*stage 2.*unsharded"):
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
     torch.manual_seed(0)
     plain = Routers()
     torch.manual_seed(0)
     model = zerocore.shard(Routers(), stage=3)
-    with zerocore.unsharded(model):
+    with zerocore.unsharded(model) if unshards else nullcontext():
         for each in (model, plain):
             (grad,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
             grad.square().sum().backward()
@@ -197,5 +195,6 @@ def create_graph() -> None:
     torch.testing.assert_close(found.full_tensor(), expected / dist.get_world_size())
 
 
-def test_double_backward_at_stage_3() -> None:
-    run_ranks(create_graph, 2)
+@pytest.mark.parametrize("unshards", [True, False])
+def test_double_backward_at_stage_3(unshards: bool) -> None:
+    run_ranks(create_graph, 2, unshards)

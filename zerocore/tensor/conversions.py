@@ -125,10 +125,14 @@ def takes_full_data(old: Any) -> property:
         return alias
 
     def set_data(tensor: Tensor, value: Any) -> None:
-        if isinstance(value, Placed) and not isinstance(tensor, Placed) and _enabled():
+        if isinstance(tensor, Placed) and _enabled():
+            is_full = not isinstance(value, Placed) and value.shape == tensor.place.global_shape
+            value = tensor.place.part_of(value) if is_full else local_of(value)
+        elif isinstance(value, Placed) and _enabled():
             value = _full(value).detach()
         old.__set__(tensor, value)
 
+    get_data.__name__ = "data"  # the rules of shards know it by this name
     return property(get_data, set_data)
 
 

@@ -47,10 +47,10 @@ def call_on_copies(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if needs_values(func, args):
             for copy in copies:
                 _refresh(copy)
-        before = {id(copy.of): version_of(copy.of.copy) for copy in copies}
+        versions = [version_of(copy) for copy in copies]
         result = func(*args, **kwargs)
-        for copy in {id(copy.of): copy for copy in copies}.values():
-            if version_of(copy.of.copy) != before[id(copy.of)]:
+        for copy, version in zip(copies, versions, strict=True):
+            if version_of(copy) != version:
                 _write(name, copy)
         return tree_map_only(Tensor, lambda tensor: _as_copy(tensor, copies), result)
 

@@ -46,7 +46,7 @@ class FullCopy(Tensor):
     @staticmethod
     def make(view: Tensor, gathered: Gathered) -> FullCopy:
         """Copies ``view``, which shares memory with the full value."""
-        full, copy = gathered.full, view.clone()
+        full, copy = gathered.full, _cloned(view)
         offset = int(view.storage_offset() - full.storage_offset())
         of = View(
             *gathered[:3],
@@ -73,6 +73,15 @@ class FullCopy(Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).clone().__reduce_ex__(proto)
+
+
+def _cloned(view: Tensor) -> Tensor:
+    """Returns a copy with the strides of ``view``."""
+    copy = view.clone()
+    if copy.stride() == view.stride() or copy.requires_grad or 0 in view.stride():
+        return copy
+    span = 1 + sum((n - 1) * by for n, by in zip(view.shape, view.stride(), strict=True))
+    return view.new_empty(max(0, span)).as_strided(view.shape, view.stride()).copy_(view)
 
 
 def in_call(param: PlacedParameter) -> bool:
