@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of as whole
 from tests.tensor.test_reads import Net, full_gradients_of, make, seeded
 
 F = nn.functional
@@ -37,28 +39,51 @@ def test_hooks_of_parameters(stage: int) -> None:
     run_ranks(hook, 2, stage)
 
 
+Change = Callable[[Tensor, Any, Tensor], Any]
+MASKED: list[Change] = [
+    lambda grad, shard, full: grad * full,
+    lambda grad, shard, full: grad * shard,
+    lambda grad, shard, full: shard * grad,
+    lambda grad, shard, full: torch.where(shard, grad, 0.5),
+    lambda grad, shard, full: grad.mul_(shard),
+    lambda grad, shard, full: grad.masked_fill_(shard, 0.25),
+    lambda grad, shard, full: grad.addcmul(shard.float(), grad * 2),
+]
+
+
 def mask(stage: int) -> None:
-    """The mask is made of the full value; one of the shard would be of other elements."""
-    model, plain = make(stage)
-    weight, x = model.blocks[0].weight, torch.randn(4, 6)
+    """A mask of a shard, or of the full value, masks this rank's own full gradient."""
+    torch.manual_seed(1)
+    x = torch.randn(4, 6)
+    for change in MASKED:
+        model, plain = make(stage)
+        for each in (model, plain):
+            weight = each.blocks[0].weight
+            positive = weight.detach() > 0
+            full = whole(weight.detach()) > 0
+            weight.register_hook(lambda grad, a=positive, b=full, c=change: c(grad, a, b))
+            for _ in range(2):
+                each(x).square().sum().backward()
+        found = full_gradients_of(model)["blocks.0.weight"]
+        torch.testing.assert_close(found, plain.blocks[0].weight.grad)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_masks_in_hooks(stage: int, world_size: int) -> None:
+    run_ranks(mask, world_size, stage)
+
+
+def return_a_shard() -> None:
+    model, _ = make(3)
+    weight = model.blocks[0].weight
     positive = weight.detach() > 0
-    handle = weight.register_hook(lambda grad: grad * positive)
-    with pytest.raises(TypeError, match=r"'blocks\.0\.weight'.*p\.full_tensor\(\)"):
-        model(x).square().sum().backward()
-    handle.remove()
-    zerocore.reset(model)
-    model.zero_grad()
-    full = weight.full_tensor().detach() > 0
-    weight.register_hook(lambda grad: grad * full)
-    model(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    torch.testing.assert_close(
-        weight.grad.full_tensor(), plain.blocks[0].weight.grad * (plain.blocks[0].weight > 0)
-    )
+    weight.register_hook(lambda grad: positive)
+    with pytest.raises(TypeError, match=r"'blocks\.0\.weight'.*returned a shard"):
+        model(torch.randn(4, 6)).square().sum().backward()
 
 
-def test_masks_in_hooks(stage: int) -> None:
-    run_ranks(mask, 2, stage)
+def test_a_hook_returns_a_full_gradient() -> None:
+    run_ranks(return_a_shard, 2)
 
 
 def hook_before(stage: int) -> None:

@@ -97,7 +97,7 @@ def _check_writable(name: str, copy: FullCopy) -> None:
 
 
 def _refuse(name: str, of: View) -> None:
-    raise TypeError(
+    raise RuntimeError(  # a TypeError of `row += 1` would make Python compute `row = row + 1`
         f"{name}() would change a copy of the sharded {of.what} '{of.fqn}', not the parameter. Use "
         "`with zerocore.unsharded(model, write_back=True)` around the change"
     )

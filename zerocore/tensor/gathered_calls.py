@@ -45,6 +45,8 @@ def call_gathered(
     versions = {key: version_of(full) for key, full in fulls.items()}
     values = tree_map_only(Placed, lambda shard: fulls[id(shard)], (args, kwargs))
     output = func(*values[0], **values[1])
+    for key, shard in shards.items():
+        _check_shape(name_of(func), shard, fulls[key])
     written = {id(shard) for shard in changed if isinstance(shard, Placed)}
     for key, shard in shards.items():
         if key in written or version_of(fulls[key]) != versions[key]:
@@ -61,6 +63,15 @@ def _full_of(shard: Placed) -> Tensor:
     local = local_of(shard)
     whole = shard.place.view_of_whole(local)
     return shard.place.gather(local) if whole is None else whole
+
+
+def _check_shape(name: str, shard: Placed, full: Tensor) -> None:
+    if full.shape != shard.global_shape:
+        raise RuntimeError(
+            f"{name}() changed the shape of {shard.what} '{shard.fqn}' from "
+            f"{tuple(shard.global_shape)} to {tuple(full.shape)}, and a shard keeps its shape. Use "
+            "a function that returns a new tensor"
+        )
 
 
 def _described(shard: Placed, full: Tensor) -> Gathered:

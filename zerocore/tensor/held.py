@@ -104,7 +104,7 @@ def held_full(shard: Any) -> Tensor | None:
 
 
 def call_held(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Calls a function that only reads, with full values, without other ranks.
+    """Calls a function with full values, without other ranks, and copies its changes to the shards.
 
     Returns NotImplemented if this rank lacks values of a shard. It also does if another argument
     is a plain tensor, which may hold only local elements.
@@ -121,5 +121,9 @@ def call_held(func: Function, args: Args, kwargs: Kwargs) -> Any:
     values = tree_map_only(Placed, lambda shard: fulls[id(shard)].full, (args, kwargs))
     with torch.no_grad():
         output = func(*values[0], **values[1])
-    check_unchanged(func, list(fulls.values()))
+    for each in fulls.values():
+        if isinstance(each.shard, PlacedParameter):
+            check_unchanged(func, [each])
+        elif version_of(each.full) != each.version:
+            local_of(each.shard).copy_(each.shard.place.part_of(each.full))
     return without(list(fulls.values()), output)

@@ -140,7 +140,7 @@ def _compare_or_multiply(func: Function, base: str, args: Args, kwargs: Kwargs) 
 
 def _are_full(base: str, tensors: Sequence[Tensor], source: Placed) -> bool:
     """Whether the plain tensors have the full shape on all ranks. If one rank owns all of a vector,
-    its local shape equals the full shape, so the ranks vote; TypeError if one rank's differs."""
+    its local shape equals the full shape, so the ranks vote; RuntimeError if one rank's differs."""
     place = source.place
     plain = [tensor for tensor in tensors if not isinstance(tensor, Placed)]
     are_full = all(tensor.shape == place.global_shape for tensor in plain)
@@ -149,7 +149,7 @@ def _are_full(base: str, tensors: Sequence[Tensor], source: Placed) -> bool:
     told = torch.tensor(int(are_full), device=local_of(source).device)
     if across(place, told).all():
         return True
-    raise TypeError(
+    raise RuntimeError(  # Python drops a TypeError of an operator, and tries the reflected one
         f"{base}() of {source.what} '{source.fqn}' takes plain tensors of shape "
         f"{tuple(place.global_shape)}, but some rank gave another shape; here "
         f"{[tuple(tensor.shape) for tensor in plain]}. Give the full tensor on all ranks, or use "
