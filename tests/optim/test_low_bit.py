@@ -43,8 +43,11 @@ def full(model: Any) -> dict[str, Tensor]:
     return zerocore.full_state_dict(model, rank0_only=False)
 
 
-def train(named: dict[str, Make], owned: bool, stages: tuple[int, ...]) -> None:
-    """As one process, bit for bit; with a stop in between, and states for one process."""
+def train(
+    named: dict[str, Make], owned: bool, stages: tuple[int, ...], close: float = 0.0
+) -> None:
+    """As one process, bit for bit; with a stop in between, and states for one process. ``close``
+    is the difference of optimizers that take norms and means, which the ranks add in parts."""
     for name, make in named.items():
         plain = seeded()
         alone = make(plain.parameters())
@@ -64,7 +67,9 @@ def train(named: dict[str, Make], owned: bool, stages: tuple[int, ...]) -> None:
             optimizer = build()
             optimizer.load_state_dict(saved)
             take_steps(model, optimizer, range(2, 3))
-            torch.testing.assert_close(full(model), dict(plain.state_dict()), rtol=0, atol=0)
+            torch.testing.assert_close(
+                full(model), dict(plain.state_dict()), rtol=close, atol=close / 10
+            )
 
 
 def bitsandbytes_owned(stages: tuple[int, ...]) -> None:
@@ -90,11 +95,11 @@ def bitsandbytes_as_they_are(stages: tuple[int, ...]) -> None:
         "Lion32bit": partial(optim.Lion32bit, lr=1e-3),
     }
     train(named, False, stages)
-    for stage in stages:
-        for make in (optim.AdamW8bit, partial(optim.LAMB32bit, max_unorm=1.0)):
-            model = zerocore.shard(seeded(), stage=stage)
-            with pytest.raises(TypeError, match=r"bitsandbytes::optimizer_.*'0\.weight'.*owned\("):
-                take_steps(model, make(model.parameters()), range(1))
+    gathered = {
+        "AdamW8bit": partial(optim.AdamW8bit, lr=1e-2),
+        "LAMB32bit": partial(optim.LAMB32bit, lr=1e-2, max_unorm=1.0),
+    }
+    train(gathered, False, stages)
 
 
 def torchao_owned(stages: tuple[int, ...]) -> None:
@@ -110,10 +115,7 @@ def transformers_owned(stages: tuple[int, ...]) -> None:
 
     given = partial(Adafactor, lr=1e-2, relative_step=False)
     train({"Adafactor": partial(Adafactor), "given": given}, True, stages)
-    for stage in filter(None, stages):  # at stage 0 a rank has all elements
-        model = zerocore.shard(seeded(), stage=stage)
-        with pytest.raises(TypeError, match=r"'0\.weight'.*owned\(Adafactor, params"):
-            take_steps(model, Adafactor(model.parameters()), range(1))
+    train({"Adafactor": partial(Adafactor), "given": given}, False, stages, 1e-5)
 
 
 @pytest.mark.one_by_day

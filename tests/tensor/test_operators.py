@@ -14,6 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 
 STAGES = (0, 1, 2, 3)
 NAME = "zerocore_test"
@@ -32,7 +33,7 @@ def operators() -> Iterator[Any]:
         library.define("apply.stepped(Tensor(a!) x, int a, Tensor(b!) count) -> ()")
         library.impl("apply", lambda x, a: x * a, "CPU")
         library.impl("apply.out", lambda x, a, out: out.copy_(x * a), "CPU")
-        library.impl("apply.stepped", lambda x, a, count: x.add_(count.add_(a)), "CPU")
+        library.impl("apply.stepped", lambda x, a, count: (x.add_(count.add_(a)), None)[1], "CPU")
         library.define("lists(Tensor(a!)[] ps, Tensor[] gs) -> ()")
         library.impl("lists", lambda ps, gs: torch._foreach_sub_(ps, gs) and None, "CPU")
         yield torch.ops.zerocore_test
@@ -156,45 +157,87 @@ def custom_rows(x: Tensor) -> None:
     x.sub_(x.mean(-1, keepdim=True))
 
 
-def refuse(stages: tuple[int, ...]) -> None:
+def custom_call(p: Any) -> None:
+    custom_rows(p)
+    custom_rows(p.grad)
+
+
+def gather(stages: tuple[int, ...]) -> None:
+    """Operators that are not declared, or whose arguments do not fit, get full values."""
     with operators() as ops:
         zerocore.register_elementwise(f"{NAME}::apply")
         zerocore.register_elementwise(ops.update)
-        plain_state, count = torch.zeros(33, 9), torch.zeros(())
-        advice = r"zerocore\.register_elementwise\('{}'\)"
-        # The call with the weight, and the text of its error.
+        calls: list[Callable[[Any], Any]] = [
+            lambda p: ops.undeclared(p, p.detach().clone(), p.detach() * 2, 0.5),
+            lambda p: ops.undeclared.default(p, p.grad, p.detach() * 2, 0.5),
+            lambda p: ops.undeclared(torch.zeros(33, 9), p.detach(), p.grad, 1.0),
+            lambda p: ops.update(p, torch.zeros(33, 9), p.grad, 1.0),
+            lambda p: ops.apply(p.detach(), 1, torch.ones(())),
+            lambda p: ops.lists([p, p.grad], [p.grad.clone(), p.detach() * 1]),
+            custom_call,
+            lambda p: torch.mm(p.t(), p.grad, out=torch.zeros(9, 9)),
+            lambda p: torch.mm(p.detach().clone(), torch.ones(9, 9), out=p),
+            lambda p: torch.ops.aten.mm.out(p.grad, torch.ones(9, 9), out=p.detach()),
+            lambda p: handled(p.grad, p.grad),
+            lambda p: handled(p.detach(), p.grad),
+            lambda p: p.grad.numpy().sum(),
+            lambda p: add(p),
+        ]
+        x = torch.ones(2, 9)
+        for number, call in enumerate(calls):
+            plain = seeded()
+            plain(x).square().sum().backward()
+            with torch.no_grad():
+                result = call(plain[0].weight)
+            for stage in stages:
+                print(number, stage, flush=True)
+                model = zerocore.shard(seeded(), stage=stage)
+                model(x).square().sum().backward()
+                weight = model[0].weight
+                with torch.no_grad():
+                    found = call(weight)
+                    if isinstance(result, Tensor):
+                        torch.testing.assert_close(full_of(found), result.detach())
+                    torch.testing.assert_close(full_of(weight.grad), plain[0].weight.grad)
+                    torch.testing.assert_close(full(model), dict(plain.state_dict()))
+                    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_others_get_full_values(world_size: int) -> None:
+    run_ranks(gather, world_size, STAGES)
+
+
+def gather_in_steps(stages: tuple[int, ...]) -> None:
+    with operators() as ops:
+        plain = seeded()
+        expected = train(plain, Momentum(plain.parameters(), ops.undeclared))
+        for stage in stages:
+            model = zerocore.shard(seeded(), stage=stage)
+            losses = train(model, Momentum(model.parameters(), ops.undeclared))
+            assert losses == pytest.approx(expected, rel=1e-5), stage
+            torch.testing.assert_close(full(model), dict(plain.state_dict()))
+
+
+def test_steps_of_undeclared_operators() -> None:
+    run_ranks(gather_in_steps, 2, STAGES)
+
+
+def refuse(stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        model = zerocore.shard(seeded(), stage=stage)
+        weight, before = model[0].weight, full(model)
         calls: list[tuple[Callable[[Any], Any], str]] = [
-            (lambda p: ops.undeclared(p, p, p, 1.0), advice.format(f"{NAME}::undeclared")),
-            (lambda p: ops.undeclared.default(p, p, p, 1.0), advice.format(f"{NAME}::undeclared")),
-            (lambda p: ops.undeclared(plain_state, p.detach(), p, 1.0), "undeclared.*'0.weight'"),
-            (custom_rows, advice.format("zerocore_test_custom::rows")),
-            (lambda p: ops.update(p, plain_state, p, 1.0), r"plain tensor of shape \(33, 9\)"),
-            (lambda p: ops.apply(p, 1, count), r"plain tensor of shape \(\)"),
-            (lambda p: torch.mm(p.t(), plain_state, out=p), "mm.*'0.weight'"),
-            (lambda p: torch.ops.aten.mm.out(p, p, out=p), "mm.*'0.weight'"),
             (lambda p: torch._foreach_add([p], 1.0, out=[p]), "out"),
             (lambda p: p.data_ptr(), "data_ptr.*'0.weight'"),
             (lambda p: p.__dlpack__(), "__dlpack__.*'0.weight'"),
-            # Where each rank has all values these read them.
-            (lambda p: handled(p.detach(), p.detach()), "handled.*'0.weight'"),
-            (lambda p: p.detach().numpy(), "numpy.*'0.weight'"),
         ]
-        for stage in stages:
-            model = zerocore.shard(seeded(), stage=stage)
-            weight, before = model[0].weight, full(model)
-            for call, message in calls if stage == 3 else calls[:-2]:
-                with (
-                    torch.no_grad(),
-                    pytest.raises((TypeError, RuntimeError), match=message),
-                ):
-                    call(weight)
-            torch.testing.assert_close(full(model), before, rtol=0, atol=0)
-            assert torch.equal(add(weight), before["0.weight"].flip(0))
-            with torch.no_grad(), pytest.raises(TypeError, match=r"handled.*changed.*'0\.weight'"):
-                handled(weight, weight)
-            optimizer = Momentum(model.parameters(), ops.undeclared)
-            with pytest.raises(TypeError, match=r"owned\(Momentum, params.*register_elementwise"):
-                train(model, optimizer)
+        for call, message in calls:
+            with torch.no_grad(), pytest.raises((TypeError, RuntimeError), match=message):
+                call(weight)
+        torch.testing.assert_close(full(model), before, rtol=0, atol=0)
+        with torch.no_grad(), pytest.raises(TypeError, match=r"handled.*changed.*'0\.weight'"):
+            handled(weight, weight)
 
 
 def test_others_are_refused_by_name() -> None:

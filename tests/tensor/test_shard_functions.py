@@ -1,4 +1,4 @@
-"""Torch functions give on shards what they give on the full tensor, or an error that names it."""
+"""Torch functions give on shards the same as on the full tensor, or an error that names it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 from zerocore.layout.place import Place
 from zerocore.tensor.functions import LISTED, base_of, is_in_place, name_of
 
@@ -54,10 +55,6 @@ def pairs(model: nn.Module, plain: nn.Module) -> list[tuple[Any, Tensor]]:
         assert param.grad is not None and full.grad is not None
         found += [(param.grad, full.grad), (param.detach(), full.detach())]
     return found + [(param, full.detach()) for param, full in both]
-
-
-def full_of(shard: Any) -> Tensor:
-    return shard.full_tensor() if hasattr(shard, "full_tensor") else shard
 
 
 ELEMENTS: dict[str, Function] = {
@@ -217,70 +214,107 @@ def test_no_rank_multiplies_alone(stage: int, world_size: int) -> None:
     assert {each.rpartition(" ")[2] for each in found[0] if " full " in each} == {"done"}
 
 
-REFUSED: dict[str, Function] = {
-    "matmul": lambda t: t @ t,
+EXACT: dict[str, Function] = {  # each needs all elements
+    "matmul": lambda t: t @ t.mT,
     "cat": lambda t: torch.cat([t, t]),
     "stack": lambda t: torch.stack([t]),
-    "view": lambda t: t.view(torch.int32),
-    "wrong_view": lambda t: t.view(1, -1).sum(1),
+    "view": lambda t: t.sign().view(torch.int32),
+    "other_view": lambda t: t.flatten().view(1, -1).sum(1),
     "unsqueeze": lambda t: t.unsqueeze(0),
-    "einsum": lambda t: torch.einsum("i,i->", t, t),
-    "sort": lambda t: t.sort(),
-    "kthvalue": lambda t: t.kthvalue(1),
-    "mode": lambda t: t.mode(),
+    "einsum": lambda t: torch.einsum("i...,i...->", t, t),
+    "sort": lambda t: list(t.sort()),
+    "kthvalue": lambda t: list(t.flatten().kthvalue(3)),
+    "mode": lambda t: list(t.mode()),
     "median": lambda t: t.median(),
     "argmax": lambda t: t.argmax(),
+    "topk": lambda t: list(t.flatten().topk(2)),
+    "histc": lambda t: t.histc(5),
     "cumprod": lambda t: t.cumprod(0),
     "cumsum": lambda t: t.cumsum(0),
-    "var_mean": torch.var_mean,
-    "std_mean": torch.std_mean,
+    "var_mean": lambda t: list(torch.var_mean(t)),
+    "std_mean": lambda t: list(torch.std_mean(t)),
     "normalize": lambda t: nn.functional.normalize(t, dim=0),
-    "cosine": lambda t: nn.functional.cosine_similarity(t, t, dim=0),
-    "mse_loss": lambda t: nn.functional.mse_loss(t, t),
+    "cosine": lambda t: nn.functional.cosine_similarity(t, t.sign(), dim=0),
+    "mse_loss": lambda t: nn.functional.mse_loss(t, t + 1),
     "softmax": lambda t: t.softmax(0),
-    "dist": lambda t: torch.dist(t, t),
+    "dist": lambda t: torch.dist(t, t * 2),
+    "norm_0": lambda t: torch.linalg.vector_norm(t, 0),
+    "norm_-1": lambda t: t.norm(p=-1),
+    "foreach_norm_0": lambda t: torch._foreach_norm([t, t], 0)[1],
     "along": lambda t: t.sum(0),
     "norm_along": lambda t: t.norm(dim=0),
     "spectral": lambda t: torch.linalg.norm(t, 2),
-    "numpy": lambda t: t.numpy(),
-    "tolist": lambda t: t.tolist(),
-    "item": lambda t: t.item(),
+    "numpy": lambda t: torch.as_tensor(t.numpy().copy()),
+    "tolist": lambda t: torch.tensor(t.tolist()),
     "index": lambda t: t[0],
-    "set_index": lambda t: t.__setitem__(0, 1.0),
+    "slice": lambda t: t[1:3],
+    "negative": lambda t: t[..., -1],
     "mask": lambda t: t[t > 0],
-    "where_indices": lambda t: torch.where(t > 0),
-    "broadcast": lambda t: t * torch.ones(4, 1),
-    "column": lambda t: t.view(-1, 1) * torch.ones(t.local().numel()),
-    "row": lambda t: t * torch.ones(t.global_shape[-1]),
+    "indices": lambda t: t[torch.tensor([1, 0])],
+    "where_indices": lambda t: list(torch.where(t > 0)),
+    "broadcast": lambda t: t * torch.ones(4, *[1] * t.dim()),
+    "column": lambda t: t.reshape(-1, 1) * torch.arange(4.0),
+    "row": lambda t: t * torch.arange(float(t.size(-1))),
+    "multinomial": lambda t: torch.multinomial(t.abs().flatten(), 2, generator=seeded()),
+    "bernoulli": lambda t: torch.bernoulli(t.sigmoid(), generator=seeded()),
+    "script": lambda t: torch.jit.script(squares)(t),
+}
+REFUSED: dict[str, Function] = {
     "storage": lambda t: t.untyped_storage(),
     "data_ptr": lambda t: t.data_ptr(),
-    "resize": lambda t: t.resize_(3),
-    "multinomial": lambda t: torch.multinomial(t, 1),
+    "dlpack": lambda t: t.__dlpack__(),
+    "share_memory": lambda t: t.share_memory_(),
+    "class": lambda t: t.as_subclass(Tensor),
+    "transform": lambda t: torch.func.grad(squares)(t),
 }
+
+
+def squares(x: Tensor) -> Tensor:
+    return x.square().sum()
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def gather(stage: int) -> None:
+    model, plain = make(stage)
+    with torch.no_grad():
+        for shard, full in pairs(model, plain):
+            for name, function in EXACT.items():
+                try:
+                    expected = function(full)
+                except (RuntimeError, IndexError, TypeError):
+                    continue  # of a tensor of another number of dimensions
+                print(name, shard, flush=True)
+                found = function(shard)
+                found = [*map(full_of, found)] if isinstance(found, list) else full_of(found)
+                torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.one_by_day
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 3), (2, 2), (3, 1), (3, 4)])
+def test_functions_that_need_all_elements(stage: int, world_size: int) -> None:
+    run_ranks(gather, world_size, stage)
 
 
 def refuse(stage: int) -> None:
     model, _ = make(stage)
+    weight = model.linear.weight
     with torch.no_grad():
-        found = [model.linear.weight.grad]
-        if stage in (0, 3):  # else each rank has all values of a parameter, and reads them
-            found.append(model.linear.weight.detach())
-        for shard in found:
+        for shard in (weight.grad, weight.detach()):
             for name, function in REFUSED.items():
-                if name == "row" and stage == 0:
-                    continue
                 print(name, flush=True)
-                with pytest.raises(
-                    (TypeError, RuntimeError), match=r"linear\.weight.*full_tensor\(\)"
-                ):
+                with pytest.raises(TypeError, match=r"linear\.weight.*full_tensor\(\)"):
                     function(shard)
-        with pytest.raises((TypeError, RuntimeError), match=r"conv\.weight"):
-            model.linear.weight.grad.add(model.conv.weight.grad)
-        with pytest.raises(TypeError, match=r"conv\.weight.*in another order"):
-            model.conv.weight.grad.flatten()  # lies in memory as channels_last
+            with pytest.raises(RuntimeError, match=r"changed the shape of .*'linear\.weight'"):
+                shard.resize_(3)
+            with pytest.raises(RuntimeError, match=r"size of tensor"):
+                shard.add(model.conv.weight.grad)
 
 
-def test_everything_else_is_refused_by_name(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_refused_by_name(stage: int) -> None:
     run_ranks(refuse, 2, stage)
 
 
@@ -357,6 +391,7 @@ def ask(stage: int) -> None:
         assert local.dim() == 1 and local.numel() == shard.shard_range[1] - shard.shard_range[0]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_shapes_are_those_of_the_full_tensor(stage: int) -> None:
     run_ranks(ask, 3, stage)
 

@@ -70,7 +70,7 @@ PATCHES = (
     Patch("torch.optim.Optimizer", "add_param_group", optimizer_rules.checks_shards),
     *(
         Patch(f"torch.optim.{name}", "step", optimizer_rules.without_rules)
-        for name in (*_ELEMENTWISE, "LBFGS")
+        for name in _ELEMENTWISE
     ),
     *(Patch(*place, conversions.converts_in_full) for place in conversions.CONVERSIONS),
     *(Patch(*place, conversions.transforms_full_values) for place in conversions.TRANSFORMS),

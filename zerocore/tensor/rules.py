@@ -160,7 +160,7 @@ def _local_or_global(func: Function, args: Args, kwargs: Kwargs, changed: list[A
         return args[0] if is_in_place(name) else keep_place(result, args[0])
     pair = base in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
     if base in functions.GLOBAL and not pair and not is_in_place(name):
-        if (held := call_held(func, args, kwargs)) is not NotImplemented:
+        if not changed and (held := call_held(func, args, kwargs)) is not NotImplemented:
             return held
         if is_foreach(name):
             whole = foreach_norm(args, kwargs) if base == "norm" else NotImplemented
