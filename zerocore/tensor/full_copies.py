@@ -47,11 +47,11 @@ def call_on_copies(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if needs_values(func, args):
             for copy in copies:
                 _refresh(copy)
-        versions = [version_of(copy) for copy in copies]
+        before = [_versions(copy) for copy in copies]
         result = func(*args, **kwargs)
-        for copy, version in zip(copies, versions, strict=True):
-            if version_of(copy) != version:
-                _write(name, copy)
+        written = [c for c, old in zip(copies, before, strict=True) if _versions(c) != old]
+        for copy in {id(copy.of): copy for copy in written}.values():
+            _write(name, copy)
         return tree_map_only(Tensor, lambda tensor: _as_copy(tensor, copies), result)
 
 
@@ -73,6 +73,10 @@ def with_own_part(shard: Placed) -> Tensor:
     start, end = shard.shard_range
     full.as_strided((full.numel(),), (1,))[start:end] = local
     return full
+
+
+def _versions(copy: FullCopy) -> tuple[int, int]:
+    return version_of(copy), version_of(copy.of.copy)  # a result of `data` has a version of its own
 
 
 def _gathered(shard: Placed) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore.tensor.full_copies import with_own_part
 from zerocore.tensor.functions import Args, Function, Kwargs, is_elementwise, name_of
-from zerocore.tensor.implicit_unshard import Gathered, call_with_full, version_of, without
+from zerocore.tensor.implicit_unshard import Gathered, call_with_full, run_full, version_of, without
 from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
 
 _log = logging.getLogger("zerocore")
@@ -44,7 +44,7 @@ def call_gathered(
     fulls = {key: with_own_part(s) if sets else _full_of(s) for key, s in shards.items()}
     versions = {key: version_of(full) for key, full in fulls.items()}
     values = tree_map_only(Placed, lambda shard: fulls[id(shard)], (args, kwargs))
-    output = func(*values[0], **values[1])
+    output = run_full(func, *values)
     for key, shard in shards.items():
         _check_shape(name_of(func), shard, fulls[key])
     written = {id(shard) for shard in changed if isinstance(shard, Placed)}

@@ -10,7 +10,13 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore.tensor import pending_host_updates
 from zerocore.tensor.functions import Args, Function, Kwargs
-from zerocore.tensor.implicit_unshard import Gathered, check_unchanged, version_of, without
+from zerocore.tensor.implicit_unshard import (
+    Gathered,
+    check_unchanged,
+    run_full,
+    version_of,
+    without,
+)
 from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of, shard_in
 
 
@@ -120,7 +126,7 @@ def call_held(func: Function, args: Args, kwargs: Kwargs) -> Any:
         fulls[id(shard)] = Gathered(shard, shard.what, shard.fqn, full, version_of(full))
     values = tree_map_only(Placed, lambda shard: fulls[id(shard)].full, (args, kwargs))
     with torch.no_grad():
-        output = func(*values[0], **values[1])
+        output = run_full(func, *values)
     for each in fulls.values():
         if isinstance(each.shard, PlacedParameter):
             check_unchanged(func, [each])

@@ -70,9 +70,11 @@ class FullCopy(Tensor):
     ) -> Any:
         return late.call("call_on_copies", func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
     def __reduce_ex__(self, proto: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).clone().__reduce_ex__(proto)
+        return self.clone().__reduce_ex__(proto)
 
 
 def _cloned(view: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ def call_with_full(
                 entered.append((state.engine, unit))
         full = tree_map_only(Placed, _with_full, (args, kwargs))
         fulls = [] if is_inside else _full_values(shards, full)
-        output = func(*full[0], **full[1])
+        output = run_full(func, *full)
         if fulls:
             check_unchanged(func, fulls)
             with torch._C.DisableTorchFunctionSubclass():
@@ -133,6 +135,18 @@ def call_with_full(
     for engine, unit in reversed(entered):
         engine.exit(unit, output, keep=True)  # parameters of one unit are often read in a row
     return output
+
+
+def run_full(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Calls ``func`` with full values. The offset of ``as_strided`` counts from the start of a
+    storage, and a full value may lie in a storage with others."""
+    if name_of(func) in ("as_strided", "as_strided_"):
+        names = ("size", "stride", "storage_offset")
+        options = dict(zip(names, args[1:], strict=False)) | kwargs
+        if options.get("storage_offset") is not None:
+            args, kwargs = args[:1], options
+            kwargs["storage_offset"] += next(leaves((args, kwargs))).storage_offset()
+    return func(*args, **kwargs)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -166,7 +166,7 @@ class ShardedParameter(InPlace, PlacedParameter, nn.Parameter):  # type: ignore[
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Registers a hook as under DistributedDataParallel: it gets this rank's own full gradient,
-        before it is averaged.
+        before it is averaged. A shard beside the gradient is gathered.
 
         Raises:
             TypeError: in the backward, if ``hook`` returns a shard.
@@ -293,8 +293,8 @@ class ShardedGrad(InPlace, Tensor):  # type: ignore[misc]
     """This rank's elements of an averaged gradient.
 
     Elementwise functions work on the local elements. Norms and full reductions are computed over
-    the full gradient, equal on all ranks (so ``torch.nn.utils.clip_grad_norm_`` is right). Other
-    functions would silently be local, so they raise TypeError.
+    the full gradient, equal on all ranks (so ``torch.nn.utils.clip_grad_norm_`` is right). Others
+    get the full gradient, which the ranks gather: all ranks must call them.
     """
 
     what = GRADIENT

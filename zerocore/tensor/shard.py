@@ -173,8 +173,9 @@ class LocalShard(Shard, Tensor):  # type: ignore[misc]
     """A sharded parameter in a ``state_dict``: this rank's elements, with the full shape.
 
     Elementwise functions work on the local elements and return a shard. Norms and full reductions
-    are computed over the full tensor, equal on all ranks, which must all call them. Others raise
-    TypeError. ``torch.distributed.checkpoint`` saves and loads it as a part of the full tensor.
+    are computed over the full tensor, equal on all ranks, which must all call them. Others get the
+    full tensor, which the ranks gather. ``torch.distributed.checkpoint`` saves and loads it as a
+    part of the full tensor.
     """
 
 

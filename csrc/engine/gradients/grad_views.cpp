@@ -208,6 +208,8 @@ void GradViews::show(UnitId unit, bool reduced, bool alone) {
       current.copy_(param.grad); // the program has set this tensor, and may hold it
     } else if (shown && !current.is_same(view)) {
       owner.shard.mutable_grad() = view;
+    } else if (marked) {
+      view.unsafeGetTensorImpl()->bump_version(); // the backward has added to it, see full_copies.py
     }
     param.used = param.used && !reduced;
   }
