@@ -43,9 +43,7 @@ def full(model: Any) -> dict[str, Tensor]:
     return zerocore.full_state_dict(model, rank0_only=False)
 
 
-def train(
-    named: dict[str, Make], owned: bool, stages: tuple[int, ...], close: float = 0.0
-) -> None:
+def train(named: dict[str, Make], owned: bool, stages: tuple[int, ...], close: float = 0.0) -> None:
     """As one process, bit for bit; with a stop in between, and states for one process. ``close``
     is the difference of optimizers that take norms and means, which the ranks add in parts."""
     for name, make in named.items():

@@ -68,10 +68,7 @@ PATCHES = (
     Patch("torch.nn.utils.parametrize.ParametrizationList", "__init__", refusals.takes_no_shard),
     Patch("torch.distributed.tensor.DTensor", "data", rows.counts_writes),
     Patch("torch.optim.Optimizer", "add_param_group", optimizer_rules.checks_shards),
-    *(
-        Patch(f"torch.optim.{name}", "step", optimizer_rules.without_rules)
-        for name in _ELEMENTWISE
-    ),
+    *(Patch(f"torch.optim.{name}", "step", optimizer_rules.without_rules) for name in _ELEMENTWISE),
     *(Patch(*place, conversions.converts_in_full) for place in conversions.CONVERSIONS),
     *(Patch(*place, conversions.transforms_full_values) for place in conversions.TRANSFORMS),
     Patch("torch.jit.ScriptFunction", "__call__", conversions.asks_in_full),

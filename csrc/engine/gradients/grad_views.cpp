@@ -209,7 +209,7 @@ void GradViews::show(UnitId unit, bool reduced, bool alone) {
     } else if (shown && !current.is_same(view)) {
       owner.shard.mutable_grad() = view;
     } else if (marked) {
-      view.unsafeGetTensorImpl()->bump_version(); // the backward has added to it, see full_copies.py
+      view.unsafeGetTensorImpl()->bump_version(); // the backward has added to it
     }
     param.used = param.used && !reduced;
   }
