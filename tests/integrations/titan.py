@@ -19,6 +19,7 @@ import sys
 import tempfile
 import types
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -28,10 +29,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.harness import RanksFailed, run_ranks
-from tests.integrations.fully_sharded import engine
+from tests.integrations.fully_sharded import ENGINES, engine
 
 STEPS = 5
 SAVED = 3
+TIMEOUT = 300.0  # seconds for a run
 BASE = (
     "--debug.seed=42",
     "--training.seq-len=128",
@@ -213,7 +215,9 @@ def train_rank(
     return figures
 
 
-def train(case: str, name: str, folder: str, *options: str, run: str = "") -> list[float]:
+def train(
+    case: str, name: str, folder: str, *options: str, run: str = "", timeout: float = TIMEOUT
+) -> list[float]:
     """Losses of all steps, then norms; checkpoints of runs of one name lie together."""
     model, parallelism = CASES[case]
     found = PARALLELISMS[parallelism]
@@ -222,14 +226,17 @@ def train(case: str, name: str, folder: str, *options: str, run: str = "") -> li
     options = (*options, f"--dump-folder={folder}/{case}-{run or name}")
     whole_loss = parallelism.endswith("whole_loss")
     given = (name, options, folder, whole_loss)
-    ranks = run_ranks(train_rank, found.ranks, *given, launch="torchrun", timeout=300)
+    ranks = run_ranks(train_rank, found.ranks, *given, launch="torchrun", timeout=timeout)
     figures = max(ranks)  # a pipeline's loss is where its last stage is, others log less than 0
     return [loss for loss, _ in figures] + [norm for _, norm in figures]
 
 
-def resume(case: str, name: str, folder: str, *options: str, run: str = "") -> list[float]:
+def resume(
+    case: str, name: str, folder: str, *options: str, run: str = "", timeout: float = TIMEOUT
+) -> list[float]:
     """As ``train``, of the steps behind the one that was saved."""
-    return train(case, name, folder, *options, f"--checkpoint.load-step={SAVED}", run=run)
+    options = (*options, f"--checkpoint.load-step={SAVED}")
+    return train(case, name, folder, *options, run=run, timeout=timeout)
 
 
 def difference(found: list[float], expected: list[float]) -> float:
@@ -240,24 +247,52 @@ def difference(found: list[float], expected: list[float]) -> float:
 
 def behind(figures: list[float]) -> list[float]:
     """Those of the steps behind the one that was saved."""
-    return figures[SAVED:STEPS] + figures[STEPS + SAVED :]
+    steps = len(figures) // 2
+    return figures[SAVED:steps] + figures[steps + SAVED :]
 
 
-def row(case: str, folder: str, options: list[str]) -> list[str]:
-    """Of the table; a run that fails says why."""
-    losses: list[str] = []
+def row(case: str, folder: str, options: list[str], timeout: float = TIMEOUT) -> list[str]:
+    """One row of the table; the cell of a run that fails says why."""
     figures: dict[str, list[float]] = {}
-    for name in ("torch", "zerocore"):
+    cells: dict[str, str] = {}
+    for name in ENGINES:
         try:
-            figures[name] = train(case, name, folder, *options)
-            losses.append(f"{figures[name][STEPS - 1]:.8f}")
+            figures[name] = train(case, name, folder, *options, timeout=timeout)
+            cells[name] = f"{figures[name][len(figures[name]) // 2 - 1]:.8f}"
         except RanksFailed as failed:
-            losses.append(next(x for x in str(failed).splitlines()[::-1] if "Error:" in x)[:150])
-    if len(figures) < 2:
-        return [case, str(STEPS), *losses, "", ""]
-    resumed = difference(resume(case, "zerocore", folder, *options), behind(figures["zerocore"]))
-    between = difference(figures["zerocore"], figures["torch"])
-    return [case, str(STEPS), *losses, _shown(between), _shown(resumed)]
+            cells[name] = cause(failed)
+    steps = str(max((len(each) // 2 for each in figures.values()), default=0))
+    if len(figures) < len(ENGINES):
+        return [case, steps, *cells.values(), "", ""]
+    cells["difference"] = _shown(difference(figures["zerocore"], figures["torch"]))
+    cells["resumed"] = _resumed(case, folder, options, figures, timeout)
+    return [case, steps, *cells.values()]
+
+
+def _resumed(
+    case: str, folder: str, options: list[str], figures: dict[str, list[float]], timeout: float
+) -> str:
+    """The difference of the steps behind a resume, if the run had any."""
+    expected = behind(figures["zerocore"])
+    if not expected:
+        return ""
+    try:
+        found = resume(case, "zerocore", folder, *options, timeout=timeout)
+    except RanksFailed as failed:
+        return cause(failed)
+    return _shown(difference(found, expected))
+
+
+def cause(failed: RanksFailed) -> str:
+    """The last error that a rank raised; without one, how the first rank that failed ended."""
+    lines = str(failed).splitlines()
+    errors = [line for line in lines if "Error:" in line]
+    ends = [
+        f"rank {line.split()[2]} {end.split(';')[0]}"
+        for line, end in pairwise(lines)
+        if line.startswith("--- rank ")
+    ]
+    return errors[-1][:150] if errors else ends[0]
 
 
 def _shown(found: float) -> str:
@@ -269,13 +304,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE", default=[])
     parser.add_argument("--option", action="append", default=[], help="of torchtitan, for all")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for a run")
     options = parser.parse_args()
     print("| case | steps | loss torch | loss zerocore | difference | resumed |")
     print("|---|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
         write_assets(Path(folder))
         for case in options.cases or CASES:
-            print("|", " | ".join(row(case, folder, options.option)), "|", flush=True)
+            cells = row(case, folder, options.option, options.timeout)
+            print("|", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":
