@@ -83,6 +83,7 @@ def relax() -> None:
     common_fsdp.distribute_tensor = partial(common_fsdp.distribute_tensor, src_data_rank=None)
     common_fsdp.FSDPTestMultiThread = _threads_as_processes(common_fsdp.FSDPTest)
     _drop_device_ids()
+    _attend_to_local_heads()
 
 
 def _needing(count: int, **_: Any) -> Any:
@@ -122,6 +123,31 @@ def _drop_device_ids() -> None:
 
     replicate.state = stock.state
     composable.replicate = replicate
+
+
+def _attend_to_local_heads() -> None:
+    """DTensor has no rule for attention on the CPU. A rank attends to its batch and its heads."""
+    from torch.distributed.tensor import DTensor
+
+    stock = torch.nn.functional.scaled_dot_product_attention
+
+    @wraps(stock)
+    def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (query, key, value)
+        if not all(isinstance(each, DTensor) and _is_of_heads(each) for each in given):
+            return stock(*given, *args, **kwargs)
+        found = stock(*(each.to_local() for each in given), *args, **kwargs)
+        return DTensor.from_local(found, query.device_mesh, query.placements)
+
+    torch.nn.functional.scaled_dot_product_attention = attend
+
+
+def _is_of_heads(tensor: Any) -> bool:
+    """Whether a rank has whole sequences of each head that it has."""
+    return all(
+        placement.is_replicate() or (placement.is_shard() and placement.dim in (0, 1))
+        for placement in tensor.placements
+    )
 
 
 def load(path: Path) -> types.ModuleType:
