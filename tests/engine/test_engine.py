@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -126,12 +125,6 @@ def test_a_model_is_freed() -> None:
     del model
     gc.collect()
     assert gone() is None
-
-
-def test_a_sharded_model_cannot_be_copied() -> None:
-    model = zerocore.shard(make())
-    with pytest.raises(TypeError, match="full_state_dict"):
-        copy.deepcopy(model)
 
 
 def test_moving_a_sharded_model_is_an_error() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -80,7 +81,6 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "old weight_norm": nn.utils.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "old spectral_norm": nn.utils.spectral_norm,
-    "prune": lambda m: prune.l1_unstructured(m, "weight", 0.5),
     "tie": lambda m: nn.Linear(2, 2).register_parameter("tied", m.weight),
     "list": lambda m: nn.ParameterList(m.parameters()),
 }
@@ -89,7 +89,8 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 def change_places() -> None:
     for stage in (0, 3):
         outside = ("tie", "list")  # of plain parameters other modules may be made
-        for change in (c for name, c in CHANGES.items() if stage > 0 or name not in outside):
+        allowed = ("old spectral_norm", *(outside if stage == 0 else ()))  # renames the parameter
+        for change in (c for name, c in CHANGES.items() if name not in allowed):
             model = zerocore.shard(case_named("plain").seeded_build(), stage=stage)
             with pytest.raises(ValueError, match=r"blocks\.0\.linear\.\w+'.*[Cc]omplete|Tie"):
                 change(model.get_submodule("blocks.0.linear"))
@@ -105,7 +106,6 @@ REMOVALS: dict[str, Callable[[nn.Module], Any]] = {
     "old weight_norm": nn.utils.remove_weight_norm,
     "spectral_norm": lambda m: parametrize.remove_parametrizations(m, "weight"),
     "old spectral_norm": nn.utils.remove_spectral_norm,
-    "prune": lambda m: prune.remove(m, "weight"),
 }
 
 
@@ -122,3 +122,42 @@ def remove_parametrizations() -> None:
 
 def test_parametrizations_are_not_removed_after_shard() -> None:
     run_ranks(remove_parametrizations, 2)
+
+
+def prunes(stage: int) -> None:
+    """Pruning keeps the parameter under another name; removing it gives the name back."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    case = case_named("plain")
+    plain = case.seeded_build()
+    model = zerocore.shard(case.seeded_build(), stage=stage)
+    pairs = ((model, range(rank, rank + 1)), (plain, range(size)))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each, _ in pairs]
+
+    def step() -> None:
+        for (each, ranks), optimizer in zip(pairs, optimizers, strict=True):
+            for other in ranks:
+                loss = case.loss(each, case.seeded_batch(0, other, 4))
+                (loss / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def same() -> None:
+        found = zerocore.full_state_dict(model, rank0_only=False)
+        torch.testing.assert_close(found, dict(plain.state_dict()))
+
+    step()
+    for each, _ in pairs:
+        torch.manual_seed(0)
+        prune.l1_unstructured(each.get_submodule("blocks.0.linear"), "weight", 0.5)
+        prune.random_structured(each.get_submodule("blocks.1.linear"), "weight", 0.3, dim=0)
+    step()
+    step()
+    same()
+    for each, _ in pairs:
+        prune.remove(each.get_submodule("blocks.0.linear"), "weight")
+    step()
+    same()
+
+
+def test_pruning_after_shard(stage: int) -> None:
+    run_ranks(prunes, 2, stage)

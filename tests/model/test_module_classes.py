@@ -124,8 +124,8 @@ def test_modules_keep_their_classes(stage: int) -> None:
 def copies() -> None:
     model: Any = zerocore.shard(Net(), units=[nn.Linear])
     for module in (model, *model.layers):
-        for function in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match="is sharded and cannot be copied or pickled"):
+        for function in (copy.copy, pickle.dumps):
+            with pytest.raises(TypeError, match="is sharded and cannot be pickled"):
                 function(module)
     other = Inherits(4, 4)
     x = torch.ones(1, 4)

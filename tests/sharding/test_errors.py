@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -152,9 +152,9 @@ def test_mistake_of_one_rank_is_an_error_on_all(kind: str) -> None:
 def copy_model(stage: int) -> None:
     model = zerocore.shard(Net(), stage=stage)
     with pytest.raises((TypeError, RuntimeError), match="full_state_dict"):
-        copy.deepcopy(model)
+        pickle.dumps(model)
     with pytest.raises((TypeError, RuntimeError), match="full_state_dict"):
-        copy.deepcopy(model.blocks[0])
+        pickle.dumps(model.blocks[0])
     with pytest.raises(MISTAKE, match="shard"):
         model.half()
 

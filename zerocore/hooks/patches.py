@@ -185,6 +185,7 @@ def install(more: tuple[Patch, ...]) -> None:
     ask_before_typed(torch._tensor_classes, conversions.typed_in_full)
     torch_modules.register_module_parameter_registration_hook(registration.check_param)
     torch_modules.register_module_module_registration_hook(registration.check_module)
+    torch_modules.register_module_buffer_registration_hook(registration.take_buffer)
     torch_optimizers.register_optimizer_step_pre_hook(optimizer_steps.before_step)
     torch_optimizers.register_optimizer_step_post_hook(optimizer_steps.after_step)
     for kind in (ShardedParameter, ShardedGrad, UnreducedGrad, LocalShard):

@@ -54,6 +54,8 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
         return
     state, prefix = home
     fqn = f"{prefix}.{name}" if prefix else name
+    if _is_renamed(state, module, name, fqn, param):
+        return
     for known in state.params():
         if any(owner is module and key == name for owner, key in known.owners):
             if param is not known.object:
@@ -74,6 +76,23 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
             "a plain copy of the model and remove it there"
         )
     raise _refusal(fqn)
+
+
+def _is_renamed(state: ShardState, module: nn.Module, name: str, fqn: str, param: Any) -> bool:
+    """Gives a parameter the name under which its module registers it once more, as pruning does."""
+    known = next((each for each in state.params() if each.object is param), None)
+    owners = [] if known is None else [owner for owner, _ in known.owners]
+    if known is None or module not in owners or (module, name) in known.owners:
+        return False
+    known.fqns[owners.index(module)] = fqn
+    known.owners[owners.index(module)] = (module, name)
+    return True
+
+
+def take_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
+    """Makes a shard that a sharded model registers as a buffer a full tensor (a torch hook)."""
+    is_shard = isinstance(buffer, Placed) and _home_of(module) is not None
+    return buffer.full_tensor() if is_shard else None
 
 
 def check_module(module: nn.Module, name: str, child: nn.Module | None) -> None:

@@ -161,7 +161,7 @@ def set_unit_call(module: nn.Module, unit_call: UnitCall) -> None:
     note_unit_call(module, unit_call)
     attributes = vars(module)
     for name in ("__reduce_ex__", "__getstate__"):
-        attributes[name] = partial(refuse_copy, type(module).__name__)
+        attributes[name] = partial(refuse_copy, type(module).__name__, "pickled")
     cls: Any = type(module)
     if cls.__call__ is not nn.Module.__call__:
         _enter_in_class(cls)
@@ -222,10 +222,11 @@ def compiles_inside(compile_module: Any, self: nn.Module, *args: Any, **kwargs: 
     set_unit_call(self, unit_call)
 
 
-def refuse_copy(name: str, *args: Any) -> NoReturn:
+def refuse_copy(name: str, what: str, *args: Any) -> NoReturn:
+    """Raises TypeError: a module named ``name`` cannot be ``what``, copied or pickled."""
     raise TypeError(
-        f"this {name} is sharded and cannot be pickled, or copied by one rank; copy it before "
-        "zerocore.shard, or save zerocore.full_state_dict(model) and load that"
+        f"this {name} is sharded and cannot be {what}; do it before zerocore.shard, or save "
+        "zerocore.full_state_dict(model) and load that"
     )
 
 

@@ -61,7 +61,7 @@ def _check(module: nn.Module, state: ShardState) -> None:
     has_parts = state.tensor_ranks is not None or len(state.meshes) > 1
     has_views = any(unit.views or unit.several for unit in state.units)
     if state.kind.by_rows or has_parts or has_views or state.extensions:
-        refuse_copy(type(module).__name__)
+        refuse_copy(type(module).__name__, "copied")
 
 
 def _outline_of(param: Any) -> nn.Parameter:
