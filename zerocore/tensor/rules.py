@@ -50,9 +50,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
             torch.autograd.graph.increment_version(args[0])  # the caller may write through it
         if name in functions.ON_THE_SHARD or (name in ("__eq__", "__ne__") and args[1] is None):
             result = func(*args, **kwargs)
-            if name not in ("detach", "data"):
-                return result
-            return keep_owner(keep_place(result, args[0]), args[0])
+            return _alias(result, args[0]) if name in ("detach", "data") else result
         if is_foreach(name) and _changes_gradients(name, args):
             return func(*args, **kwargs)
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -81,6 +79,10 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         forget_owners(changed)
         note_writes(name, changed if writes else (), [*args[1:], *kwargs.values()])
         return keep_owner(result, shards[0]) if name in functions.CLONES else result
+
+
+def _alias(result: Any, shard: Any) -> Any:
+    return keep_owner(keep_place(result, shard), shard)
 
 
 class _Hooks(threading.local):
