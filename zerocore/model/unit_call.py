@@ -49,13 +49,9 @@ class UnitCall:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` with the units unsharded."""
-        if is_traced():
-            return self._call_traced(function, args, kwargs)
-        engine = self.engine
-        if is_transformed():
-            if (outside := self._outside()) is None:
-                return cast_around_call(self._dtypes, function, args, kwargs)
-            engine = outside
+        engine = self._engine_of_call()
+        if engine is None:
+            return self._call_without_engine(function, args, kwargs)
         entered, begun, units = 0, False, self.units
         if self.looked_at and not args[0].training:
             units = (*units, *self.looked_at)
@@ -101,9 +97,12 @@ class UnitCall:
         owners = (owner for param in params for owner in param.owners)
         return not any(isinstance(module._parameters.get(key), Placed) for module, key in owners)
 
-    def _outside(self) -> Engine | None:
-        """Returns the engine for a call within a transform of torch.func; None if the call needs
-        none."""
+    def _engine_of_call(self) -> Engine | None:
+        """Returns the engine; None if the call needs none, under a trace or a transform."""
+        if is_traced():
+            return None
+        if not is_transformed():
+            return self.engine
         from zerocore.model.transforms import is_forward_mode, outside  # late: few calls are
 
         if not is_forward_mode():
@@ -115,12 +114,11 @@ class UnitCall:
         module = None if self.lookup is None else self.lookup()
         return module is None or has_hooks(module)
 
-    def _call_traced(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return call_traced(self.state.params(), self._dtypes, function, args, kwargs)
-
-    @property
-    def _dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        return self.cast_inputs, self.cast_outputs
+    def _call_without_engine(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        dtypes = self.cast_inputs, self.cast_outputs
+        if is_traced():
+            return call_traced(self.state.params(), dtypes, function, args, kwargs)
+        return cast_around_call(dtypes, function, args, kwargs)
 
     def _in_range(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function in a range of torch's profiler with the names of the units."""

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-import zerocore
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import FORWARD_METHOD, refuse_copy
 from zerocore.sharding.collect import shard_model
 from zerocore.tensor.parameter import attributes_of
 from zerocore.tensor.rows import held_shard
 
-_PACKAGE = str(Path(zerocore.__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _WITHIN = "zerocore: within a copy of a module"  # in the memo of an outer copy
 
 
