@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerocore
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RanksFailed, run_ranks
 from tests.distributed.values import full_of
+from zerocore.common.alarm import STALL_SECONDS
 from zerocore.tensor import gathered_calls
 
 STAGES = (0, 1, 2, 3)
@@ -298,9 +300,8 @@ def test_one_warning_for_each_function(stage: int) -> None:
     assert others == []
     assert len({line.partition("(")[0] for line in lines}) == len(lines)
     first, *rest = lines
-    assert first.startswith("histc() of the gradient of '2.weight' needs all elements.")
-    nbytes = 4 * 12 * 7
-    assert f"gather them at each call, here {nbytes} bytes (test_gathered_calls.py:" in first
+    assert first.startswith("histc() of the gradient of '2.weight' (test_gathered_calls.py:")
+    assert f"gather them at each call, here {4 * 12 * 7} bytes" in first
     assert "Shampoo" not in first
     assert rest and all("owned(Shampoo, params, ...)" in line for line in rest)
 
@@ -322,3 +323,19 @@ def sets_alone(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_setting_elements_sends_nothing(stage: int) -> None:
     run_ranks(sets_alone, 2, stage)
+
+
+def gathers_alone() -> None:
+    os.environ[STALL_SECONDS] = "3"
+    model, _ = make(2)
+    if dist.get_rank() == 1:
+        model[2].weight.grad.tolist()
+    model(batch(0)).sum().backward()
+
+
+def test_a_rank_that_gathers_alone_is_named_with_its_line() -> None:
+    call = (
+        r"rank 1 waits in tolist\(\) of the gradient of '2\.weight' \(test_gathered_calls\.py:\d+"
+    )
+    with pytest.raises(RanksFailed, match=call):
+        run_ranks(gathers_alone, 2, fresh=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from zerocore.common.alarm import operation
 from zerocore.tensor.full_copies import with_own_part
 from zerocore.tensor.functions import Args, Function, Kwargs, is_elementwise, name_of
 from zerocore.tensor.implicit_unshard import Gathered, call_with_full, run_full, version_of, without
@@ -39,9 +41,10 @@ def call_gathered(
     if params and not writes:
         return call_with_full(func, args, kwargs, params)
     sets = name_of(func) == "__setitem__" and len(shards) == 1  # reads no other element
-    if not sets:
-        _warn(name_of(func), [*shards.values()], reason)
-    fulls = {key: with_own_part(s) if sets else _full_of(s) for key, s in shards.items()}
+    if sets:
+        fulls = {key: with_own_part(shard) for key, shard in shards.items()}
+    else:
+        fulls = _gather(name_of(func), shards, reason)
     versions = {key: version_of(full) for key, full in fulls.items()}
     values = tree_map_only(Placed, lambda shard: fulls[id(shard)], (args, kwargs))
     output = run_full(func, *values)
@@ -56,6 +59,16 @@ def call_gathered(
         return own[id(output)]
     copied = [(s, fulls[key]) for key, s in shards.items() if not s.place.is_whole]
     return without([_described(*pair) for pair in copied], output)
+
+
+def _gather(name: str, shards: dict[int, Placed], reason: str) -> dict[int, Tensor]:
+    if all(shard.place.is_whole for shard in shards.values()):
+        return {key: _full_of(shard) for key, shard in shards.items()}
+    first = next(iter(shards.values()))
+    call = f"{name}() of {first.what} '{first.fqn}'{_line_of_program()}"
+    _warn(name, call, [*shards.values()], reason)
+    with operation(call):  # a rank that calls alone reads it in the alarm's error
+        return {key: _full_of(shard) for key, shard in shards.items()}
 
 
 def _full_of(shard: Placed) -> Tensor:
@@ -78,45 +91,43 @@ def _described(shard: Placed, full: Tensor) -> Gathered:
     return Gathered(shard, shard.what, shard.fqn, full, version_of(full))
 
 
-def _warn(name: str, shards: list[Placed], reason: str) -> None:
+def _warn(name: str, call: str, shards: list[Placed], reason: str) -> None:
     """Says once for each function, on the first rank, what its calls gather, and where."""
-    whole = all(shard.place.is_whole for shard in shards)
-    if whole or name in _told or (dist.is_initialized() and dist.get_rank() > 0):
+    if name in _told or (dist.is_initialized() and dist.get_rank() > 0):
         return
     _told.add(name)
-    unique = {id(shard): shard for shard in shards}.values()
-    nbytes = sum(shard.global_shape.numel() * shard.dtype.itemsize for shard in unique)
-    _log.warning(
-        "%s() of %s '%s' needs all elements%s. The ranks gather them at each call, here %d bytes%s",
-        name,
-        shards[0].what,
-        shards[0].fqn,
-        reason,
-        nbytes,
-        _place_and_advice(name),
-    )
+    nbytes = sum(shard.global_shape.numel() * shard.dtype.itemsize for shard in shards)
+    text = "%s needs all elements%s. The ranks gather them at each call, here %d bytes%s"
+    _log.warning(text, call, reason, nbytes, _advice(name))
 
 
-def _place_and_advice(name: str) -> str:
-    """Returns the line of the program, and advice if an optimizer or an operator calls."""
-    frame, line, optimizer = sys._getframe(), "", None
-    while (outer := frame.f_back) is not None:
-        frame = outer
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if not line and package not in _LIBRARIES:
-            line = f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        optimizer = optimizer or (type(owner).__name__ if isinstance(owner, Optimizer) else None)
+def _line_of_program() -> str:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES:
+            return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+def _advice(name: str) -> str:
+    """Returns what to do instead if an optimizer or an operator calls."""
+    frame: FrameType | None = sys._getframe()
     advice = ""
-    if optimizer is not None:
-        advice = (
-            f". To gather less in each step of {optimizer}, build it as "
-            f"zerocore.matrices.owned({optimizer}, params, ...), which gives each parameter to one "
-            "rank"
-        )
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(owner, Optimizer):
+            kind = type(owner).__name__
+            advice = (
+                f". To gather less in each step of {kind}, build it as "
+                f"zerocore.matrices.owned({kind}, params, ...), which gives each parameter to one "
+                "rank"
+            )
+            break
+        frame = frame.f_back
     if "::" in name and not is_elementwise(name):
         advice += (
             ". If the operator is element-wise, declare it, and nothing is gathered: "
             f"zerocore.register_elementwise('{name}')"
         )
-    return line + advice
+    return advice
