@@ -179,3 +179,17 @@ def kept(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "main" not in kind])
 def test_what_is_kept_and_not_worked_through(kind: str) -> None:
     run_ranks(kept, 2, kind)
+
+
+def beside() -> None:
+    """A backward of another model is not refused, while the gradient of this one is a view."""
+    model, other = (zerocore.shard(torch.nn.Linear(4, 4), stage=2) for _ in range(2))
+    flat = torch.zeros(20)
+    model.weight.grad = flat[:16].view(4, 4)
+    other(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"\.grad of parameter 'weight' was set to a view"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_backward_of_another_model() -> None:
+    run_ranks(beside, 2)

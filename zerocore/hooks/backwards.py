@@ -34,8 +34,7 @@ def notes_backward(function: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("inputs") is not None:
             kwargs["inputs"] = _full(kwargs["inputs"])
         elif copied_views and function.__name__ == "backward":
-            for state in live_states():
-                late.call("check_grads", state)
+            late.call("check_grads", live_states(), leaves((args, kwargs)))
         note_backward_call(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
         try:
             return function(*args, **kwargs)

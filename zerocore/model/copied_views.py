@@ -7,6 +7,7 @@ would train wrong. It gets an error before a forward or backward in which the tw
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,19 +73,38 @@ def check_weights(state: ShardState) -> None:
                 )
 
 
-def check_grads(state: ShardState) -> None:
-    """Checks before a backward that no gradient that it may add to was set to a view.
+def check_grads(states: Iterable[ShardState], roots: Iterable[Any]) -> None:
+    """Checks before a backward from ``roots`` that it will add to no gradient that was set to a
+    view.
 
     Raises:
-        RuntimeError: one was, and the larger tensor still exists.
+        RuntimeError: it will, and the larger tensor still exists.
     """
-    for param in state.params():
-        if _living(param.object.grad) is not None:
+    params = [(state, param) for state in states for param in state.params()]
+    watched = [each for each in params if _living(each[1].object.grad) is not None]
+    reached = _leaves_of(roots) if watched else set()
+    for state, param in watched:
+        if id(param.full) in reached:
             raise RuntimeError(
                 f".grad of parameter '{param.fqn}' was set to a view of a larger tensor, and a "
                 f"backward would change only one of the two: {_advice(state, '.grad')}. Or drop "
                 "it before the backward, with zero_grad()"
             )
+
+
+def _leaves_of(roots: Iterable[Any]) -> set[int]:
+    """Returns the ids of the tensors into which a backward from ``roots`` accumulates gradients."""
+    nodes: list[Any] = [getattr(root, "grad_fn", root) for root in roots]
+    seen, found = set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen or not hasattr(node, "next_functions"):
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 def _living(shard: Any) -> CopiedView | None:
