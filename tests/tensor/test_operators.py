@@ -162,6 +162,22 @@ def custom_call(p: Any) -> None:
     custom_rows(p.grad)
 
 
+def local_states(stage: int) -> None:
+    """A state of this rank's elements beside a full parameter would be written out of bounds."""
+    with operators() as ops:
+        zerocore.register_elementwise(ops.update)
+        weight: Any = zerocore.shard(seeded(), stage=stage)[0].weight
+        for state in (torch.zeros_like(weight.local()), torch.zeros(len(weight.local()), 1)):
+            for call in (ops.update, ops.undeclared):
+                with torch.no_grad(), pytest.raises(TypeError, match=r"'0\.weight'.*zeros_like"):
+                    call(weight, state, weight.detach(), 1.0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_of_local_size_are_refused(stage: int) -> None:
+    run_ranks(local_states, 2, stage)
+
+
 def gather(stages: tuple[int, ...]) -> None:
     """Operators that are not declared, or whose arguments do not fit, get full values."""
     with operators() as ops:

@@ -117,7 +117,7 @@ def _refusal(fqn: str) -> ValueError:
     return ValueError(
         f"parameter '{fqn}' is added to a model that is sharded already: it would not be sharded, "
         "nor its gradient averaged over the ranks. Complete the model first (adapters too: "
-        "peft.get_peft_model; weight_norm, spectral_norm, prune), then call zerocore.shard on the "
+        "peft.get_peft_model; weight_norm, spectral_norm), then call zerocore.shard on the "
         "outermost module"
     )
 

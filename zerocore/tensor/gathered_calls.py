@@ -44,6 +44,7 @@ def call_gathered(
     if sets:
         fulls = {key: with_own_part(shard) for key, shard in shards.items()}
     else:
+        _check_no_local(name_of(func), shards, (args, kwargs))
         fulls = _gather(name_of(func), shards, reason)
     versions = {key: version_of(full) for key, full in fulls.items()}
     values = tree_map_only(Placed, lambda shard: fulls[id(shard)], (args, kwargs))
@@ -59,6 +60,21 @@ def call_gathered(
         return own[id(output)]
     copied = [(s, fulls[key]) for key, s in shards.items() if not s.place.is_whole]
     return without([_described(*pair) for pair in copied], output)
+
+
+def _check_no_local(name: str, shards: dict[int, Placed], values: Any) -> None:
+    """Rejects a library's operator that would get a plain tensor of a shard's local size beside its
+    full value: it may not check sizes."""
+    shard = next(iter(shards.values()))
+    local, numel = local_of(shard).numel(), shard.global_shape.numel()
+    plain = (v for v in leaves(values) if isinstance(v, Tensor) and not isinstance(v, Placed))
+    alike = [tensor for tensor in plain if tensor.dtype == shard.dtype]  # others may be packed
+    if "::" in name and any(local == tensor.numel() not in (1, numel) for tensor in alike):
+        raise TypeError(
+            f"{name}() gets the full value of {shard.what} '{shard.fqn}', of shape "
+            f"{tuple(shard.global_shape)}, and beside it a plain tensor of this rank's {local} "
+            "elements. Make the other tensor with torch.zeros_like of the parameter"
+        )
 
 
 def _gather(name: str, shards: dict[int, Placed], reason: str) -> dict[int, Tensor]:
