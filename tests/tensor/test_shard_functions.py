@@ -265,7 +265,6 @@ REFUSED: dict[str, Function] = {
     "dlpack": lambda t: t.__dlpack__(),
     "share_memory": lambda t: t.share_memory_(),
     "class": lambda t: t.as_subclass(Tensor),
-    "transform": lambda t: torch.func.grad(squares)(t),
 }
 
 
