@@ -143,7 +143,7 @@ def _attend_to_local_heads() -> None:
 
 
 def _is_of_heads(tensor: Any) -> bool:
-    """Whether a rank has whole sequences of each head that it has."""
+    """Whether each rank holds the whole sequence of its own heads."""
     return all(
         placement.is_replicate() or (placement.is_shard() and placement.dim in (0, 1))
         for placement in tensor.placements

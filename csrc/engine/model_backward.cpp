@@ -125,7 +125,7 @@ void ModelCalls::pre_backward(const RecordedCall& recorded, int64_t number) {
 
 // With create_graph=True autograd records the backward of a call. These nodes read the unit's
 // parameters, too, so they become a range of the call: a second backward gathers the unit when it
-// reaches them. A range ends after the unit was resharded.
+// reaches them. A range ends when the unit has been resharded.
 void ModelCalls::end_differentiated(bool all) {
   std::erase_if(differentiated_, [&](RecordedCall& recorded) {
     if (!all && schedule_.is_resident(recorded.call.unit)) {

@@ -1,5 +1,5 @@
-"""Random functions of parameters and gradients, and writes to views of them, give the values of
-plain torch.
+"""Random functions of parameters and gradients, and random writes to their views, give plain
+torch's values.
 
 `python -m tests.distributed.test_random_functions FIRST COUNT [SHAPE ...]` tries other programs; a
 SHAPE is a number of ranks.

@@ -29,7 +29,7 @@ class Inner(nn.Module):
 
 
 class Block(nn.Module):
-    """A unit around a unit, with a parameter of its own that both sides of the inner one read."""
+    """An outer unit that reads its own parameter before and after its inner unit."""
 
     def __init__(self, checkpoints: bool) -> None:
         super().__init__()

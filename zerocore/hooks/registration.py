@@ -54,7 +54,7 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
         return
     state, prefix = home
     fqn = f"{prefix}.{name}" if prefix else name
-    if _is_renamed(state, module, name, fqn, param):
+    if _renames(state, module, name, fqn, param):
         return
     for known in state.params():
         if any(owner is module and key == name for owner, key in known.owners):
@@ -78,8 +78,9 @@ def check_param(module: nn.Module, name: str, param: Any) -> None:
     raise _refusal(fqn)
 
 
-def _is_renamed(state: ShardState, module: nn.Module, name: str, fqn: str, param: Any) -> bool:
-    """Gives a parameter the name under which its module registers it once more, as pruning does."""
+def _renames(state: ShardState, module: nn.Module, name: str, fqn: str, param: Any) -> bool:
+    """Renames a parameter that its module registers again under another name, as pruning does.
+    Returns whether it was renamed."""
     known = next((each for each in state.params() if each.object is param), None)
     owners = [] if known is None else [owner for owner, _ in known.owners]
     if known is None or module not in owners or (module, name) in known.owners:

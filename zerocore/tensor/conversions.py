@@ -15,7 +15,7 @@ from zerocore.common.patching import around
 from zerocore.tensor import rules
 from zerocore.tensor.functions import name_of
 from zerocore.tensor.implicit_unshard import call_with_full
-from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
+from zerocore.tensor.placed import Placed, PlacedParameter, full_value_of, leaves, local_of
 
 _enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 
@@ -140,5 +140,4 @@ def _full(value: Any) -> Tensor:
     if isinstance(value, PlacedParameter):
         full: Tensor = call_with_full(torch.clone, (value,), {}, [value])
         return full
-    whole: Tensor | None = value.place.view_of_whole(local_of(value))
-    return value.full_tensor() if whole is None else whole
+    return full_value_of(value)

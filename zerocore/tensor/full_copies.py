@@ -24,7 +24,14 @@ from zerocore.tensor.implicit_unshard import (
     version_of,
 )
 from zerocore.tensor.noted_writes import note_full
-from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of, shard_in
+from zerocore.tensor.placed import (
+    Placed,
+    PlacedParameter,
+    full_value_of,
+    leaves,
+    local_of,
+    shard_in,
+)
 from zerocore.tensor.received import received_by
 from zerocore.tensor.rules import needs_values
 
@@ -43,7 +50,7 @@ def call_on_copies(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if any(isinstance(value, Placed) for value in leaves((args, kwargs))):
             if not changed:
                 return NotImplemented  # the shards' rules handle it together with a shard
-            args, kwargs = tree_map_only(Placed, _gathered, (args, kwargs))
+            args, kwargs = tree_map_only(Placed, full_value_of, (args, kwargs))
         if needs_values(func, args):
             for copy in copies:
                 _refresh(copy)
@@ -77,10 +84,6 @@ def with_own_part(shard: Placed) -> Tensor:
 
 def _versions(copy: FullCopy) -> tuple[int, int]:
     return version_of(copy), version_of(copy.of.copy)  # a result of `data` has a version of its own
-
-
-def _gathered(shard: Placed) -> Tensor:
-    return shard.place.gather(local_of(shard))
 
 
 def _as_copy(tensor: Tensor, copies: list[FullCopy]) -> Tensor:

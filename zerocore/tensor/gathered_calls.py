@@ -21,7 +21,7 @@ from zerocore.common.alarm import operation
 from zerocore.tensor.full_copies import with_own_part
 from zerocore.tensor.functions import Args, Function, Kwargs, is_elementwise, name_of
 from zerocore.tensor.implicit_unshard import Gathered, call_with_full, run_full, version_of, without
-from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
+from zerocore.tensor.placed import Placed, PlacedParameter, full_value_of, leaves, local_of
 
 _log = logging.getLogger("zerocore")
 _told: set[str] = set()  # functions that a warning has named
@@ -79,19 +79,12 @@ def _check_no_local(name: str, shards: dict[int, Placed], values: Any) -> None:
 
 def _gather(name: str, shards: dict[int, Placed], reason: str) -> dict[int, Tensor]:
     if all(shard.place.is_whole for shard in shards.values()):
-        return {key: _full_of(shard) for key, shard in shards.items()}
+        return {key: full_value_of(shard) for key, shard in shards.items()}
     first = next(iter(shards.values()))
     call = f"{name}() of {first.what} '{first.fqn}'{_line_of_program()}"
     _warn(name, call, [*shards.values()], reason)
     with operation(call):  # a rank that calls alone reads it in the alarm's error
-        return {key: _full_of(shard) for key, shard in shards.items()}
-
-
-def _full_of(shard: Placed) -> Tensor:
-    """Returns the full value; a view of the shard if this rank has all elements."""
-    local = local_of(shard)
-    whole = shard.place.view_of_whole(local)
-    return shard.place.gather(local) if whole is None else whole
+        return {key: full_value_of(shard) for key, shard in shards.items()}
 
 
 def _check_shape(name: str, shard: Placed, full: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from zerocore.common import late
 from zerocore.tensor.functions import Args, Function, Kwargs, name_of
-from zerocore.tensor.placed import Placed, PlacedParameter, leaves, local_of
+from zerocore.tensor.placed import Placed, PlacedParameter, full_value_of, leaves
 
 
 class Gathered(NamedTuple):
@@ -182,10 +182,7 @@ def _with_full(shard: Placed) -> Tensor:
     # Other shards among the arguments are needed in full, too.
     if isinstance(shard, PlacedParameter):
         return shard.shown()
-    if _is_copied(shard):
-        return shard.place.gather(local_of(shard))
-    outline = shard.place.outline(shard.dtype)
-    return local_of(shard).as_strided(outline.shape, outline.stride())
+    return full_value_of(shard)
 
 
 def shares_memory(tensor: Tensor, sources: Iterable[Any]) -> bool:

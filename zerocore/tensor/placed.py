@@ -120,6 +120,15 @@ def local_of(shard: Any) -> Tensor:
         return _as_subclass(Tensor.detach(shard), Tensor)
 
 
+def full_value_of(shard: Any) -> Tensor:
+    """Returns the full value: a view of the shard if this rank has all elements, else a new tensor,
+    which all ranks gather."""
+    local = local_of(shard)
+    whole: Tensor | None = shard.place.view_of_whole(local)
+    gathered: Tensor = shard.place.gather(local) if whole is None else whole
+    return gathered
+
+
 def keep_place(result: Any, source: Any) -> Any:
     """Wraps a result of a shard's local elements as a shard, if it has their shape."""
     if type(result) is not Tensor or result.shape != local_of(source).shape:
