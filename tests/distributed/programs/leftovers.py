@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from tests.distributed.programs.models import Block, Net, SometimesTwo, mean_square, sgd
+from tests.distributed.programs.models import Block, Net, SometimesTwo, mean_square, sgd, update
 from tests.distributed.programs.registry import program
 from tests.distributed.programs.run import Run
 from tests.distributed.values import views_of
@@ -138,3 +140,36 @@ def line_search(run: Run) -> None:
     mean_square(model(x)).backward()
     run.average(model)
     optimizer.step()
+
+
+@program("the best model kept by copy.deepcopy, trained on, and loaded back")
+def best_model_copied(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer = sgd(model)
+    for x in run.batches():
+        update(run, model, optimizer, mean_square(model(x)))
+    best = copy.deepcopy(run.module(model))
+    run.module(best).blocks[0].up.weight.data[0].clamp_(max=0.0)
+    for x in run.batches():
+        update(run, model, optimizer, mean_square(model(x)))
+    run.module(model).load_state_dict(best.state_dict())
+    run.record(model(run.tensor(4, 8)))
+
+
+@program("a gradient penalty over micro-batches under no_sync, clipped")
+def penalty_accumulated(run: Run) -> None:
+    model = run.shard(Net(), [Block])
+    optimizer = sgd(model)
+    for step in range(3):
+        for part in range(2):
+            with run.no_sync(model) if part == 0 else nullcontext():
+                x = run.tensor(4, 8, key=2 * step + part).requires_grad_()
+                output = model(x)
+                slope = torch.autograd.grad(output.sum(), x, create_graph=True)[0]
+                loss = output.mean() + (slope.norm(dim=1) - 1).square().mean()
+                loss.backward()
+                run.record(loss)
+        run.average(model)
+        run.record(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
