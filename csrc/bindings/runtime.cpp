@@ -18,6 +18,7 @@
 #include "memory/registered_memory.h"
 #include "plan/pool_map.h"
 #include "watch/alarm.h"
+#include "watch/outside_ledger.h"
 
 namespace py = pybind11;
 
@@ -25,30 +26,49 @@ namespace zerocore {
 
 namespace {
 
-// A context manager around a collective outside of the ledger: it tells the alarm that a thread
-// waits.
+// A context manager around a collective that no engine issues, see Note [Outside collectives].
 class Waiting {
  public:
-  Waiting(std::string what, std::string group) : what_(std::move(what)), group_(std::move(group)) {}
+  // `what` is for the alarm's text. `key` is equal on all ranks that issue the collective; if it is
+  // empty, they do not compare it.
+  Waiting(std::string what, std::string key, std::string group)
+      : what_(std::move(what)), key_(std::move(key)), group_(std::move(group)) {}
 
   void enter() {
+    const py::gil_scoped_release released;
     alarm_ = Watchdog::of_process().alarm_of(group_);
     token_ = alarm_ == nullptr ? 0 : alarm_->enter(what_);
+    try {
+      OutsideLedger::of_process().begin(group_, key_);
+    } catch (const std::exception& error) {
+      fail(message_of(error));
+      throw;
+    }
   }
   void leave(const py::object& error) {
-    if (alarm_ == nullptr) {
-      return;
-    }
     if (PyObject_IsInstance(error.ptr(), PyExc_RuntimeError) == 1) { // c10d raises these
-      const std::string text = what_ + " failed: " + std::string(py::str(error));
+      const std::string text = py::str(error);
       const py::gil_scoped_release released;
-      alarm_->fail(text);
+      fail(text);
     }
-    alarm_->leave(token_);
+    end();
   }
 
  private:
-  const std::string what_, group_;
+  void fail(const std::string& error) {
+    if (alarm_ != nullptr) {
+      alarm_->fail(what_ + " failed: " + error);
+    }
+    end();
+  }
+  void end() {
+    OutsideLedger::of_process().end(group_);
+    if (alarm_ != nullptr) {
+      alarm_->leave(token_);
+    }
+  }
+
+  const std::string what_, key_, group_;
   std::shared_ptr<Alarm> alarm_;
   int64_t token_ = 0;
 };
@@ -92,7 +112,11 @@ void register_watchdog(py::module_& module) {
       Released());
   module.def("check_not_capturing", &check_not_capturing);
   py::class_<Waiting>(module, "Waiting")
-      .def(py::init<std::string, std::string>(), py::arg("what"), py::arg("group"))
+      .def(
+          py::init<std::string, std::string, std::string>(),
+          py::arg("what"),
+          py::arg("key"),
+          py::arg("group"))
       .def("__enter__", &Waiting::enter)
       .def(
           "__exit__",

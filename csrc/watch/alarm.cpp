@@ -13,6 +13,7 @@
 
 #include "common/math.h"
 #include "plan/dissemination.h"
+#include "watch/outside_ledger.h"
 
 namespace zerocore {
 
@@ -102,21 +103,8 @@ void Alarm::add_group(const Group& group) {
   }
 }
 
-// Groups of different ranks may have one name in c10d, so the name here includes the ranks. If a
-// backend does not list its ranks, each rank gets a different name: its counts prove nothing.
 LedgerGroup* Alarm::in_ledger(c10d::ProcessGroup& group) {
-  uint64_t ranks = 0;
-  for (const c10::Device device : group.getDeviceTypes()) {
-    try {
-      const auto options = group.getBackend(device.type())->getBackendOptions();
-      for (const uint64_t rank : options->global_ranks_in_group) {
-        ranks = mix(ranks, rank);
-      }
-    } catch (const std::exception&) { // the backend does not list its ranks
-      ranks = mix(ranks, options_.rank + 1);
-    }
-  }
-  return &ledger_.group(options_.name + " " + group.getGroupName() + " " + std::to_string(ranks));
+  return &ledger_.group(options_.name + " " + unique_name(group));
 }
 
 bool Alarm::has_group(const std::string& name) const {
@@ -265,13 +253,22 @@ std::string Alarm::waits_in() const {
   return what.empty() ? "" : what + " of the model " + model_;
 }
 
+// Counts a thread as waiting outside of the ledgers only if it waited while they were read.
 RankReport Alarm::report() const {
+  const auto before = OutsideLedger::of_process().positions();
   RankReport report = own_report();
   for (const auto& other : Watchdog::of_process().alarms()) {
     if (other.get() != this) {
       std::ranges::copy(other->own_report().groups, std::back_inserter(report.groups));
       report.elsewhere = report.elsewhere.empty() ? other->waits_in() : report.elsewhere;
     }
+  }
+  for (GroupPosition& each : OutsideLedger::of_process().positions()) {
+    const auto was = std::ranges::find(before, each.name, &GroupPosition::name);
+    if (was == before.end() || was->waiting != each.waiting) {
+      each.waiting = -1;
+    }
+    report.groups.push_back(std::move(each));
   }
   return report;
 }

@@ -49,18 +49,39 @@ ControlLink::ControlLink(const c10::intrusive_ptr<c10d::Backend>& backend, bool 
       size_(backend->getSize()),
       sums_(is_alone && size_ == 2) {}
 
+namespace {
+
+// The links of the process, by backend. Never destroyed, because threads use them until the end.
+struct Links {
+  std::mutex mutex;
+  std::map<const c10d::Backend*, std::shared_ptr<ControlLink>> of;
+};
+
+Links& all_links() {
+  static auto& links = *new Links();
+  return links;
+}
+
+} // namespace
+
 std::shared_ptr<ControlLink> ControlLink::of(
     const c10::intrusive_ptr<c10d::Backend>& backend,
     bool is_alone) {
-  static auto& mutex = *new std::mutex();
-  static auto& links = *new std::map<const c10d::Backend*, std::shared_ptr<ControlLink>>();
-  const std::lock_guard lock(mutex);
-  std::erase_if(links, [](const auto& entry) { return entry.second->backend_.expired(); });
-  std::shared_ptr<ControlLink>& link = links[backend.get()];
+  Links& links = all_links();
+  const std::lock_guard lock(links.mutex);
+  std::erase_if(links.of, [](const auto& entry) { return entry.second->backend_.expired(); });
+  std::shared_ptr<ControlLink>& link = links.of[backend.get()];
   if (link == nullptr) {
     link.reset(new ControlLink(backend, is_alone));
   }
   return link;
+}
+
+std::shared_ptr<ControlLink> ControlLink::find(const c10d::Backend& backend) {
+  Links& links = all_links();
+  const std::lock_guard lock(links.mutex);
+  const auto found = links.of.find(&backend);
+  return found == links.of.end() || found->second->backend_.expired() ? nullptr : found->second;
 }
 
 c10::intrusive_ptr<c10d::Backend> ControlLink::backend() const {

@@ -43,6 +43,8 @@ class ControlLink : public std::enable_shared_from_this<ControlLink> {
   static std::shared_ptr<ControlLink> of(
       const c10::intrusive_ptr<c10d::Backend>& backend,
       bool is_alone = false);
+  // Returns the backend's link, or null if it has none.
+  static std::shared_ptr<ControlLink> find(const c10d::Backend& backend);
 
   // Returns a number for a new channel, equal on all ranks.
   int64_t add_user() {

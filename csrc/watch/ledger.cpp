@@ -17,9 +17,13 @@ LedgerGroup& Ledger::group(const std::string& name) {
   return found == groups_.end() ? groups_.emplace_back(name) : *found;
 }
 
-int64_t Ledger::begin(LedgerGroup& group, const char* op, const std::string& unit, int64_t nbytes) {
+int64_t this_thread() {
   static thread_local const auto thread =
-      static_cast<int64_t>(std::hash<std::thread::id>()(std::this_thread::get_id()));
+      static_cast<int64_t>(std::hash<std::thread::id>()(std::this_thread::get_id()) | 1);
+  return thread;
+}
+
+int64_t Ledger::begin(LedgerGroup& group, const char* op, const std::string& unit, int64_t nbytes) {
   const int64_t number = next_.load(std::memory_order_relaxed);
   const int64_t number_in_group = group.next.load(std::memory_order_relaxed);
   Slot& slot = slots_[number % kKept];
@@ -29,7 +33,7 @@ int64_t Ledger::begin(LedgerGroup& group, const char* op, const std::string& uni
   slot.unit.store(&unit, std::memory_order_relaxed);
   slot.nbytes.store(nbytes, std::memory_order_relaxed);
   slot.done.store(false, std::memory_order_relaxed);
-  group.thread.store(thread, std::memory_order_relaxed);
+  group.thread.store(this_thread(), std::memory_order_relaxed);
   group.next.store(number_in_group + 1, std::memory_order_release);
   next_.store(number + 1, std::memory_order_release);
   return number;
@@ -276,6 +280,13 @@ std::string hint(const Reports& reports, int64_t number, bool differ) {
     return "A collective of the program between a forward and its backward, such as the sum of a "
            "loss for the log, comes too early while ranks call other units: call it after the "
            "backward. ";
+  }
+  const auto is_alone = [&](const RankReport& each) {
+    return each.elsewhere != reports.front().elsewhere;
+  };
+  if (std::ranges::any_of(reports, is_alone)) { // a function of the package was called
+    return "All ranks must call the same functions in the same order: look for branches that "
+           "depend on the rank. ";
   }
   return "";
 }

@@ -111,6 +111,9 @@ class Ledger {
   std::chrono::steady_clock::time_point seen_since_;
 };
 
+// Returns a number of the calling thread, which is not 0.
+int64_t this_thread();
+
 // Returns whether the reports, by rank, prove that some ranks wait for each other for ever. Such a
 // rank waits in a collective for another such rank. The other rank has issued a different
 // collective or none, and its thread that issues collectives on this group waits as well.

@@ -75,7 +75,7 @@ def highest(groups: Groups, numbers: list[int], device: torch.device | None) -> 
             kinds = group._device_types
             here = next((kind for kind in kinds if kind.type == "cpu"), kinds[0])
             values = torch.tensor(numbers, dtype=torch.int64, device=here)
-            with waiting(group, _COMPARISON):
+            with waiting(group, f"{_COMPARISON} ({len(numbers)} numbers)"):
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
             numbers = values.tolist()
     return numbers
@@ -144,7 +144,7 @@ def gather_objects(groups: Groups, objects: list[Any], device: torch.device | No
     with _on(device):
         for group in real_groups(groups):
             gathered: list[Any] = [None] * group.size()
-            with waiting(group, _COMPARISON):
+            with waiting(group, f"{_COMPARISON} (objects)"):
                 dist.all_gather_object(gathered, objects, group=group)
             objects = [value for part in gathered for value in part]
     return objects
@@ -162,7 +162,7 @@ def from_rank(groups: Groups, value: T, device: torch.device | None = None, rank
         steps.append((group, place))
     with _on(device):
         for group, place in reversed(steps):
-            with waiting(group, _COMPARISON):
+            with waiting(group, f"{_COMPARISON} (of rank {place})"):
                 dist.broadcast_object_list(values, group=group, group_src=place)
     return values[0]
 
@@ -207,7 +207,7 @@ def differing(groups: Groups, numbers: torch.Tensor) -> list[int]:
     """Returns the indices at which the ranks' 1-D int64 tensors differ; collective."""
     bounds = torch.stack([numbers, -numbers])
     for group in real_groups(groups):
-        with waiting(group, _COMPARISON):
+        with waiting(group, f"{_COMPARISON} ({numbers.numel()} numbers)"):
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
     highest, lowest = bounds.tolist()
     return [index for index, high in enumerate(highest) if high != -lowest[index]]

@@ -35,29 +35,34 @@ def stall_seconds() -> float | None:
     return seconds
 
 
-_operation: ContextVar[str] = ContextVar("operation", default="")
+_operation: ContextVar[tuple[str, str]] = ContextVar("operation", default=("", ""))
 
 
 @contextmanager
-def operation(name: str) -> Iterator[None]:
+def operation(name: str, place: str = "") -> Iterator[None]:
     """Names this thread's work in the alarm's messages; also a decorator.
 
-    An operation inside another one keeps the outer name.
+    ``place`` follows the name in messages; it may differ between ranks. An operation inside another
+    one keeps the outer name.
     """
-    before = _operation.set(_operation.get() or name)
+    before = _operation.get()
+    token = _operation.set(before if before[0] else (name, place))
     try:
         yield
     finally:
-        _operation.reset(before)
+        _operation.reset(token)
 
 
 def waiting(group: dist.ProcessGroup, what: str) -> Waiting:
     """Returns a context for a collective: the alarm watches it like the engine's collectives.
 
-    ``what`` names it outside an :func:`operation`. If the collective fails, the alarm is set off.
+    ``what`` is equal on all ranks that issue the collective; on gloo, they compare it first. It
+    names the collective outside an :func:`operation`. If ranks differ, or if the collective fails,
+    the alarm is set off.
     """
     check_exists(group)
-    return Waiting(_operation.get() or what, group.group_name)
+    name, place = _operation.get()
+    return Waiting(name + place or what, f"{name}: {what}", group.group_name)
 
 
 def watch(control: dist.ProcessGroup | None) -> None:
@@ -81,7 +86,7 @@ def watched_barrier(
     has_own_timeout = len(args) > 1 or kwargs.get("timeout") is not None
     if async_op or has_own_timeout or world is None or group not in (None, world):
         return barrier(group, async_op, *args, **kwargs)
-    with waiting(world, "torch.distributed.barrier"):
+    with Waiting("torch.distributed.barrier", "", world.group_name):  # ranks may pass other options
         return barrier(group, async_op, *args, **kwargs)
 
 

@@ -81,9 +81,9 @@ def _gather(name: str, shards: dict[int, Placed], reason: str) -> dict[int, Tens
     if all(shard.place.is_whole for shard in shards.values()):
         return {key: full_value_of(shard) for key, shard in shards.items()}
     first = next(iter(shards.values()))
-    call = f"{name}() of {first.what} '{first.fqn}'{_line_of_program()}"
-    _warn(name, call, [*shards.values()], reason)
-    with operation(call):  # a rank that calls alone reads it in the alarm's error
+    call, line = f"{name}() of {first.what} '{first.fqn}'", line_of_program()
+    _warn(name, call + line, [*shards.values()], reason)
+    with operation(call, line):  # a rank that calls alone reads it in the alarm's error
         return {key: full_value_of(shard) for key, shard in shards.items()}
 
 
@@ -110,7 +110,7 @@ def _warn(name: str, call: str, shards: list[Placed], reason: str) -> None:
     _log.warning(text, call, reason, nbytes, _advice(name))
 
 
-def _line_of_program() -> str:
+def line_of_program() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES:

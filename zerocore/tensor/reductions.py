@@ -228,7 +228,7 @@ def global_norms(
     for groups, numbers in by_groups.items():
         alike = local if len(by_groups) == 1 else local[numbers]
         for group in groups:
-            alike = reduce_norms(alike, norm_type, group)
+            alike = reduce_norms(alike, norm_type, group, _norms_of(shards, numbers))
         for number, norm in zip(numbers, alike.unbind(), strict=True):
             norms[number] = norm
     return [norm.to(dtype or s.dtype) for norm, s in zip(norms, shards, strict=True)]
@@ -247,7 +247,15 @@ def local_norms(
         ]
 
 
-def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
+def _norms_of(shards: Sequence[Tensor], numbers: Sequence[int]) -> str:
+    first: Any = shards[numbers[0]]
+    more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+    return f"the norm of {first.what} '{first.fqn}'{more}"
+
+
+def reduce_norms(
+    norms: Tensor, norm_type: float, group: dist.ProcessGroup | None, what: str = "a norm"
+) -> Tensor:
     """Combines the ranks' norms of disjoint parts, elementwise, into norms of the whole."""
     if group is None:
         return norms
@@ -259,11 +267,11 @@ def reduce_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup | Non
         # The bits of numbers from 0 to inf have the numbers' order, and NaN comes last. A maximum
         # of floats may lose a NaN: on gloo, max(1, NaN) is 1, and max(NaN, 1) is NaN.
         bits = wide.abs().view(torch.int64)
-        with waiting(group, "a norm"):
+        with waiting(group, what):
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
         return bits.view(torch.float64).to(norms.dtype)
     powers = wide.pow(norm_type)
-    with waiting(group, "a norm"):
+    with waiting(group, what):
         dist.all_reduce(powers, group=group)
     return powers.pow(1.0 / norm_type).to(norms.dtype)
 
