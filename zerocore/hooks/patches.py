@@ -52,6 +52,8 @@ class Patch(NamedTuple):
 _STAGES = "torch.distributed.pipelining.stage"
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _COMM_MODE = "torch.distributed.tensor.debug._comm_mode"
+_HUB = "transformers.modeling_utils"
+_PEFT = "peft.peft_model"
 _INITIALISERS = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
 _ELEMENTWISE = [cls.__name__ for cls in optimizer_rules.ELEMENTWISE]
 
@@ -112,6 +114,18 @@ PATCHES = (
         for name, wrapper in (
             ("__enter__", "zerocore.hooks.comm_counts.begins_to_count"),
             ("__exit__", "zerocore.hooks.comm_counts.counts_issued"),
+        )
+    ),
+    *(
+        Patch(owner, name, f"zerocore.hooks.hub_saves.{wrapper}", when=when, is_needed=False)
+        for owner, name, wrapper, when in (
+            (f"{_HUB}.PreTrainedModel", "save_pretrained", "saves_full_values", _HUB),
+            (
+                "peft.peft_model",
+                "get_peft_model_state_dict",
+                "returns_full_values",
+                "peft.peft_model",
+            ),
         )
     ),
 )
