@@ -20,7 +20,7 @@ from zerocore.tensor.rows import held_shard, local_part
 from zerocore.tensor.wrapped import POST, PRE, gathers_itself, is_wrapped, wrapper_of
 
 
-def check_kinds(model: nn.Module, world_size: int) -> None:
+def check_kinds(model: nn.Module) -> None:
     """Rejects the first parameter or module that cannot be sharded, by name (ValueError)."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(value):
@@ -38,14 +38,6 @@ def check_kinds(model: nn.Module, world_size: int) -> None:
                 f"'{name or type(module).__name__}' is a TorchScript module: its compiled code "
                 "holds its parameters, so they cannot be sharded. Leave it as a plain nn.Module "
                 "(torch.compile works), and script a plain copy of the trained model"
-            )
-        limited = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-        if limited and world_size > 1:
-            raise ValueError(
-                f"'{name}' is an {type(module).__name__} with max_norm={module.max_norm}: each "
-                "rank would renormalise the rows that it looks up, and their weights would differ. "
-                "Set max_norm=None and renormalise inside `with zerocore.unsharded(model, "
-                "write_back=True):`"
             )
 
 

@@ -103,7 +103,7 @@ def _collected(
     ranks = _with_near(ranks, config)
     known = replace(config.communication, regather=ranks.num_near)  # a group cannot be compared
     config = replace(config, communication=known)
-    check_kinds(model, ranks.world_size)
+    check_kinds(model)
     chosen = _split_several(choose_units(model, units), config)
     return Sharding(
         model=model,
