@@ -61,6 +61,14 @@ def foreach(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=3e-3, foreach=True)
 
 
+def muon(params: Any) -> torch.optim.Optimizer:
+    return zerocore.matrices.Muon(params, lr=0.02)
+
+
+def owned(params: Any) -> torch.optim.Optimizer:
+    return zerocore.matrices.owned(torch.optim.Adafactor, params, lr=0.02)
+
+
 def train(
     device: torch.device,
     stage: int,
@@ -147,7 +155,20 @@ DISKS: dict[str, tuple[int, Offload, dict[str, Any]]] = {
     "states": (3, DISK_BOTH, {"make": clipped}),
     "all": (3, ALL_ON_DISK, {}),
 }
-RUNS = {"gradients": GRADIENTS_ON_HOST, "torch": TORCH_ON_HOST, "disk": DISKS}
+MATRICES: dict[str, tuple[int, Offload, dict[str, Any]]] = {
+    "Muon": (3, STATES, {"make": muon}),
+    "Muon, all, bf16": (3, ALL, {"make": muon, "mixed_precision": SUMMED}),
+    "Muon, whole": (0, STATES, {"make": muon}),
+    "Muon, both": (2, BOTH, {"make": muon, "syncs": TWICE, "clips": True}),
+    "owned": (3, STATES, {"make": owned}),
+    "owned, both, bf16": (2, BOTH, {"make": owned, "mixed_precision": SUMMED}),
+}
+RUNS = {
+    "gradients": GRADIENTS_ON_HOST,
+    "torch": TORCH_ON_HOST,
+    "disk": DISKS,
+    "matrices": MATRICES,
+}
 
 
 def train_all(on_device: bool, kind: str) -> dict[str, Results]:
@@ -193,6 +214,10 @@ def test_gradients_sent_in_bfloat16_keep_the_bits() -> None:
 
 def test_torchs_optimizers_on_the_host_keep_the_bits() -> None:
     compare("torch", 2)
+
+
+def test_whole_matrices_keep_the_bits() -> None:
+    compare("matrices", 2)
 
 
 def test_a_disk_keeps_the_bits() -> None:

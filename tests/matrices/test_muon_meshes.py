@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerocore
 import zerocore.fsdp
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 from tests.matrices.test_owned import OPTIMIZERS, make_owned, train_alone
 from tests.matrices.whole_matrices import (
     ADAMW,
@@ -44,7 +45,7 @@ def train_beside_one_process(model: Any, optimizer: Any, layout: str) -> None:
         loss_of(alone.model, range(4), number).backward()
         truth = dict(alone.model.named_parameters())
         for name, param in model.named_parameters():
-            expected, found = own(name, truth[name].grad), param.grad.full_tensor()
+            expected, found = own(name, truth[name].grad), full_of(param.grad)
             torch.testing.assert_close(found, expected, **CLOSE)
             expected.copy_(found)
         for each in (optimizer, alone):

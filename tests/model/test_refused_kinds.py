@@ -58,5 +58,5 @@ def test_max_norm(stage: int, kind: type[nn.Embedding | nn.EmbeddingBag]) -> Non
 
 def test_max_norm_of_other_rows_on_each_rank(stage: int) -> None:
     if stage > 0:  # at stage 0 each rank keeps its own, as under DDP
-        with pytest.raises(RanksFailed, match="'0.weight' was changed in place, by a forward"):
+        with pytest.raises(RanksFailed, match=r"'0\.weight' was changed in place, by a forward"):
             run_ranks(look_up, 2, stage, nn.Embedding, False)

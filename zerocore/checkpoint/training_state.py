@@ -16,7 +16,7 @@ from zerocore.hooks.optimizer_states import (
     params_of,
     unwrapped,
 )
-from zerocore.tensor.rows import as_range
+from zerocore.tensor.rows import as_range, shard_of
 
 State = dict[str, Any]
 OTHERS = "zerocore_other_states"  # the first group's option with states of no parameter
@@ -41,9 +41,12 @@ def optimizers_of(optimizer: Optimizer | Sequence[Optimizer] | None) -> Optimize
             continue
         params = params_of(entry)
         if shared := [param for param in params if id(param) in seen]:
+            shard = shard_of(shared[0])
+            name = f"a parameter of shape {tuple(shared[0].shape)}"
+            if shard is not None:
+                name = f"'{shard.fqn}'"
             raise ValueError(
-                f"optimizer: two of the list hold '{getattr(shared[0], 'fqn', shared[0])}'; give "
-                "each parameter to one of them"
+                f"optimizer: two of the list hold {name}; give each parameter to one of them"
             )
         seen |= {id(param) for param in params}
     return optimizers

@@ -246,11 +246,6 @@ def _check_offload(optimizer: Optimizer, state: ShardState) -> None:
     offload, name = state.config.offload, type(optimizer).__name__
     if offload is None or _known(optimizer).updates_on_host:
         return
-    if _known(optimizer).moves_matrices:
-        raise ValueError(
-            f"{name} moves whole matrices between ranks and does not support a model with "
-            "offload=; use zerocore.optim.AdamW, or leave offload= out"
-        )
     if state.config.place_of("states") == "disk":
         raise ValueError(
             f"{name} keeps its states in memory; for a model with "

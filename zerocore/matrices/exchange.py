@@ -69,7 +69,7 @@ class RoundExchange:
         waits for this rank's own matrices, flattened."""
         step = self.step
         if self.lanes.shards is None:
-            return lambda: [parts[index] for index in step.mine]
+            return lambda: [parts[index].to(self.like.device) for index in step.mine]
         send = self._joined([parts[index] for owned in step.by_shard for index in owned])
         counts = step.elements_from_shards()
         sent = step.elements_to_owners()
@@ -140,7 +140,8 @@ class RoundExchange:
         )
 
     def _joined(self, tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors) if tensors else self.like.new_empty(0)
+        """Joins tensors, which may be on the host, on the device of messages."""
+        return torch.cat(tensors).to(self.like.device) if tensors else self.like.new_empty(0)
 
     def _split(self, order: Sequence[int], message: Tensor) -> dict[int, Tensor]:
         sizes = [self.step.own_numel([index]) for index in order]

@@ -71,7 +71,6 @@ class Muon(ShardOptimizer):
         RuntimeError: another rank failed, or got other parameters or options.
     """
 
-    casts_model_weights = True
     moves_matrices = True
     clip_grad_norm: float | None = None
     grad_norm: Tensor | None = None
@@ -137,6 +136,12 @@ class Muon(ShardOptimizer):
             del self.param_groups[before:]
             raise
 
+    @property
+    def casts_model_weights(self) -> bool:
+        """Whether the step also writes the weights that layers compute with: not if they are on the
+        device and the main weights on the host, because the engine sends them."""
+        return self._model.config.offload is None
+
     def _is_for_muon(self, item: Item, wanted: bool | None) -> bool:
         param = param_of(item)
         if wanted and not is_matrix(param):
@@ -168,6 +173,7 @@ class Muon(ShardOptimizer):
         if rest:
             self._adamw = AdamW([param for group in rest for param in group["params"]])
             self._adamw.param_groups = rest
+            self._adamw.updates_on_host = False  # the step updates a unit's matrices at once, too
             self._adamw.state = self.state
         self._plans: dict[Used, MuonRounds] = {}
 

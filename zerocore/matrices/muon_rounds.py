@@ -104,7 +104,8 @@ class MuonRounds:
             returning()
         for index, local in locals_.items():
             whole = self._pairs[index][0]
-            if (model_weight := whole.shard.model_weight) is not None:
+            model_weight = whole.shard.model_weight
+            if model_weight is not None and not whole.shard.on_host:
                 whole.elements(model_weight).copy_(local)
 
     def _send(self, number: int, states: States, factors: Factors | None) -> Arrival:
@@ -185,7 +186,8 @@ class MuonRounds:
                 ratio = adjusted_ratio(group["adjust_lr_fn"], rows, columns)
                 part = locals_[matrix.param][self._local(step, index, matrix)]
                 new = part if factors is None else part.clone()
-                new.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * ratio)
+                new.mul_(1 - lr * group["weight_decay"])
+                new.add_(update.to(part.device), alpha=-lr * ratio)  # weights may be on the host
                 if factors is not None:
                     torch.where(factors.skips(part.device), part, new, out=part)
 

@@ -126,6 +126,7 @@ class OwnedOptimizer(ShardOptimizer):
             self._owners.update(zip(of_mesh, owners, strict=True))
             for number in (n for n in of_mesh if self._owners[n] == lanes.rank):
                 full = known[number].place.like_full(known[number].elements())
+                full = full.to(self._model.device)  # a shard may be on the host
                 self._whole[number] = nn.Parameter(full, params[number].requires_grad)
         self._gather([number in costs for number in range(len(params))], Whole.elements, "data")
 

@@ -163,7 +163,7 @@ class AdamW(ShardOptimizer):
         used = [param for param, kind in zip(params, kinds, strict=True) if kind is not None]
         new = [param for param in used if not self.state.get(param)]
         self.state.update(zip(new, allocate_states(new), strict=True))
-        return make_plan(self.param_groups, grads, kinds, self.state)
+        return make_plan(self.param_groups, grads, kinds, self.state, self.updates_on_host)
 
     def _adopt_replaced(self, params: list[Tensor], held: Mapping[Any, State]) -> None:
         """Copies values that the program has set in ``state`` into the ``held`` states."""

@@ -173,8 +173,12 @@ def make_plan(
     grads: Sequence[Any],
     kinds: list[torch.dtype | None],
     states: Mapping[Any, State],
+    updates_on_host: bool,
 ) -> UpdatePlan:
-    """Makes the plan for all parameters' gradients, in order; None stands for a missing one."""
+    """Makes the plan for all parameters' gradients, in order; None stands for a missing one.
+
+    Without ``updates_on_host``, the step itself updates what is on the host.
+    """
     batches: dict[Hashable, Batch] = {}
     places = [(param, group) for group in groups for param in group["params"]]
     squares = squares_of([param for param, _ in places], grads)
@@ -187,8 +191,11 @@ def make_plan(
         model_dtype = None if model_weight is None else model_weight.dtype
         host = None
         if isinstance(param, ShardedParameter) and param.on_host:
-            host = HostUnit(param.state_ref, param.unit)
-            on_host[index] = param
+            if updates_on_host:
+                host = HostUnit(param.state_ref, param.unit)
+                on_host[index] = param
+            else:
+                model_weight = None  # the engine casts and sends it
         key = (id(group), param.device, param.dtype, kinds[index], model_dtype, host)
         batch = batches.setdefault(key, Batch(group, param.device, host))
         batch.add(index, param, states[param], model_weight)
