@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
 #include <sys/stat.h>
 
@@ -189,6 +190,11 @@ Works launch_together(c10d::Backend& backend, const Issue& issue) {
   return {backend.endCoalescing()};
 }
 
+// Views complex numbers as pairs of real ones, which backends support.
+at::Tensor as_real(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_complex() ? at::view_as_real(tensor).view(-1) : tensor;
+}
+
 // Returns gloo's guard, or null for other backends, see Note [Known sequences].
 std::shared_ptr<IssueGuard> guard_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
   if (backend->getBackendName() != "gloo") {
@@ -222,7 +228,8 @@ Collectives::Collectives(
   }
 }
 
-Works Collectives::issue(TraceOp op, const CollectiveCall& call, bool async) const {
+Works Collectives::issue(TraceOp op, const CollectiveCall& complex, bool async) const {
+  const CollectiveCall call = {as_real(complex.to), as_real(complex.from), complex.tag};
   const OwnCollective* own = call.tag.own;
   switch (op) {
     case TraceOp::GatherSums:

@@ -6,6 +6,10 @@ Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, 
   if (can_cast({dst, src})) {
     return {{dst, src}, 1};
   }
+  if (dst == src && (dst == at::kComplexFloat || dst == at::kComplexDouble)) {
+    const Element real = c10::toRealValueType(dst);
+    return {{real, real}, 2};
+  }
   TORCH_CHECK_TYPE(
       moves_only && dst == src,
       op,
@@ -14,7 +18,8 @@ Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, 
       " to ",
       dst,
       ". It casts among float32, float16 and bfloat16",
-      moves_only ? "; it only moves other dtypes." : ", or float64 to itself.");
+      moves_only ? "; it only moves other dtypes."
+                 : ", or float64 and complex numbers to their own dtype.");
   return {{Element::Byte, Element::Byte}, static_cast<int64_t>(c10::elementSize(dst))};
 }
 

@@ -11,12 +11,12 @@
 
 namespace zerocore::kernels {
 
-// The conversion of values of dtype `src` to `dst`. With `moves_only`, a dtype that kernels cannot
-// compute with is moved as bytes; `step` is then its itemsize, otherwise 1. conversion() throws
+// The conversion of values of dtype `src` to `dst`. A complex element counts as two real ones. With
+// `moves_only`, a dtype that kernels cannot compute with is moved as bytes. conversion() throws
 // TypeError for any other pair.
 struct Conversion {
   Pair pair;
-  int64_t step = 1;
+  int64_t step = 1; // elements of `pair` for each element of the tensors
 };
 Conversion conversion(const char* op, c10::ScalarType dst, c10::ScalarType src, bool moves_only);
 

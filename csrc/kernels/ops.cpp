@@ -173,9 +173,9 @@ void pack(const at::Tensor& bucket, const std::vector<PackSegment>& segments, do
       list.push(
           {target.at(segment.offset),
            source,
-           segment.numel,
+           segment.numel * found.step,
            segment.add,
-           runs.numel,
+           runs.numel * found.step,
            runs.stride * target.itemsize,
            runs.numel * found_itemsize});
     }
@@ -289,7 +289,7 @@ void accumulate(
   const Conversion found = conversion("accumulate", out.scalar_type(), chunks.scalar_type(), false);
   if (num_chunks == 1) {
     SegmentList list;
-    list.push({Memory(out).data, Source(chunks).data, out.numel(), add});
+    list.push({Memory(out).data, Source(chunks).data, out.numel() * found.step, add});
     run_copy(out, found.pair, list, scale);
   } else if (out.numel() > 0) {
     const AccumulateCall call{
@@ -297,7 +297,7 @@ void accumulate(
         found.pair,
         Memory(out).data,
         Source(chunks).data,
-        out.numel(),
+        out.numel() * found.step,
         num_chunks,
         scale,
         add};

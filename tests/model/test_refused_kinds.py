@@ -20,12 +20,12 @@ def shard_odd_kinds() -> None:
     distributed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     weight = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
     distributed[1].weight = nn.Parameter(weight)
-    complex_layer = nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64))
+    complex_layer = nn.Sequential(nn.Linear(2, 2).to(torch.complex32))
     narrow = nn.Sequential(nn.Linear(2, 2).to(torch.float8_e4m3fn))
     for stage in range(4):
         for model, named in (
             (distributed, "parameter '1.weight' is a DTensor"),
-            (complex_layer, "parameter '0.weight' of dtype torch.complex64"),
+            (complex_layer, "parameter '0.weight' of dtype torch.complex32"),
             (narrow, "parameter '0.weight' of dtype torch.float8_e4m3fn"),
         ):
             with pytest.raises(ValueError, match=named):

@@ -41,7 +41,7 @@ RESERVED = [
     (r"pybind11/|torch/extension\.h$|torch/csrc/utils/pybind\.h$", r"bindings/"),
     (
         r"torch/csrc/distributed/c10d/",
-        r"engine/|watch/(alarm|control_link|issue_guard|roll_call)\."
+        r"engine/|watch/(alarm|control_link|issue_guard|outside_ledger|roll_call)\."
         r"|emulation/(emulated_(group|link|work)|mirrored_call)\."
         r"|comm/|memory/registered_memory\.",
     ),

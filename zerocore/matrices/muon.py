@@ -100,6 +100,8 @@ class Muon(ShardOptimizer):
         self.clip_grad_norm = clip_grad_norm
         groups = groups_of(params)
         self._model: ShardState = check_sharded(groups, "Muon")
+        # With offload, the engine sends the weights from the host to the device.
+        self.casts_model_weights = self._model.config.offload is None
         self._adamw_options, self._adamw_names = dict(adamw or {}), tuple(adamw_names)
         with together(self._model.ranks.groups, self._model.device) as facts:
             self._splits = checked_splits(split)
@@ -135,12 +137,6 @@ class Muon(ShardOptimizer):
         except (TypeError, ValueError):
             del self.param_groups[before:]
             raise
-
-    @property
-    def casts_model_weights(self) -> bool:
-        """Whether the step also writes the weights that layers compute with: not if they are on the
-        device and the main weights on the host, because the engine sends them."""
-        return self._model.config.offload is None
 
     def _is_for_muon(self, item: Item, wanted: bool | None) -> bool:
         param = param_of(item)

@@ -41,14 +41,16 @@ def check_kinds(model: nn.Module) -> None:
             )
 
 
+_OWN_DTYPES = (torch.float64, torch.complex64, torch.complex128)  # trained, and never cast
+
+
 def check_trained(name: str, param: nn.Parameter) -> None:
     """Rejects a parameter that requires grad in a dtype that zerocore's kernels cannot sum."""
-    if param.requires_grad and param.dtype not in (*CAST_DTYPES, torch.float64):
+    if param.requires_grad and param.dtype not in (*CAST_DTYPES, *_OWN_DTYPES):
         raise ValueError(
             f"parameter '{name}' of dtype {param.dtype} requires grad; only parameters of "
-            "float32, bfloat16, float16 and float64 can be trained. Call requires_grad_(False) on "
-            "it, train it in one of these dtypes, or, if it is complex, train its "
-            "torch.view_as_real"
+            "float32, bfloat16, float16, float64, complex64 and complex128 can be trained. Call "
+            "requires_grad_(False) on it, or train it in one of these dtypes"
         )
 
 

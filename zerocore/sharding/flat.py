@@ -65,14 +65,17 @@ def _make_shard(state: ShardState, unit: Unit, position: int, param: Param) -> N
     grad: Tensor | None = None
     if _stays_whole(state.config, param, facts):
         from zerocore.tensor.whole import become_whole, grad_view  # late: of stage 0 alone
+        from zerocore.tensor.whole_copies import note_memory
 
-        if seen.is_floating_point():
+        if seen.is_floating_point() or seen.is_complex():
             grad = grad_view(engine, unit.index, position, memory)
+            note_memory(state, grad)
+        note_memory(state, memory)
         param.hidden = become_whole(seen, memory, shard, facts | {"grad_device": shard.device})
         bind_shard(state, unit, position, param, grad)
         return
     param.hidden = as_parameter(memory, shown_class(seen.__class__), seen.requires_grad)
-    if seen.is_floating_point():
+    if seen.is_floating_point() or seen.is_complex():
         grad = ShardedGrad.make(engine.make_grad(unit.index, position), place, ref(state))
     facts["grad_device"] = shard.device if grad is None else grad.device
     become_shard(seen, shard, param.hidden, facts)

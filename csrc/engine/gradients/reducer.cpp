@@ -24,16 +24,28 @@ const at::Tensor* checked_gradient(const UnitParam& param) {
           !grad.unsafeGetTensorImpl()->is_python_dispatch(),
       "parameter '",
       param.spec.fqn,
-      "': its gradient is sparse, has another dtype, or is a tensor subclass; expected a "
-      "plain tensor of the parameter's dtype. Use sparse=False.");
+      "': its gradient has layout ",
+      grad.layout(),
+      " and dtype ",
+      grad.dtype(),
+      ", or is a tensor subclass; expected a plain dense tensor of dtype ",
+      param.full.dtype(),
+      ".");
   return &grad;
 }
 
 // Autograd lays a gradient out in memory as its parameter. A pipeline's schedule, which sets the
-// gradient itself, may not.
+// gradient itself, may not. A sparse gradient becomes a dense one, and a conjugated view a copy.
 void lay_out(UnitParam& param) {
   const at::Tensor& grad = own_gradient(param);
-  if (grad.defined() && grad.layout() == at::kStrided &&
+  if (!grad.defined()) {
+    return;
+  }
+  if (grad.layout() == at::kSparse || grad.is_conj()) {
+    param.full.mutable_grad() =
+        grad.layout() == at::kSparse ? grad.to_dense() : grad.resolve_conj();
+  } else if (
+      grad.layout() == at::kStrided &&
       !torch::autograd::utils::obeys_layout_contract(grad, param.full)) {
     param.full.mutable_grad() = torch::autograd::utils::clone_obey_contract(grad, param.full);
   }
@@ -122,7 +134,8 @@ Reducer::Reducer(
 at::Tensor Reducer::make_grad(UnitId id, int param) const {
   const Layout& layout = units_.at(id)->layout();
   const int region = layout.places().at(param).region;
-  if (!c10::isFloatingType(static_cast<c10::ScalarType>(layout.regions()[region].dtype))) {
+  const auto dtype = static_cast<c10::ScalarType>(layout.regions()[region].dtype);
+  if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype)) {
     return {};
   }
   return units_[id]->memory().grad_view(
