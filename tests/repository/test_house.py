@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 600
 MAX_FUNCTION_LINES = 40
 MAX_PAGE_LINES = 150
-LONG_PAGES = ("design.md", "performance.md", "training.md")
+LONG_PAGES = ("design.md", "performance.md", "process.md", "training.md")
 # A room sees itself and those of a lower rank. A file's room is the longest of these that its path
 # begins with.
 RANKS = {

@@ -173,5 +173,5 @@ def refuse(name: str, shard: Placed) -> NoReturn:
         f"({shard.place.text}){_REASONS.get(name, '')}. Call .full_tensor() on all ranks for the "
         "full value, or .local() for this rank's elements. To change the full value, use `with "
         "zerocore.unsharded(model, write_back=True)`. To save it, use "
-        "zerocore.full_state_dict(model) (save_pretrained: state_dict=)"
+        "zerocore.full_state_dict(model)"
     )
