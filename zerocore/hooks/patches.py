@@ -54,7 +54,6 @@ _SCHEDULES = "torch.distributed.pipelining.schedules"
 _COMM_MODE = "torch.distributed.tensor.debug._comm_mode"
 _HUB = "transformers.modeling_utils"
 _PEFT = "peft.peft_model"
-_COPIES = "zerocore.tensor.whole_copies"  # of stage 0
 _INITIALISERS = [name for name in dir(init) if name.endswith("_") and not name.startswith("_")]
 _ELEMENTWISE = [cls.__name__ for cls in optimizer_rules.ELEMENTWISE]
 
@@ -117,8 +116,6 @@ PATCHES = (
             ("__exit__", "zerocore.hooks.comm_counts.counts_issued"),
         )
     ),
-    Patch("torch.Tensor", "__reduce_ex__", f"{_COPIES}.pickles_alone", when=_COPIES),
-    Patch("torch.Tensor", "__deepcopy__", f"{_COPIES}.copies_alone", when=_COPIES),
     *(
         Patch(owner, name, f"zerocore.hooks.hub_saves.{wrap}", when=when, is_needed=False)
         for owner, name, wrap, when in (

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from zerocore._C import UnitParam
+from zerocore._C import UnitParam, window_on
 from zerocore.layout.cuts import Cut
 from zerocore.layout.place import Place, spread
 from zerocore.model.as_ddp import behave_as_ddp
@@ -65,12 +65,10 @@ def _make_shard(state: ShardState, unit: Unit, position: int, param: Param) -> N
     grad: Tensor | None = None
     if _stays_whole(state.config, param, facts):
         from zerocore.tensor.whole import become_whole, grad_view  # late: of stage 0 alone
-        from zerocore.tensor.whole_copies import note_memory
 
+        memory = window_on(memory)  # libraries save whole storages, and find ties by them
         if seen.is_floating_point() or seen.is_complex():
             grad = grad_view(engine, unit.index, position, memory)
-            note_memory(state, grad)
-        note_memory(state, memory)
         param.hidden = become_whole(seen, memory, shard, facts | {"grad_device": shard.device})
         bind_shard(state, unit, position, param, grad)
         return

@@ -121,6 +121,9 @@ def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> list[Memory]:
             is_there = is_plain and local.data_ptr() == part.data_ptr()  # no program has moved it
             if local.device.type == state.device.type and is_there and _differ(local, part):
                 memory.windows.append((local, part.detach()))
+            full = state.engine.make_full(unit.index, position)
+            if param.is_whole and param.object.data_ptr() == full.data_ptr():
+                memory.windows.append((param.object, full))
             grad = param.object.grad if param.is_whole else None
             if grad is not None:
                 kept = grad_view(state.engine, unit.index, position, grad)
