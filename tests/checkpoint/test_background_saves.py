@@ -61,7 +61,8 @@ def save_and_step(folder: Path, stage: int, name: str) -> None:
     assert may_write.is_set() and pending.stall_seconds > before
     step(model, optimizer)
     pending.wait()
-    assert 0 < pending.held_nbytes <= BUDGET
+    assert pending.held_nbytes <= BUDGET
+    assert pending.held_nbytes > 0 or stage == 0  # there, one rank may write all
     changed = full_states(model, optimizer)
     assert not torch.equal(changed["model"]["0.weight"], expected["model"]["0.weight"])
     checkpoints.load()

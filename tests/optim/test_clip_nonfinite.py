@@ -70,11 +70,14 @@ def test_the_first_bad_gradient_is_named_on_every_rank(stage: int) -> None:
 
 def return_it(stage: int, function: str) -> list[str]:
     clip = {"torch": torch.nn.utils.clip_grad_norm_, "zerocore": zerocore.clip_grad_norm_}[function]
+    norm_types = [1.0, 2.0, math.inf]
+    if stage == 0 and function == "torch":
+        norm_types.pop()  # torch finds no maximum of a gradient without elements
     norms = []
     for value, rank in product((math.nan, math.inf), range(RANKS)):
         model, _ = spoiled(stage, value, rank)
         before = local_gradients(model)
-        for norm_type in (1.0, 2.0, math.inf):
+        for norm_type in norm_types:
             norm = clip(model.parameters(), 1.0, norm_type).item()
             assert math.isnan(norm) == math.isnan(value) and not math.isfinite(norm)
             norms.append(str(norm))
@@ -98,9 +101,9 @@ def count_and_skip(stage: int) -> None:
     clip = partial(zerocore.clip_grad_norm_, model, 1.0, error_if_nonfinite=True)
     one_number = [1] if stage > 0 else []
     assert count_collectives(clip) == one_number
-    gradient = next(p.grad for p in model.parameters() if p.grad is not None and p.local().numel())
+    gradient = next(p.grad for p in model.parameters() if p.grad is not None and own_of(p).numel())
     if stage == 0 or dist.get_rank() == 1:
-        gradient.local()[-1] = math.inf
+        own_of(gradient)[-1] = math.inf
     before = zerocore.full_state_dict(model, rank0_only=False)
 
     def step() -> None:

@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 import zerocore
 from tests.distributed.collectives import count_collectives
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import own_of
 from tests.distributed.training import MakeOptimizer, accumulate, adamw, case_named
 from tests.zoo_case import Case
 
@@ -193,7 +194,7 @@ def agree(stage: int) -> list[float]:
             for param in model.parameters():
                 assert param.grad is not None
                 param.grad.fill_(math.nan)
-        numel = sum(param.local().numel() for param in model.parameters())
+        numel = sum(own_of(param).numel() for param in model.parameters())
         holds = torch.tensor([numel])
         dist.broadcast(holds, bad)
         counted = count_collectives(partial(scaler.unscale_, optimizer))
