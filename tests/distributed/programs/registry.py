@@ -44,6 +44,10 @@ THEMES = (
     "weights",
     "inside",
     "leftovers",
+    "diffusion",
+    "speech",
+    "detection",
+    "contrast",
 )
 
 
