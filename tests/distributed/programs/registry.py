@@ -48,6 +48,9 @@ THEMES = (
     "speech",
     "detection",
     "contrast",
+    "graphnets",
+    "recommend",
+    "distil",
 )
 
 
