@@ -51,6 +51,8 @@ THEMES = (
     "graphnets",
     "recommend",
     "distil",
+    "agents",
+    "alignment",
 )
 
 
