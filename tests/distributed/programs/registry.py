@@ -53,6 +53,9 @@ THEMES = (
     "distil",
     "agents",
     "alignment",
+    "fields",
+    "meta",
+    "retrieval",
 )
 
 
