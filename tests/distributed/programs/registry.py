@@ -56,6 +56,9 @@ THEMES = (
     "fields",
     "meta",
     "retrieval",
+    "series",
+    "generative",
+    "compress",
 )
 
 
