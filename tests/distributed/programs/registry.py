@@ -59,6 +59,7 @@ THEMES = (
     "series",
     "generative",
     "compress",
+    "curvature",
 )
 
 
