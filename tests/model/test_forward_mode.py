@@ -1,4 +1,4 @@
-"""``torch.func.jvp`` of a sharded model, and a backward through what it returns (MeanFlow)."""
+"""``torch.func`` on sharded models: jvp with a backward behind it, and transforms in forwards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zerocore
 import zerocore.fsdp as zerocore_fsdp
@@ -142,10 +143,70 @@ def of_samples() -> None:
         torch.testing.assert_close(*found)
 
 
+class Slopes(nn.Module):
+    """Layers that add their slopes to what they give, before and behind a layer's own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.last = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.vmap(torch.func.jacrev(self.middle))(x).square().mean()
+        y, pull = torch.func.vjp(self.last, self.middle(x * self.scale))
+        return y + slope + pull(y)[0].square()
+
+
+class Sloped(nn.Module):
+    """The same between layers, computed again in the backward or not."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.first, self.slopes, self.recomputes = nn.Linear(8, 8), Slopes(), recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.recomputes and x.requires_grad:
+            return checkpoint(self.slopes, x, use_reentrant=True).square().mean()
+        return self.slopes(x).square().mean()
+
+
+def sloped(recomputes: bool) -> Any:
+    torch.manual_seed(0)
+    return Sloped(recomputes)
+
+
+def in_forwards() -> None:
+    """The running call has the backward of what a transform calls."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    for recomputes in (False, True):
+        plain = sloped(recomputes)
+        models = [
+            zerocore.shard(sloped(recomputes), stage=stage, units=[Slopes, nn.Linear])
+            for stage in range(4)
+        ]
+        models.append(sloped(recomputes))
+        inner = models[-1].slopes
+        for part in (inner.middle, inner.last, inner, models[-1].first, models[-1]):
+            zerocore_fsdp.fully_shard(part)
+        for _ in range(3):
+            plain.zero_grad()
+            sum(plain(x) / size for x in batches).backward()
+            for model in models:
+                with torch.no_grad():
+                    torch.testing.assert_close(model(batches[rank]), plain(batches[rank]))
+                model.zero_grad()
+                model(batches[rank]).backward()
+                for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(full_of(param.grad), other.grad)
+
+
 def run_all() -> None:
     forward_mode()
     backward_outside()
     of_samples()
+    in_forwards()
     narrow()
     others_are_refused()
 

@@ -1,12 +1,13 @@
-"""Runs the engine outside ``torch.func.jvp``.
+"""Runs the engine outside transforms of ``torch.func``.
 
-Forward mode changes neither parameters nor the graph of a backward. The engine rejects the other
-transforms, because they compute with tensors that autograd does not see.
+``jvp`` changes neither parameters nor the graph of a backward. Other transforms compute with
+tensors that autograd does not see. Inside of a module's forward, that module's call adopts the
+units; elsewhere the engine rejects these transforms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,13 @@ def is_forward_mode() -> bool:
     """Whether all transforms are ``jvp``."""
     stack = _functorch.get_interpreter_stack()
     return all(level.key() == _functorch.TransformType.Jvp for level in stack)
+
+
+def adopt(engine: Engine, units: Iterable[int]) -> None:
+    """Unshards units until the innermost running call ends. Its graph has their backward."""
+    with temporarily_clear_interpreter_stack():
+        for unit in units:
+            engine.adopt(unit)
 
 
 def outside(engine: Engine) -> Engine:

@@ -21,6 +21,7 @@ from zerocore.model.casting import cast_floats
 from zerocore.model.traced import call_traced, cast_around_call, is_traced
 from zerocore.model.units import has_hooks
 from zerocore.tensor.placed import Placed
+from zerocore.tensor.shown import ShownParameter
 
 _UNIT_CALL = "_zerocore_unit_call"
 _COMPILED, _CALL = "_compiled_call_impl", "_call_impl"  # attributes that nn.Module.__call__ reads
@@ -94,8 +95,8 @@ class UnitCall:
         """Whether modules hold full parameters without the engine: at stage 0, within
         ``unsharded``, or those of a ``functional_call``."""
         params = (param for unit in self.units for param in self.state.units[unit].params)
-        owners = (owner for param in params for owner in param.owners)
-        return not any(isinstance(module._parameters.get(key), Placed) for module, key in owners)
+        held = ((m._parameters.get(key), param) for param in params for m, key in param.owners)
+        return not any(_is_shard(value, param) for value, param in held)
 
     def _engine_of_call(self) -> Engine | None:
         """Returns the engine; None if the call needs none, under a trace or a transform."""
@@ -103,11 +104,17 @@ class UnitCall:
             return None
         if not is_transformed():
             return self.engine
-        from zerocore.model.transforms import is_forward_mode, outside  # late: few calls are
+        from zerocore.model.transforms import adopt, is_forward_mode, outside  # late: few calls are
 
-        if not is_forward_mode():
-            return None if self._holds_full() else self.engine  # which raises
-        return outside(self.engine)
+        if is_forward_mode():
+            return outside(self.engine)
+        if not self._holds_full():
+            if self.is_root or not self.engine.in_call:
+                return self.engine  # which raises
+            adopt(self.engine, self.units)
+            for view in self.views:
+                view.renew()
+        return None
 
     def _reads(self) -> bool:
         """Whether the call's backward may read parameters."""
@@ -124,6 +131,12 @@ class UnitCall:
         """Returns the function in a range of torch's profiler with the names of the units."""
         names = ", ".join(self.state.units[unit].name for unit in self.units)
         return profiler.record_function(f"zerocore::forward ({names})")(function)
+
+
+def _is_shard(value: Any, param: Any) -> bool:
+    """Whether a module's parameter is a shard now. A DTensor is no :class:`Placed`."""
+    is_hidden = value is param.shard and not isinstance(value, ShownParameter)
+    return isinstance(value, Placed) or is_hidden
 
 
 def give_up(engine: Engine, units: Sequence[int]) -> None:

@@ -60,6 +60,8 @@ THEMES = (
     "generative",
     "compress",
     "curvature",
+    "exports",
+    "transforms",
 )
 
 
