@@ -62,6 +62,8 @@ THEMES = (
     "curvature",
     "exports",
     "transforms",
+    "language",
+    "dynamic",
 )
 
 
