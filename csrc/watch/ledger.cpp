@@ -240,13 +240,14 @@ std::string name_states(const Reports& reports, int64_t number, bool asked) {
   return text;
 }
 
-// Names the first parameter that requires grad on some ranks only.
+// Names the first parameter that requires grad on some ranks only. A rank that waits elsewhere is
+// left out: a pass notes the flags when it begins, and this rank may not have begun it.
 std::string name_trainable(const Reports& reports, const std::vector<std::string>& params) {
   for (size_t i = 0; i < params.size(); ++i) {
     Ranks on;
     Ranks off;
     for (size_t rank = 0; rank < reports.size(); ++rank) {
-      if (i < reports[rank].trainable.size()) {
+      if (reports[rank].elsewhere.empty() && i < reports[rank].trainable.size()) {
         (reports[rank].trainable[i] == '1' ? on : off).push_back(rank);
       }
     }
