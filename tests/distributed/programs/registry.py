@@ -64,6 +64,7 @@ THEMES = (
     "transforms",
     "language",
     "dynamic",
+    "tasks",
 )
 
 
