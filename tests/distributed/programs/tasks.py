@@ -288,7 +288,8 @@ def hard_samples(run: Run) -> None:
 
 
 @program(
-    "layers with rates that fall with depth, thawed from the top, weights decayed to the start"
+    "layers with rates that fall with depth, thawed from the top, weights decayed to the start",
+    unused=True,
 )
 def discriminative_rates(run: Run) -> None:
     model = run.shard(Net(3), [Block])
