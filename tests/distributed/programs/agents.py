@@ -102,7 +102,7 @@ def follow(target: nn.Module, online: nn.Module, share: float) -> None:
 
 
 def transitions(run: Run, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What a replay buffer gives: state, action, reward, next state, whether it ended."""
+    """A replay buffer gives states, actions, rewards, next states, and ends."""
     state, action = run.tensor(6, SIZE, key=step), run.tensor(6, 2, key=10 + step).tanh()
     after = 0.9 * state + 0.3 * F.pad(action, (0, 6))
     return state, action, -after.square().mean(-1), after, run.tokens(2, 6, key=step).float()

@@ -59,7 +59,7 @@ class Causal(nn.Module):
 
 
 def triangle(size: int) -> Tensor:
-    """What a token sees."""
+    """A causal mask: a token sees itself and those before."""
     return torch.ones(size, size).tril().bool()
 
 
