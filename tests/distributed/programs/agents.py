@@ -1,4 +1,4 @@
-"""Programs: agents that learn from what they did."""
+"""Programs: agents that learn from what they did, and language models from their samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.distributed.programs.models import SIZE, Block, Net, adamw, update
+from tests.distributed.programs.models import SIZE, Block, Net, Words, adamw, update
 from tests.distributed.programs.registry import program
 from tests.distributed.programs.run import Run
 
@@ -230,70 +230,6 @@ def ppo_trunk(run: Run) -> None:
         run.record(passes, distance)
 
 
-class Dream(nn.Module):
-    """A recurrent state with a discrete part, which is sampled straight through (RSSM)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.prior = nn.GRUCell(6 + 2, SIZE), nn.Linear(SIZE, 6)
-        self.posterior = nn.Linear(2 * SIZE, 6)
-        self.decoder, self.reward = nn.Linear(SIZE + 6, SIZE), nn.Linear(SIZE + 6, 1)
-
-    def forward(self, seen: Tensor | None, action: Tensor, deep: Tensor, flat: Tensor) -> Any:
-        deep = self.cell(torch.cat([flat, action], -1), deep)
-        prior = self.prior(deep).unflatten(-1, (2, 3))
-        posterior = prior
-        if seen is not None:
-            posterior = self.posterior(torch.cat([deep, seen], -1)).unflatten(-1, (2, 3))
-        chances = torch.distributions.OneHotCategoricalStraightThrough(logits=posterior)
-        flat = chances.rsample().flatten(1)
-        full = torch.cat([deep, flat], -1)
-        return deep, flat, prior, posterior, self.decoder(full), self.reward(full)[:, 0]
-
-
-def kl(first: Tensor, second: Tensor) -> Tensor:
-    """Between the categories of both logits."""
-    return (first.softmax(-1) * (first.log_softmax(-1) - second.log_softmax(-1))).sum((1, 2)).mean()
-
-
-@program(
-    "Dreamer: an RSSM learns the world, an actor learns within dreams, a critic learns values",
-    unused=True,
-)
-def dreamer(run: Run) -> None:
-    world, critic = run.shard(Dream(), [nn.GRUCell]), run.shard(nn.Linear(SIZE + 6, 1))
-    actor = run.shard(nn.Sequential(nn.Linear(SIZE + 6, SIZE), nn.ELU(), nn.Linear(SIZE, 2)))
-    optimizers = [adamw(m.parameters()) for m in (world, actor, critic)]
-    for step in range(3):
-        deep, flat, loss = torch.zeros(4, SIZE), torch.zeros(4, 6), torch.zeros(())
-        for t in range(3):
-            seen, action = run.tensor(4, SIZE, key=10 * step + t), run.tensor(4, 2, key=step).tanh()
-            deep, flat, prior, post, made, reward = world(seen, action, deep, flat)
-            loss = loss + F.mse_loss(made, seen) + F.mse_loss(reward, seen.mean(-1))
-            loss = loss + 0.5 * kl(post.detach(), prior) + 0.1 * kl(post, prior.detach())
-        update(run, world, optimizers[0], loss)
-        deep, flat = deep.detach(), flat.detach()
-        world.requires_grad_(False)
-        dreams, rewards = [torch.cat([deep, flat], -1)], []
-        for _ in range(3):
-            action = torch.tanh(actor(dreams[-1]))
-            deep, flat, *_, reward = world(None, action, deep, flat)
-            dreams.append(torch.cat([deep, flat], -1))
-            rewards.append(reward)
-        with torch.no_grad():
-            values = critic(torch.stack(dreams))[..., 0]
-        last = values[-1]
-        returns: list[Tensor] = []
-        for reward, value in zip(rewards[::-1], values.flip(0)[:-1], strict=True):
-            last = reward + 0.9 * (0.05 * value + 0.95 * last)
-            returns.insert(0, last)
-        update(run, actor, optimizers[1], -torch.stack(returns).mean())
-        world.requires_grad_(True)
-        aim = torch.stack(returns).detach()
-        value = critic(torch.stack(dreams[:-1]).detach())[..., 0]
-        update(run, critic, optimizers[2], F.mse_loss(value, aim))
-
-
 class Returns(nn.Module):
     """Actions from returns to go, states and actions before (a decision transformer)."""
 
@@ -333,3 +269,84 @@ def decision_transformer(run: Run) -> None:
             goals = torch.cat([goals, goals[:, -1:] - reward[:, None]], 1)
             actions = F.pad(actions, (0, 1))
     run.record(actions, goals)
+
+
+def log_chances(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Of each token but the first."""
+    return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+@torch.no_grad()
+def continued(model: nn.Module, tokens: Tensor, count: int) -> Tensor:
+    """Samples tokens behind what is given."""
+    for _ in range(count):
+        chosen = torch.distributions.Categorical(logits=model(tokens)[:, -1]).sample()
+        tokens = torch.cat([tokens, chosen[:, None]], 1)
+    return tokens
+
+
+class ValueOf(Words):
+    """A value for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(SIZE, 1, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)[..., 0]
+
+
+@program(
+    "RLHF: four models, sampled answers, a KL in each token's reward, GAE, an adaptive KL weight"
+)
+def rlhf_sampled(run: Run) -> None:
+    net = Words()
+    reference = run.shard(copy.deepcopy(net).requires_grad_(False).eval(), [Block])
+    reward = run.shard(ValueOf().requires_grad_(False).eval(), [Block])
+    policy, critic = run.shard(net, [Block]), run.shard(ValueOf(), [Block])
+    optimizers = [adamw(model.parameters()) for model in (policy, critic)]
+    weight = 0.1
+    for step in range(2):
+        policy.eval()
+        tokens = continued(policy, run.tokens(11, 4, 2, key=step), 3)
+        with torch.no_grad():
+            old, values = log_chances(policy(tokens), tokens)[:, 1:], critic(tokens)[:, 1:]
+            distance = old - log_chances(reference(tokens), tokens)[:, 1:]
+            rewards = -weight * distance
+            rewards[:, -1] += reward(tokens)[:, -1].clamp(-5, 5)
+        advantages = estimated(rewards.t(), values.t()).t()
+        returns = advantages + values[:, :-1]
+        advantages = whitened(advantages)
+        policy.train()
+        for part in torch.randperm(4).split(2) if step == 0 else torch.arange(4).split(4):
+            ratio = (log_chances(policy(tokens[part]), tokens[part])[:, 1:] - old[part]).exp()
+            gain = torch.min(ratio * advantages[part], ratio.clamp(0.8, 1.2) * advantages[part])
+            update(run, policy, optimizers[0], -gain.mean())
+            value = critic(tokens[part])[:, 1:-1]
+            update(run, critic, optimizers[1], 0.5 * F.mse_loss(value, returns[part]))
+        far = float(mean_of_ranks(distance.sum(1).mean()))
+        weight *= 1 + 0.1 * max(-0.2, min(0.2, far / 0.5 - 1))
+        run.record(weight)
+
+
+@program("DAPO: groups that all succeed or fail are left out, tokens counted over all ranks")
+def dapo(run: Run) -> None:
+    model = run.shard(Words(), [Block])
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        model.eval()
+        tokens = continued(model, run.tokens(11, 3, 2, key=step).repeat_interleave(4, 0), 3)
+        with torch.no_grad():
+            old = log_chances(model(tokens), tokens)[:, 1:]
+        model.train()
+        ends = (tokens[:, 2:] == 0).long().cumsum(1)
+        mask = (ends <= 1).float()
+        rewards = (tokens[:, 2:].sum(1) % 2 == 0).float().view(3, 4)
+        spread = rewards.std(1, keepdim=True)
+        advantage = ((rewards - rewards.mean(1, keepdim=True)) / (spread + 1e-4)).view(-1, 1)
+        kept = mask * (spread > 0).float().repeat_interleave(4, 0)
+        count = mean_of_ranks(kept.sum()).clamp(min=1)
+        for _ in range(2):
+            ratio = (log_chances(model(tokens), tokens)[:, 1:] - old).exp()
+            gain = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            update(run, model, optimizer, -(gain * kept).sum() / count)

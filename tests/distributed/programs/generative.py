@@ -1,8 +1,9 @@
-"""Programs: flows, energies, codes, and samples from them."""
+"""Programs: flows, energies, codes and dreams, and samples from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -262,3 +263,67 @@ def style_gan(run: Run) -> None:
                 average[name] = average[name].lerp(param.detach(), 1 - decay)
         run.record(mean_length)
     run.record(average)
+
+
+class Dream(nn.Module):
+    """A recurrent state with a discrete part, which is sampled straight through (RSSM)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.prior = nn.GRUCell(6 + 2, SIZE), nn.Linear(SIZE, 6)
+        self.posterior = nn.Linear(2 * SIZE, 6)
+        self.decoder, self.reward = nn.Linear(SIZE + 6, SIZE), nn.Linear(SIZE + 6, 1)
+
+    def forward(self, seen: Tensor | None, action: Tensor, deep: Tensor, flat: Tensor) -> Any:
+        deep = self.cell(torch.cat([flat, action], -1), deep)
+        prior = self.prior(deep).unflatten(-1, (2, 3))
+        posterior = prior
+        if seen is not None:
+            posterior = self.posterior(torch.cat([deep, seen], -1)).unflatten(-1, (2, 3))
+        chances = torch.distributions.OneHotCategoricalStraightThrough(logits=posterior)
+        flat = chances.rsample().flatten(1)
+        full = torch.cat([deep, flat], -1)
+        return deep, flat, prior, posterior, self.decoder(full), self.reward(full)[:, 0]
+
+
+def kl(first: Tensor, second: Tensor) -> Tensor:
+    """Between the categories of both logits."""
+    return (first.softmax(-1) * (first.log_softmax(-1) - second.log_softmax(-1))).sum((1, 2)).mean()
+
+
+@program(
+    "Dreamer: an RSSM learns the world, an actor learns within dreams, a critic learns values",
+    unused=True,
+)
+def dreamer(run: Run) -> None:
+    world, critic = run.shard(Dream(), [nn.GRUCell]), run.shard(nn.Linear(SIZE + 6, 1))
+    actor = run.shard(nn.Sequential(nn.Linear(SIZE + 6, SIZE), nn.ELU(), nn.Linear(SIZE, 2)))
+    optimizers = [adamw(m.parameters()) for m in (world, actor, critic)]
+    for step in range(3):
+        deep, flat, loss = torch.zeros(4, SIZE), torch.zeros(4, 6), torch.zeros(())
+        for t in range(3):
+            seen, action = run.tensor(4, SIZE, key=10 * step + t), run.tensor(4, 2, key=step).tanh()
+            deep, flat, prior, post, made, reward = world(seen, action, deep, flat)
+            loss = loss + F.mse_loss(made, seen) + F.mse_loss(reward, seen.mean(-1))
+            loss = loss + 0.5 * kl(post.detach(), prior) + 0.1 * kl(post, prior.detach())
+        update(run, world, optimizers[0], loss)
+        deep, flat = deep.detach(), flat.detach()
+        world.requires_grad_(False)
+        dreams, rewards = [torch.cat([deep, flat], -1)], []
+        for _ in range(3):
+            action = torch.tanh(actor(dreams[-1]))
+            deep, flat, *_, reward = world(None, action, deep, flat)
+            dreams.append(torch.cat([deep, flat], -1))
+            rewards.append(reward)
+        with torch.no_grad():
+            values = critic(torch.stack(dreams))[..., 0]
+        last = values[-1]
+        returns: list[Tensor] = []
+        for reward, value in zip(rewards[::-1], values.flip(0)[:-1], strict=True):
+            last = reward + 0.9 * (0.05 * value + 0.95 * last)
+            returns.insert(0, last)
+        update(run, actor, optimizers[1], -torch.stack(returns).mean())
+        world.requires_grad_(True)
+        aim = torch.stack(returns).detach()
+        value = critic(torch.stack(dreams[:-1]).detach())[..., 0]
+        update(run, critic, optimizers[2], F.mse_loss(value, aim))
