@@ -17,8 +17,8 @@ from torch.amp import GradScaler
 import zerocore
 from tests.distributed.collectives import count_collectives
 from tests.distributed.harness import run_ranks
-from tests.distributed.values import own_of
 from tests.distributed.training import MakeOptimizer, accumulate, adamw, case_named
+from tests.distributed.values import own_of
 from tests.zoo_case import Case
 
 RANKS = 4  # one for each optimizer below; a power of two, so that averages round nothing
