@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -129,6 +130,20 @@ def compute(stage: int) -> None:
                 found = torch.dot(shard.view(-1), shard.reshape(flat.shape))
                 torch.testing.assert_close(found, flat.dot(flat))
             assert float(shard.abs().sum()) >= 0.0 and repr(shard).count("global_shape") == 1
+
+
+def norms_of_half() -> None:
+    model = zerocore.shard(nn.Linear(37, 7), stage=3)
+    for seed, dtype in itertools.product(range(20), (torch.bfloat16, torch.float16)):
+        full = torch.randn(7, 37, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            half = model.weight.copy_(full).to(dtype)
+            assert half.norm() == full.to(dtype).norm()
+            assert torch._foreach_norm([half, model.bias], 2)[0] == full.to(dtype).norm()
+
+
+def test_norms_of_half_precision_are_rounded_once() -> None:
+    run_ranks(norms_of_half, 3)
 
 
 @pytest.mark.one_by_day
@@ -297,6 +312,13 @@ def test_functions_that_need_all_elements(stage: int, world_size: int) -> None:
     run_ranks(gather, world_size, stage)
 
 
+class Reading(torch.optim.SGD):
+    """Keeps its parameters by address."""
+
+    def step(self, closure: Any = None) -> None:
+        print([p.data_ptr() for group in self.param_groups for p in group["params"]])
+
+
 def refuse(stage: int) -> None:
     model, _ = make(stage)
     weight = model.linear.weight
@@ -306,6 +328,8 @@ def refuse(stage: int) -> None:
                 print(name, flush=True)
                 with pytest.raises(TypeError, match=r"linear\.weight.*full_tensor\(\)"):
                     function(shard)
+            with pytest.raises(TypeError, match=r"Reading calls it.*owned\(Reading, "):
+                Reading([weight]).step()
             with pytest.raises(RuntimeError, match=r"changed the shape of .*'linear\.weight'"):
                 shard.resize_(3)
             with pytest.raises(RuntimeError, match=r"size of tensor"):

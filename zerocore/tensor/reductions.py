@@ -24,6 +24,7 @@ _SUMS = ("sum", "mean", "prod", "nansum", "nanmean")
 _COUNTS = ("any", "all", "count_nonzero")
 _EXTREMES = {"max": torch.amax, "amax": torch.amax, "min": torch.amin, "amin": torch.amin}
 _SPREADS = ("var", "std")
+_HALF = (torch.bfloat16, torch.float16)
 _PRODUCTS = ("dot", "vdot", "inner", "matmul")
 
 
@@ -237,14 +238,21 @@ def global_norms(
 def local_norms(
     shards: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Returns the norm of each tensor's local elements; 0 without elements, also for p = inf."""
+    """Returns the norm of each tensor's local elements; 0 without elements, also for p = inf.
+    Norms of half precision stay in float32, so that the full norm is rounded once, as torch's."""
+    kinds: dict[torch.dtype | None, list[int]] = {}
     with torch._C.DisableTorchFunctionSubclass():  # functions see the local elements
-        filled = [shard for shard in shards if shard.numel() > 0]
-        norms = iter(torch._foreach_norm(filled, norm_type, dtype) if filled else ())
-        return [
-            next(norms) if shard.numel() > 0 else shard.new_zeros((), dtype=dtype)
-            for shard in shards
-        ]
+        for number, shard in enumerate(shards):
+            wide = dtype or (torch.float32 if shard.dtype in _HALF else None)
+            kinds.setdefault(wide, []).append(number)
+        norms = [shard.new_zeros((), dtype=dtype) for shard in shards]
+        for wide, numbers in kinds.items():
+            filled = [number for number in numbers if shards[number].numel() > 0]
+            tensors = [shards[number] for number in filled]
+            found = torch._foreach_norm(tensors, norm_type, wide) if filled else ()
+            for number, value in zip(filled, found, strict=True):
+                norms[number] = value
+        return norms
 
 
 def _norms_of(shards: Sequence[Tensor], numbers: Sequence[int]) -> str:
