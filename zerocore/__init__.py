@@ -36,6 +36,7 @@ def load_core() -> None:
             "explain_step": "zerocore.reporting.out_of_memory",
             "check_budget": "zerocore.planning.candidates",
             "make_group": "zerocore.emulation.backend",
+            "makes_shape": "zerocore.hooks.first_states",
             "probed_number": "zerocore.hooks.first_states",
             "explain_norm": "zerocore.optim.non_finite",
             "encode_changed": "zerocore.sharding.extensions",

@@ -76,6 +76,40 @@ class Odd(_Optimizer):
             param.add_(move, alpha=-rate / (1 + group["steps"]))
 
 
+class Blocks(_Optimizer):
+    """Keeps one number for each block of four elements, also of a vector."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[param]
+            flat = torch.nn.functional.pad(param.grad.flatten(), (0, -param.numel() % 4))
+            scale = state.setdefault("scale", torch.zeros(len(flat) // 4))
+            scale += flat.view(-1, 4).abs().amax(1)
+            rate = scale.repeat_interleave(4)[: param.numel()].view(param.shape)
+            param -= 0.05 * param.grad / (rate + 1)
+
+
+def resume_blocks(stage: int) -> None:
+    assert resume(Blocks, stage, "full") == "resumes"
+    assert resume(Blocks, stage, "full", 4 - stage) == "resumes"
+    model = zerocore.shard(build(), stage=stage)
+    state = Blocks(model.parameters()).state_dict()
+    state["state"] = {2: {"scale": torch.zeros(5)}}
+    message = r"'inner.bias' has shape \(5,\), expected the full \(6,\)"
+    with pytest.raises(ValueError, match=message):
+        Blocks(model.parameters()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_of_blocks(stage: int) -> None:
+    assert plain_resumes(Blocks) is True
+    run_ranks(resume_blocks, 2, stage)
+
+
 def resume_odd(stage: int, way: str) -> None:
     assert resume(Odd, stage, way) == "resumes"
     if way != "own":  # of this rank, for it alone

@@ -176,6 +176,16 @@ def probed_number(
     return isinstance(value, Tensor) and value.shape != (2,)
 
 
+def makes_shape(optimizer: Optimizer, param: Any, key: str, shape: torch.Size) -> bool:
+    """Whether a first step of the full parameter makes a state ``key`` of this shape."""
+    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    probe = nn.Parameter(own_elements(param).new_ones(param.place.global_shape))
+    probe.grad = torch.ones_like(probe)
+    twin = tried(stepped, optimizer, group, probe)
+    value = None if twin is None else twin.state[probe].get(key)
+    return isinstance(value, Tensor) and value.shape == shape
+
+
 def _probed(optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> dict[str, Any]:
     """Returns the state of a two-element parameter after a step: a number has another shape."""
     probe = _probe(like)

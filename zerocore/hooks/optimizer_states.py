@@ -183,7 +183,7 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
         for index, values in state_dict["state"].items()
         if isinstance(owners.get(index), ShardedParameter) and isinstance(values, dict)
         for key, value in values.items()
-        if isinstance(value, Tensor) and is_other(value, owners[index])
+        if isinstance(value, Tensor) and is_other(optimizer, key, value, owners[index])
     }
     state = {
         index: {
@@ -199,20 +199,25 @@ def fit_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def is_other(value: Tensor, param: ShardedParameter) -> bool:
+def is_other(optimizer: Optimizer, key: str, value: Tensor, param: ShardedParameter) -> bool:
     """Whether a loaded state has several elements but not one for each element of the parameter
-    (one for each row, say). No state of this name is then sharded, even if its shape fits."""
+    (one for each row or block, say). No state of this name is then sharded, even if its shape fits.
+    """
     place = param.place
     if isinstance(value, Placed) or value.numel() == 1 or value.shape == local_of(param).shape:
         return False
-    if value.dim() == 1 and len(place.global_shape) == 1 and value.shape != place.whole_shape:
-        raise ValueError(
-            f"the loaded state of parameter '{param.fqn}' has shape {tuple(value.shape)}, expected "
-            f"the full {tuple(place.global_shape)}, or this rank's elements of it. To load with "
-            "another stage or number of ranks, save with torch.distributed.checkpoint or "
-            "zerocore.Checkpoints"
-        )
-    return value.shape not in (place.global_shape, place.whole_shape)
+    if value.shape in (place.global_shape, place.whole_shape):
+        return False
+    if value.dim() != 1 or len(place.global_shape) != 1:
+        return True
+    if late.call("makes_shape", optimizer, param, key, value.shape):
+        return True
+    raise ValueError(
+        f"the loaded state of parameter '{param.fqn}' has shape {tuple(value.shape)}, expected "
+        f"the full {tuple(place.global_shape)}, or this rank's elements of it. To load with "
+        "another stage or number of ranks, save with torch.distributed.checkpoint or "
+        "zerocore.Checkpoints"
+    )
 
 
 def _numbers(optimizer: Optimizer) -> Callable[[ShardedParameter, str, Any], bool]:
