@@ -14,14 +14,20 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from zerocore.common.alarm import operation
 from zerocore.tensor.full_copies import with_own_part
 from zerocore.tensor.functions import Args, Function, Kwargs, is_elementwise, name_of
 from zerocore.tensor.implicit_unshard import Gathered, call_with_full, run_full, version_of, without
-from zerocore.tensor.placed import Placed, PlacedParameter, full_value_of, leaves, local_of
+from zerocore.tensor.placed import (
+    Placed,
+    PlacedParameter,
+    full_value_of,
+    leaves,
+    local_of,
+    stepping,
+)
 
 _log = logging.getLogger("zerocore")
 _told: set[str] = set()  # functions that a warning has named
@@ -121,19 +127,12 @@ def line_of_program() -> str:
 
 def _advice(name: str) -> str:
     """Returns what to do instead if an optimizer or an operator calls."""
-    frame: FrameType | None = sys._getframe()
-    advice = ""
-    while frame is not None:
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(owner, Optimizer):
-            kind = type(owner).__name__
-            advice = (
-                f". To gather less in each step of {kind}, build it as "
-                f"zerocore.matrices.owned({kind}, params, ...), which gives each parameter to one "
-                "rank"
-            )
-            break
-        frame = frame.f_back
+    advice, kind = "", stepping()
+    if kind is not None:
+        advice = (
+            f". To gather less in each step of {kind}, build it as zerocore.matrices.owned({kind}, "
+            "params, ...), which gives each parameter to one rank"
+        )
     if "::" in name and not is_elementwise(name):
         advice += (
             ". If the operator is element-wise, declare it, and nothing is gathered: "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zerocore.layout.place import Place
 from zerocore.tensor import pending_host_updates
@@ -166,8 +169,27 @@ _REASONS = {
 }
 
 
+def stepping() -> str | None:
+    """Returns the class of the optimizer whose ``step`` or constructor is running, if one is."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in ("step", "__init__"):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, Optimizer):
+                return type(owner).__name__
+        frame = frame.f_back
+    return None
+
+
 def refuse(name: str, shard: Placed) -> NoReturn:
     """Raises TypeError for a function that has no meaning on a shard."""
+    kind = stepping()
+    if kind is not None:
+        raise TypeError(
+            f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
+            f"({shard.place.text}), and {kind} calls it. Build it as zerocore.matrices.owned("
+            f"{kind}, params, ...), which gives it each full parameter on one rank"
+        )
     raise TypeError(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
         f"({shard.place.text}){_REASONS.get(name, '')}. Call .full_tensor() on all ranks for the "
