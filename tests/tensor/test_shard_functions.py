@@ -328,7 +328,7 @@ def refuse(stage: int) -> None:
                 print(name, flush=True)
                 with pytest.raises(TypeError, match=r"linear\.weight.*full_tensor\(\)"):
                     function(shard)
-            with pytest.raises(TypeError, match=r"Reading calls it.*owned\(Reading, "):
+            with pytest.raises(TypeError, match=r"If Reading calls it.*owned\(Reading, "):
                 Reading([weight]).step()
             with pytest.raises(RuntimeError, match=r"changed the shape of .*'linear\.weight'"):
                 shard.resize_(3)

@@ -184,16 +184,14 @@ def stepping() -> str | None:
 def refuse(name: str, shard: Placed) -> NoReturn:
     """Raises TypeError for a function that has no meaning on a shard."""
     kind = stepping()
-    if kind is not None:
-        raise TypeError(
-            f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
-            f"({shard.place.text}), and {kind} calls it. Build it as zerocore.matrices.owned("
-            f"{kind}, params, ...), which gives it each full parameter on one rank"
-        )
+    owned = (
+        f" If {kind} calls it and updates each parameter by itself, build it as zerocore.matrices."
+        f"owned({kind}, params, ...)."
+    )
     raise TypeError(
         f"{name}() of {shard.what} '{shard.fqn}' would only see this rank's elements "
-        f"({shard.place.text}){_REASONS.get(name, '')}. Call .full_tensor() on all ranks for the "
-        "full value, or .local() for this rank's elements. To change the full value, use `with "
-        "zerocore.unsharded(model, write_back=True)`. To save it, use "
+        f"({shard.place.text}){_REASONS.get(name, '')}.{owned if kind else ''} Call .full_tensor() "
+        "on all ranks for the full value, or .local() for this rank's elements. To change the full "
+        "value, use `with zerocore.unsharded(model, write_back=True)`. To save it, use "
         "zerocore.full_state_dict(model)"
     )
