@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.distributed.optimizers.trained import programs_of
 from tests.distributed.programs.registry import Program, all_programs, broken_programs
 from tests.distributed.programs.run import State
-from tests.distributed.programs.systems import PEERS, SYSTEMS
+from tests.distributed.programs.systems import FOR_OPTIMIZERS, PEERS, SYSTEMS
 
 ZEROCORE = str(Path(__file__).resolve().parents[3] / "zerocore")
 DELIBERATE = (ValueError, TypeError, RuntimeError, NotImplementedError)
@@ -66,7 +67,7 @@ def play(job: Job) -> None:
     """Plays the programs one after the other; stops behind one that the ranks do not agree on."""
     rank = dist.get_rank()
     store = dist.TCPStore("127.0.0.1", job.port, dist.get_world_size(), rank == 0)
-    programs = all_programs() | broken_programs()
+    programs = all_programs() | broken_programs() | programs_of(job.names)
     with open(Path(job.directory, f"rank{rank}.pkl"), "wb") as file:
         for index, name in enumerate(job.names):
             print(name, flush=True)  # shown if the rank fails
@@ -91,7 +92,7 @@ def play_one(program: Program, system: str) -> Played:
     random.seed(seed)
     played = Played(program.name)
     try:
-        run = SYSTEMS[system](seed, program.unused)
+        run = (SYSTEMS | FOR_OPTIMIZERS)[system](seed, program.unused)
         program.function(run)
         played.records, played.states = run.records, run.final_states()
     except (Exception, CheckpointException) as error:

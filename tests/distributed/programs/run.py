@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -98,6 +99,16 @@ class Run:
     def checkpoints(self, folder: str, model: nn.Module, optimizer: Optimizer) -> Any:
         """Saves, loads the newest one and returns its step, waits for what is under way."""
         return TorchCheckpoints(folder, model, optimizer)
+
+    def optimizer(
+        self, cls: type[Optimizer], params: list[Any], options: dict[str, Any]
+    ) -> Optimizer:
+        """An optimizer, as a program makes it."""
+        return cls(params, **options)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's full state dict, on every rank."""
+        return copy.deepcopy(optimizer.state_dict())
 
     def method(self, model: nn.Module, name: str) -> None:
         """Says that `name` is called in place of forward."""

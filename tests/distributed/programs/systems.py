@@ -76,6 +76,9 @@ class ZerocoreRun(ParallelRun):
     def checkpoints(self, folder: str, model: nn.Module, optimizer: Optimizer) -> Any:
         return zerocore.Checkpoints(folder, model, optimizer)
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return zerocore.full_optimizer_state_dict(optimizer, rank0_only=False)
+
     def method(self, model: nn.Module, name: str) -> None:
         zerocore.register_forward_method(model, name)
 
@@ -98,6 +101,29 @@ class OffloadRun(ZerocoreRun):
         self.options["offload"] = zerocore.Offload(**parts)
 
 
+class StatesRun(ZerocoreRun):
+    """Stage 3 with the program's own optimizer, which updates states on the host."""
+
+    def __init__(self, seed: int, unused: bool) -> None:
+        super().__init__(seed, unused, stage=3)
+        self.options["offload"] = zerocore.Offload(states="cpu")
+
+
+class OwnedRun(ZerocoreRun):
+    """Stage 3 with optimizers that get whole parameters, each on one rank."""
+
+    def __init__(self, seed: int, unused: bool) -> None:
+        super().__init__(seed, unused, stage=3)
+
+    def optimizer(
+        self, cls: type[Optimizer], params: list[Any], options: dict[str, Any]
+    ) -> Optimizer:
+        return zerocore.matrices.owned(cls, params, **options)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+
 PEERS = ("plain", "ddp", "fsdp2")
 SYSTEMS: dict[str, Callable[[int, bool], Run]] = {
     "plain": Run,
@@ -105,4 +131,11 @@ SYSTEMS: dict[str, Callable[[int, bool], Run]] = {
     "fsdp2": Fsdp2Run,
     **{f"stage{stage}": partial(ZerocoreRun, stage=stage) for stage in range(4)},
     **{f"offload{stage}": partial(OffloadRun, stage=stage) for stage in (0, 3)},
+}
+# Systems of the table of optimizers.
+FOR_OPTIMIZERS: dict[str, Callable[[int, bool], Run]] = {
+    "plain": Run,
+    **{f"stage{stage}": partial(ZerocoreRun, stage=stage) for stage in range(4)},
+    "states3": StatesRun,
+    "owned3": OwnedRun,
 }
