@@ -12,12 +12,12 @@ from tests.distributed.optimizers.page import as_markdown
 from tests.distributed.optimizers.trained import AGAIN, programs_of
 from tests.distributed.programs.suite import Table, Verdict
 
-# With their own steps, steps that gather, norms, closures, blocks, wrappers.
+# A step without rules, two that gather, and one with a closure.
 BY_DAY = {"Adam", "Adafactor", "LBFGS", "Muon"}
 
 
 def inexact(table: Table) -> dict[str, str]:
-    """What is neither exact nor a matter of rounding."""
+    """Returns the results that are neither exact nor a matter of rounding."""
     return {
         f"{name}, {system}": verdict.detail or verdict.kind
         for name, row in table.items()
@@ -45,7 +45,7 @@ def test_optimizers_of_torch() -> None:
 @pytest.mark.timeout(3000)
 def test_what_the_page_calls_exact() -> None:
     exact = exact_on_the_page()
-    installed = [of for of in all_optimizers() if f"{of.package} {of.cls.__name__}" in exact]
+    installed = [of for of in all_optimizers() if f"{of.package} {of.short}" in exact]
     assert len(installed) > 10
     names = [of.name + after for of in installed for after in ("", AGAIN)]
     assert inexact(measured(names, ["plain", "stage3"])) == {}
@@ -64,7 +64,7 @@ def test_the_page() -> None:
     bad = {"plain": Verdict("error", "bad")}
     table |= {broken.name: bad, broken.name + AGAIN: bad}
     page = as_markdown(table, [one, other, broken], "2.13")
-    assert f"(1): {one.cls.__name__}." in page
+    assert f"(1): {one.short}." in page
     assert "| torch.optim: Adadelta | stage3 | by owned: TypeError: no / not |" in page
     assert f"| {broken.name} | bad |" in page
     assert "| 2 optimizers |" in page and "| stage3 | 1 | 1 |" in page

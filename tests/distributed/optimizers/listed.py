@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# Each package by the module that shows its optimizers; what is not installed is left out.
+# Each package by the module that shows its optimizers. A missing package is left out.
 MODULES = {
     "torch.optim": "torch",
     "pytorch_optimizer": "pytorch_optimizer",
@@ -44,7 +44,7 @@ MODULES = {
     "bitsandbytes.optim": "bitsandbytes",
     "torchao.optim": "torchao",
 }
-# What plain replicas cannot train with averaged gradients, and why.
+# Optimizers that plain replicas cannot use with averaged gradients, and why.
 LEFT_OUT = {
     "torch.optim.SparseAdam": "takes sparse gradients only",
     "pytorch_optimizer.GSAM": "averages gradients itself, through DistributedDataParallel",
@@ -92,6 +92,11 @@ class Listed:
     name: str
     cls: type[Optimizer]
     options: dict[str, Any]
+
+    @property
+    def short(self) -> str:
+        """The name without the module's."""
+        return self.name.rpartition(".")[2]
 
     @property
     def package(self) -> str:

@@ -18,10 +18,10 @@ KINDS = ("exact", "by owned", "rounding", "refused", "error", "WRONG", "hang", "
 HEAD = """# Public optimizers under each stage
 
 Written by `python -m tests.distributed.optimizers --markdown`, with torch {torch}. Each optimizer
-trains a small net for {steps} steps on two ranks over gloo: an embedding, a convolution, a norm and
-two layers, which the ranks cut unevenly. The truth is plain replicas whose gradients are averaged
-by hand. Learning rates are 0.01, other options mostly the defaults; wrappers are around SGD.
-`states3` is stage 3 with `Offload(states="cpu")`.
+trains a small net for {steps} steps on two ranks over gloo: an embedding, a convolution, a norm
+and linear layers, which the ranks cut unevenly. The truth is plain replicas whose gradients are
+averaged by hand. Learning rates are 0.01, other options mostly the defaults; wrappers are around
+SGD. `torch.compile` is off. `states3` is stage 3 with `Offload(states="cpu")`.
 
 *exact*: every loss and the full weights at the end are those, to 1e-5. *by owned*: so with
 `zerocore.matrices.owned` at stage 3, and not without. *rounding*: another number
@@ -75,7 +75,7 @@ def _counts(table: Table, known: list[Listed]) -> list[str]:
 def _by_package(exact: list[Listed]) -> str:
     packages: dict[str, list[str]] = {}
     for of in exact:
-        packages.setdefault(of.package, []).append(of.cls.__name__)
+        packages.setdefault(of.package, []).append(of.short)
     parts = [
         f"**{name} {importlib.metadata.version(name)}** ({len(names)}): {', '.join(names)}."
         for name, names in packages.items()
@@ -120,4 +120,5 @@ def _short(names: list[str]) -> str:
 
 
 def _reason(verdict: Verdict) -> str:
-    return re.sub(r"^rank 0, ", "", plain_words(verdict.detail))[:400]
+    """The first sentence."""
+    return re.split(r"[.;] ", plain_words(verdict.detail))[0]

@@ -148,6 +148,7 @@ MAKERS: dict[Callable[[Run, Listed, nn.Module], Optimizers], str] = {
     of_model: "pytorch_optimizer.AdamMini",
     of_parts: "heavyball.SplitOpt",
 }
+MADE_BY_THE_RUN = (plainly, beside_sgd, alike_beside_sgd, in_groups, alike_in_groups)
 BY_NAME = {name: maker for maker, names in MAKERS.items() for name in names.split()}
 # Steps that call a closure for the first gradients too, and steps that call it again for others.
 CALLS_CLOSURE = {
@@ -171,6 +172,11 @@ def program_of(name: str) -> Program:
     again, short = inner.endswith(AGAIN), inner.removesuffix(AGAIN)
     function = partial(in_float64 if is_double else train, short, again)
     return Program(name, short, function, None, False)
+
+
+def can_be_owned(name: str) -> bool:
+    """Whether `owned` can make the optimizer: it takes parameters, and wraps no other one."""
+    return BY_NAME.get(name.removesuffix(AGAIN), plainly) in MADE_BY_THE_RUN
 
 
 def programs_of(names: Iterable[str]) -> dict[str, Program]:
