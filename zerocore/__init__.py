@@ -42,6 +42,7 @@ def load_core() -> None:
             "encode_changed": "zerocore.sharding.extensions",
             "receive": "zerocore.tensor.receiving",
             "call_gathered": "zerocore.tensor.gathered_calls",
+            "refuse": "zerocore.tensor.refused",
             "call_on_copies": "zerocore.tensor.full_copies",
             "version_of_shard": "zerocore.tensor.full_copies",
             "copy_module": "zerocore.weights.copies",

@@ -20,14 +20,8 @@ from zerocore.common.alarm import operation
 from zerocore.tensor.full_copies import with_own_part
 from zerocore.tensor.functions import Args, Function, Kwargs, is_elementwise, name_of
 from zerocore.tensor.implicit_unshard import Gathered, call_with_full, run_full, version_of, without
-from zerocore.tensor.placed import (
-    Placed,
-    PlacedParameter,
-    full_value_of,
-    leaves,
-    local_of,
-    stepping,
-)
+from zerocore.tensor.placed import Placed, PlacedParameter, full_value_of, leaves, local_of
+from zerocore.tensor.refused import stepping
 
 _log = logging.getLogger("zerocore")
 _told: set[str] = set()  # functions that a warning has named

@@ -29,7 +29,6 @@ from zerocore.tensor.placed import (
     leaves,
     local_of,
     outline_of,
-    refuse,
 )
 from zerocore.tensor.received import receives
 from zerocore.tensor.reductions import foreach_norm, norm, reduce, unscale
@@ -68,7 +67,7 @@ def call(func: Function, args: Args, kwargs: Kwargs) -> Any:
         if name in functions.FACTORIES and not _reads_shard(args, kwargs):
             return func(*args, **kwargs)
         if name in functions.MEMORY or (name in functions.CLASSES and not params):
-            refuse(name, shards[0])
+            late.call("refuse", name, shards[0])
         if writes:
             _check_no_leaf(name, changed)
         elif is_recorded((args, kwargs)) and functions.base_of(name) not in functions.LIKES:
