@@ -76,15 +76,16 @@ def page() -> Page:
 
 
 def allowed_refusals(text: str) -> dict[str, str]:
-    """Programs that docs/behaviour.md lists as refused where FSDP2 is exact, with the reasons."""
-    listed = re.search(r"\*\*Refused where FSDP2 is exact[\s\S]*?\n((?:\| .*\n|\|-.*\n)+)", text)
+    """Programs that docs/behaviour.md lists as refused where a peer is exact, with the reasons."""
+    title = r"\*\*Refused where DDP or FSDP2 is exact"
+    listed = re.search(title + r"[\s\S]*?\n((?:\| .*\n|\|-.*\n)+)", text)
     rows = re.findall(r"^\| (.+) \| .+ \| (.+) \|$", listed[1], re.MULTILINE) if listed else []
     return {name: why for does, why in rows for name in re.findall(r"\(`(\w+)`\)", does)}
 
 
 def test_the_list_of_refusals_is_read() -> None:
     text = """
-**Refused where FSDP2 is exact.** Each has
+**Refused where DDP or FSDP2 is exact.** Each has
 its reason:
 
 | a program does this | at stages | reason |
@@ -145,11 +146,11 @@ def test_zerocore_is_right_or_refuses(table: Table) -> None:
 
 @pytest.mark.slow
 @some_systems
-def test_refusals_where_fsdp2_is_exact_have_a_reason(table: Table, page: Page) -> None:
+def test_refusals_where_a_peer_is_exact_have_a_reason(table: Table, page: Page) -> None:
     refused = {
         name
         for name, row in ours(table).items()
-        if page[1][name]["fsdp2"] == "exact"
+        if "exact" in (page[1][name]["ddp"], page[1][name]["fsdp2"])
         and any(verdict.kind == "refused" for verdict in row.values())
     }
     allowed = set(allowed_refusals(BEHAVIOUR.read_text()))

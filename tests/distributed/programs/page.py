@@ -31,8 +31,8 @@ another number, without a word.
 REFUSED = """
 ## Under zerocore
 
-`offload0` offloads the states at stage 0, and `offload3` all at stage 3. Where FSDP2 is exact,
-[Behaviour](behaviour.md) gives the reason of each refusal.
+`offload0` offloads the states at stage 0, and `offload3` all at stage 3. Where DDP or FSDP2 is
+exact, [Behaviour](behaviour.md) gives the reason of each refusal.
 
 | program | what it does | ddp | fsdp2 | refused at | why |
 |---|---|---|---|---|---|
