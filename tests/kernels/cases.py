@@ -14,7 +14,8 @@ from zerocore._C import CHUNK_NUMEL
 ops: Any = torch.ops.zerocore
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
-CASTS = [(dst, src) for dst in NARROW for src in NARROW] + [(torch.float64, torch.float64)]
+OWN = (torch.float64, torch.complex64, torch.complex128)  # converted to their own dtype alone
+CASTS = [(dst, src) for dst in NARROW for src in NARROW] + [(dtype, dtype) for dtype in OWN]
 COUNTS = (0, 1, 2, 13, 150, 2000)
 # Around a vector, a warp, a chunk.
 SIZES = (0, 1, 3, 7, 8, 9, 31, 129, 1000)
@@ -25,13 +26,14 @@ STREAMED_NBYTES = 16 * 2**20  # as in csrc/kernels/cpu/stream.h
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Values as they are computed with: float64 as it is, everything else as float32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    """Values as they are computed with: half types as float32, others as they are."""
+    return tensor if tensor.dtype in OWN else tensor.float()
 
 
 def filled(numel: int, dtype: torch.dtype, device: str, start: int = 0) -> Tensor:
     """Random values; they begin `start` elements behind an aligned address."""
-    return torch.randn(start + numel, device=device).to(dtype)[start:]
+    kind = dtype if dtype.is_complex else torch.float32
+    return torch.randn(start + numel, device=device, dtype=kind).to(dtype)[start:]
 
 
 @dataclass
