@@ -22,12 +22,12 @@ from tests.distributed.random_runs import Event, Result, batch, mode
 STEPS = 4
 OF_MODEL = (
     "checkpoint", "reentrant", "skipped", "function", "tied", "codebook", "adapters",
-    "unused_later", "compile", "hooks",
+    "unused_later", "compile", "hooks", "complex", "sparse",
 )  # fmt: skip
 OF_LOOP = (
     "accumulation", "no_sync", "eval_between", "double_forward", "no_grad_before", "clip",
     "scaler", "frozen_later", "state_surgery", "grad_surgery", "save_load", "exception",
-    "zeros_kept",
+    "zeros_kept", "copied", "second_backward", "whole_gradients", "parts_written",
 )  # fmt: skip
 OF_SHARD = (
     "offload_states", "offload_gradients", "offload_parameters", "mixed_precision", "muon",
@@ -37,9 +37,13 @@ FEATURES = OF_MODEL + OF_LOOP + OF_SHARD
 LEAST_STAGE = {"offload_gradients": 2, "offload_parameters": 3}
 OFFLOADED = ("offload_states", "offload_gradients", "offload_parameters")
 NOT_IN_FSDP = {*OFFLOADED, "muon", "accumulate_full", "tied"}
+NOT_IN_FSDP |= {"copied", "whole_gradients", "parts_written"}  # of DTensors, as in FSDP2
 ALTERNATIVES = (  # of which one pair has one
-    {*OFFLOADED, "muon"},  # whole matrices do not move where states are on the host
+    set(OFFLOADED),
     {"checkpoint", "reentrant"},
+    {"second_backward", "reentrant"},  # torch refuses the two together
+    *({"complex", name} for name in ("mixed_precision", "scaler", "muon", "grad_surgery")),
+    *({"copied", name} for name in ("hooks", "compile", "mixed_precision")),
     {"mixed_precision", "codebook"},  # a frozen codebook would have no wide copy in the truth
     {"adapters", "muon"},  # no matrix of the blocks is trained
     {"exception", "codebook"},  # the forward that fails may have moved the codes
@@ -125,6 +129,11 @@ class Net(nn.Module):
         if "tied" in features:
             self.blocks[2].up.weight = self.blocks[0].up.weight
         self.extra = nn.Linear(WIDTH, WIDTH) if "unused_later" in features else None
+        if "complex" in features:
+            size = WIDTH // 2 + 1
+            self.filter = nn.Parameter(torch.randn(size, dtype=torch.complex128))
+        if "sparse" in features:
+            self.table = nn.Embedding(5, WIDTH, sparse=True)
         if "codebook" in features:
             self.codes = nn.Parameter(torch.randn(3, WIDTH), requires_grad=False)
         self.clock: tuple[int, ...] = (0, 0, 0)
@@ -133,6 +142,12 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
+        if "complex" in self.features:
+            x = x + torch.fft.irfft(torch.fft.rfft(x) * self.filter.conj(), n=WIDTH)
+        if "sparse" in self.features:
+            x = x + self.table(
+                torch.tensor([self.rank % 5, self.clock[0]]).repeat(len(x))[: len(x)]
+            )
         for index, block in enumerate(self.blocks):
             if not self.skips(index):
                 x = self.call(block, x)
@@ -167,7 +182,9 @@ class Net(nn.Module):
 def build(case: Case) -> Net:
     """The model, the same in each call."""
     torch.manual_seed(case.seed)
-    net = Net(case.features).to(case.dtype)
+    net = Net(case.features)
+    for p in net.parameters():
+        p.data = p.data if p.is_complex() else p.data.to(case.dtype)
     if "mixed_precision" in case.features:  # frozen weights have no wide copy
         for p in net.parameters():
             if not p.requires_grad:
@@ -194,11 +211,16 @@ class Player:
     def loss(self, rank: int, clock: tuple[int, ...]) -> Tensor:
         self.net.clock, self.net.rank = clock, rank
         number = 10 * clock[0] + 2 * clock[1]
-        output = self.model(self.inputs(rank, number)).to(self.case.dtype)
+        inputs = self.inputs(rank, number)
+        output = self.model(inputs).to(self.case.dtype)
         if self.has("double_forward"):
             self.net.clock = (*clock[:2], 1)
             output = output + self.model(self.inputs(rank, number + 1)).to(self.case.dtype).flip(0)
-        return (output - 0.5).square().mean()
+        loss = (output - 0.5).square().mean()
+        if self.has("second_backward") and torch.is_grad_enabled():
+            (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+            loss = loss + 0.1 * slope.to(self.case.dtype).square().mean()
+        return loss
 
     def evaluate(self, clock: tuple[int, ...]) -> None:
         for rank, numbers in zip(self.ranks, self.numbers, strict=True):
@@ -270,6 +292,8 @@ class Player:
             self.record(self.clip(0.1))
         if self.has("grad_surgery"):
             self.operate()
+        if self.has("whole_gradients"):
+            self.centre()
         for optimizer in self.optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()
@@ -280,7 +304,35 @@ class Player:
                         values[name].mul_(0.5)
         self.zero_grad()
 
+    def centre(self) -> None:
+        """Changes gradients by functions of all their elements."""
+        for p in self.owner.parameters():
+            if p.grad is not None and p.grad.ndim == 2:
+                p.grad -= p.grad.mean(0)
+                p.grad.copy_(torch.linalg.svd(p.grad, full_matrices=False)[1].sum() * p.grad)
+
+    @torch.no_grad()
+    def write_parts(self) -> None:
+        for p in self.owner.parameters():
+            if p.ndim == 2:
+                row = p[0]
+                row.mul_(0.5)
+                p.t()[1].add_(0.01)
+                p.data[2:, :2] = 0.125
+                row += 0.01
+
+    def go_on_with_a_copy(self) -> None:
+        self.model = self.owner = self.net = copy.deepcopy(self.model)
+        states = [each.state_dict() for each in self.optimizers]
+        self.optimizers = self.make_optimizers()
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(state))
+
     def after(self, step: int) -> None:
+        if self.has("parts_written"):
+            self.write_parts()
+        if self.has("copied") and step == 1:
+            self.go_on_with_a_copy()
         if self.has("save_load") and step == 1:
             self.save()
         if self.has("save_load") and step == 2:
@@ -338,7 +390,7 @@ class Player:
     def average(self) -> None:
         for p in self.owner.parameters():
             if p.grad is not None:
-                p.grad /= len(self.ranks)
+                p.grad = p.grad.to_dense().resolve_conj() / len(self.ranks)
 
     def save(self) -> None:
         weights = {name: value.clone() for name, value in self.owner.state_dict().items()}

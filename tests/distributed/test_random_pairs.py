@@ -52,7 +52,7 @@ from zerocore.common.alarm import STALL_SECONDS
 
 SHAPES = ("2", "3", "4")
 PAIRS_OF_A_SHAPE = 10
-FIRST = 2860  # from which on few pairs have every feature
+FIRST = 5880  # from which on few pairs have every feature
 PAIRS_BY_NIGHT = 20
 
 
@@ -91,6 +91,8 @@ class ShardedPlayer(Player):
 
     def adamw(self, parameters: Any, **options: Any) -> Any:
         make = self.case.choose(torch.optim.AdamW, zerocore.optim.AdamW)
+        if self.has("complex"):
+            make = torch.optim.AdamW
         return make(parameters, **options)
 
     def muon(self) -> list[Any]:
