@@ -12,12 +12,26 @@ namespace zerocore {
 
 namespace {
 
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Returns the group, or null if its library has not registered it with c10d.
+Group find_group(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
 // Returns the link of the group's gloo backend; null for other backends, and without an engine.
 std::shared_ptr<ControlLink> link_of(c10d::ProcessGroup& group) {
   for (const c10::Device device : group.getDeviceTypes()) {
-    const auto backend = group.getBackend(device.type());
-    if (backend->getBackendName() == "gloo") {
-      return ControlLink::find(*backend);
+    try {
+      const auto backend = group.getBackend(device.type());
+      if (backend->getBackendName() == "gloo") {
+        return ControlLink::find(*backend);
+      }
+    } catch (const std::exception&) { // a group of another library has no backends
     }
   }
   return nullptr;
@@ -47,7 +61,10 @@ OutsideLedger& OutsideLedger::of_process() {
 }
 
 void OutsideLedger::begin(const std::string& name, const std::string& what) {
-  const auto group = c10d::resolve_process_group(name);
+  const Group group = find_group(name);
+  if (group == nullptr) {
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     Entry& entry = entries_[name];

@@ -31,7 +31,8 @@ class OutsideLedger {
 
   // Records that this thread is about to issue a collective on the group, and waits. `what` must be
   // equal on all ranks that issue it. If the group is gloo's and an engine uses it, compares `what`
-  // with the other ranks, unless it is empty. Throws c10::DistBackendError if they differ.
+  // with the other ranks, unless it is empty. Throws c10::DistBackendError if they differ. Ignores
+  // groups that c10d does not know by name.
   void begin(const std::string& group, const std::string& what);
   // Records that the wait of the last collective on the group is over.
   void end(const std::string& group);
