@@ -37,11 +37,14 @@ FEATURES = OF_MODEL + OF_LOOP + OF_SHARD
 LEAST_STAGE = {"offload_gradients": 2, "offload_parameters": 3}
 OFFLOADED = ("offload_states", "offload_gradients", "offload_parameters")
 NOT_IN_FSDP = {*OFFLOADED, "muon", "accumulate_full", "tied"}
-NOT_IN_FSDP |= {"copied", "whole_gradients", "parts_written"}  # of DTensors, as in FSDP2
+# Of DTensors, as in FSDP2. In torch 2.13, view_as_real() of a DTensor gives wrong values.
+NOT_IN_FSDP |= {"copied", "whole_gradients", "parts_written", "complex"}
 ALTERNATIVES = (  # of which one pair has one
     set(OFFLOADED),
     {"checkpoint", "reentrant"},
     {"second_backward", "reentrant"},  # torch refuses the two together
+    {"second_backward", "skipped"},  # the alarm's error at stage 3, see docs/behaviour.md
+    {"second_backward", "exception"},  # the others' first backward raises, too
     *({"complex", name} for name in ("mixed_precision", "scaler", "muon", "grad_surgery")),
     *({"copied", name} for name in ("hooks", "compile", "mixed_precision")),
     {"mixed_precision", "codebook"},  # a frozen codebook would have no wide copy in the truth

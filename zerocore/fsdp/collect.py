@@ -102,6 +102,11 @@ def _check(root: Root, members: set[int]) -> None:
         for param in group.params:
             param.take_registered()
             check_trained(param.fqn, param.shard)
+            if param.shard.requires_grad and param.shard.is_complex():
+                raise ValueError(
+                    f"parameter '{param.fqn}' is complex and requires grad: torch's optimizers "
+                    "compute wrong values for complex DTensors. Use zerocore.shard"
+                )
         _check_device(group)
         _prepare(group)
 

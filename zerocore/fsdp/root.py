@@ -171,7 +171,7 @@ def _make_shard(state: ShardState, unit: Unit, position: int, param: RowParam) -
     else:
         param.local = local_part(shard)
     grad: Any = None
-    if shard.is_floating_point() or shard.is_complex():
+    if shard.is_floating_point():
         grad = as_dtensor(rows.outward(engine.make_grad(index, position)), shard)
     if param.is_viewed:
         owners = [(owner._parameters, key) for owner, key in param.owners]
