@@ -55,6 +55,20 @@ def test_states_are_full(number: int, world_size: int) -> None:
     run_ranks(compare_states, world_size, number)
 
 
+def copy_gradients() -> None:
+    model = shard_blocks(zerocore.fsdp, make_net())
+    loss_of(model, tokens_of(0)).backward()
+    for param, copied in zip(model.parameters(), copy.deepcopy([*model.parameters()]), strict=True):
+        assert torch.equal(copied, param) and copied is not param
+        if param.grad is not None:
+            assert torch.equal(copied.grad, param.grad)
+            assert torch.equal(copy.deepcopy(param.grad), param.grad)
+
+
+def test_parameters_and_gradients_are_copied() -> None:
+    run_ranks(copy_gradients, 2)
+
+
 def read_and_write_in_full(policy: MixedPrecisionPolicy) -> None:
     plain = make_net()
     model = shard_blocks(zerocore.fsdp, copy.deepcopy(plain), mp_policy=policy)

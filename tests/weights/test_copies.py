@@ -125,6 +125,29 @@ def test_parts_and_wrappers(stage: int) -> None:
     run_ranks(part, 2, stage)
 
 
+def together(stage: int) -> None:
+    """An optimizer that is copied before its model, and several parts in one copy."""
+    made = []
+    for each in (Net(), zerocore.shard(Net(), stage=stage, units=[Block])):
+        is_plain = not zerocore.is_sharded(each)
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        steps(each, optimizer, 0, is_plain)
+        second, copied = copy.deepcopy((optimizer, each))
+        assert second.param_groups[0]["params"][0] is copied.inp.weight
+        steps(copied, second, 2, is_plain)
+        blocks = copy.deepcopy(list(each.blocks))
+        made.append((copied, each, *blocks, *copy.deepcopy(each.blocks[:2])))
+    for plain, model in zip(*made, strict=True):
+        same(model, plain)
+    model = made[1][1]
+    with pytest.raises(TypeError, match=r"'inp\.weight' is in two of the copied modules"):
+        copy.deepcopy([model.inp, model.out])
+
+
+def test_objects_that_are_copied_together(stage: int) -> None:
+    run_ranks(together, 2, stage)
+
+
 def averaged(options: dict[str, Any]) -> None:
     plain, model = Net(), zerocore.shard(Net(), units=[Block], **options)
     averages = [

@@ -185,10 +185,7 @@ def own_elements(value: Any, reads_only: bool = False) -> Tensor:
 
 
 def at_origin(tensor: Tensor) -> Tensor:
-    """Returns a tensor on the same memory, with a storage that begins there.
-
-    ``torch.save`` and ``copy.deepcopy`` expect a DTensor without a storage offset.
-    """
+    """Returns a tensor on the same memory, with a storage of its own, as ``torch.save`` expects."""
     begin = tensor.storage_offset() * tensor.element_size()
     memory: Any = tensor.untyped_storage()
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -202,7 +199,10 @@ def as_dtensor(local: Tensor, like: Any) -> DTensor:
     from zerocore.tensor.dtensors import spec_as
 
     spec = like._spec if local.dtype == like.dtype else spec_as(like._spec, local.dtype)
-    return DTensor(local, spec, requires_grad=False)
+    begin = local.as_strided(local.shape, local.stride(), 0)  # deepcopy expects no storage offset
+    made = DTensor(begin, spec, requires_grad=False)
+    made._local_tensor = local
+    return made
 
 
 def as_part(local: Tensor, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerocore._C import exchange_impls
 from zerocore.model.state import ShardState, state_of
 from zerocore.model.unit_call import FORWARD_METHOD, refuse_copy
 from zerocore.sharding.collect import shard_model
@@ -26,7 +27,8 @@ def copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     ranks call it. Parameters have no gradients, as in a copy of a plain module.
 
     Raises:
-        TypeError: parameters have parts that only some ranks share, are views or gather themselves.
+        TypeError: parameters have parts that only some ranks share, are views or gather themselves;
+            or the same ``deepcopy`` has copied another module with some of the parameters.
     """
     if _WITHIN in memo:
         return _copy_plainly(module, memo)
@@ -34,7 +36,7 @@ def copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     _check(module, state)
     params = {id(p): p for p in module.parameters() if held_shard(p) is not None}
     memo[_WITHIN] = True
-    memo.update((key, _outline_of(param)) for key, param in params.items())
+    memo.update((key, _outline_of(param, memo.get(key))) for key, param in params.items())
     copied = _copy_plainly(module, memo)
     del memo[_WITHIN]
     near = state.config.communication.num_near
@@ -42,8 +44,9 @@ def copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     config = replace(state.config, communication=communication, sync_params=False)
     units: Any = state.given_units
     if module is not state.model():
+        below = {*module.modules()} - {module}
         chosen = dict.fromkeys(inner for unit in state.units for inner in unit.modules)
-        units = [memo[id(inner)] for inner in chosen if id(inner) in memo and inner is not module]
+        units = [memo[id(inner)] for inner in chosen if inner in below]
     options: dict[str, Any] = {"device": state.device, "init_fn": lambda _: None}
     shard_model(copied, lambda: config, state.given_ranks, units=units, **options)
     with torch.no_grad():
@@ -63,11 +66,21 @@ def _check(module: nn.Module, state: ShardState) -> None:
         refuse_copy(type(module).__name__, "copied")
 
 
-def _outline_of(param: Any) -> nn.Parameter:
-    """Returns a parameter without values, of the full shape."""
+def _outline_of(param: Any, copied: Any) -> nn.Parameter:
+    """Returns a parameter without values, of the full shape. ``copied``: an earlier copy of the
+    shard, as in an optimizer that is copied before its model; it becomes the outline."""
     place = held_shard(param).place
     full = torch.empty_like(place.outline(param.dtype), dtype=param.dtype)
     outline = nn.Parameter(full, requires_grad=param.requires_grad)
+    if copied is not None:
+        if held_shard(copied) is not None:
+            raise TypeError(
+                f"parameter '{place.fqn}' is in two of the copied modules, which are sharded one "
+                "by one: copy a module that has both"
+            )
+        exchange_impls(copied, outline)
+        vars(copied).clear()
+        copied.__class__, outline = nn.Parameter, copied
     vars(outline).update(attributes_of(param))
     return outline
 
