@@ -85,6 +85,28 @@ def test_complex_parameters(stage: int, world_size: int, dtype: torch.dtype) -> 
     run_ranks(compare, world_size, stage, dtype)
 
 
+def measure(stage: int) -> None:
+    """Norms are real, and zerocore's clipping takes complex gradients as torch's does."""
+    for p in (0.5, 1.0, 2.0, 3.0, float("inf")):
+        plain = spectral()
+        model = zerocore.shard(copy.deepcopy(plain), stage=stage)
+        for each in (plain, model):
+            each(batch(0, 0, torch.float32)).square().mean().backward()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert param.grad is not None and other.grad is not None
+            other.grad = other.grad.resolve_conj()
+            for order in (1, 2, float("inf")):
+                torch.testing.assert_close(param.grad.norm(order), other.grad.norm(order))
+        right = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, p)
+        torch.testing.assert_close(zerocore.clip_grad_norm_(model, 0.1, p), right)
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full_of(param.grad), other.grad)
+
+
+def test_norms_of_complex_gradients(stage: int) -> None:
+    run_ranks(measure, 3, stage)
+
+
 def compare_options(stage: int) -> None:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     compare(stage, torch.complex64, group=mesh)

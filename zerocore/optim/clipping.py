@@ -110,7 +110,7 @@ def clip_grad_norm_(
         raise late.call("explain_norm", parts, total)
     grads = [grad for grad in parts.grads if grad is not None]
     _scale(grads, torch.clamp(bound / (total + 1e-6), max=1.0))
-    is_double = any(grad.dtype == torch.float64 for grad in grads)
+    is_double = any(grad.dtype.to_real() == torch.float64 for grad in grads)
     return total if is_double else total.float()
 
 
@@ -179,6 +179,7 @@ def _norm(
     norm for p = 1. So elements are cast to float64 first.
     """
     with torch._C.DisableTorchFunctionSubclass():
+        grads = [grad.abs() if grad.is_complex() else grad for grad in grads]
         if p == 2.0 and grads and are_shards:
             out = torch.empty(2, dtype=torch.float64, device=device)
             torch.ops.zerocore.sum_of_squares(out, list(grads))

@@ -232,7 +232,7 @@ def global_norms(
             alike = reduce_norms(alike, norm_type, group, _norms_of(shards, numbers))
         for number, norm in zip(numbers, alike.unbind(), strict=True):
             norms[number] = norm
-    return [norm.to(dtype or s.dtype) for norm, s in zip(norms, shards, strict=True)]
+    return [norm.to((dtype or s.dtype).to_real()) for norm, s in zip(norms, shards, strict=True)]
 
 
 def local_norms(
@@ -245,7 +245,7 @@ def local_norms(
         for number, shard in enumerate(shards):
             wide = dtype or (torch.float32 if shard.dtype in _HALF else None)
             kinds.setdefault(wide, []).append(number)
-        norms = [shard.new_zeros((), dtype=dtype) for shard in shards]
+        norms = [shard.new_zeros((), dtype=(dtype or shard.dtype).to_real()) for shard in shards]
         for wide, numbers in kinds.items():
             filled = [number for number in numbers if shards[number].numel() > 0]
             tensors = [shards[number] for number in filled]
