@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocore
-from tests.distributed.values import own_of
+from tests.distributed.values import own_of, range_of
 from tests.zoo import CASES
 from tests.zoo_case import Case
 
@@ -163,7 +163,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
         gradients.update(zip(names, sums, strict=True))
     for name, parameter in model.named_parameters():
         # Ranks own disjoint ranges, or (replicated gradients) all own the same.
-        whole = _range_of(parameter) == (0, own[name].numel())
+        whole = range_of(parameter) == (0, own[name].numel())
         gradients[name] = (own if whole else gradients)[name].view(parameter.shape)
     return gradients
 
@@ -172,13 +172,9 @@ def _own_gradient(parameter: Any) -> Tensor:
     """A vector of all of the parameter's elements, zeros where this rank has no gradient."""
     full = torch.zeros(parameter.shape.numel(), dtype=parameter.dtype)
     if parameter.grad is not None:
-        start, end = _range_of(parameter)
+        start, end = range_of(parameter)
         full[start:end] = own_of(parameter.grad)
     return full
-
-
-def _range_of(parameter: Any) -> tuple[int, int]:
-    return getattr(parameter, "shard_range", (0, parameter.numel()))
 
 
 def assert_same_training(actual: list[Trained], expected: Trained) -> None:

@@ -21,6 +21,11 @@ def own_of(value: Any) -> Tensor:
     return value.detach().as_strided((value.numel(),), (1,))
 
 
+def range_of(parameter: Any) -> tuple[int, int]:
+    """This rank's range in a flattened parameter; all of a plain one."""
+    return getattr(parameter, "shard_range", (0, parameter.numel()))
+
+
 def views_of(flat: Tensor, params: list[Any]) -> list[Tensor]:
     """Views of a 1-D tensor in the shapes of the parameters, one after the other."""
     parts = flat.split([p.numel() for p in params])

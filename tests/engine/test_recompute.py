@@ -18,6 +18,7 @@ from tests.distributed.training import (
     assert_gradients,
     case_named,
 )
+from tests.distributed.values import own_of, range_of
 
 
 def checkpoint_calls(module: nn.Module, use_reentrant: bool) -> None:
@@ -113,8 +114,8 @@ def gradient_in_two_parts(stage: int) -> None:
             model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     for full, shard in zip(plain.parameters(), sharded.parameters(), strict=True):
         assert full.grad is not None and shard.grad is not None
-        start, end = shard.shard_range
-        torch.testing.assert_close(shard.grad.local(), full.grad.flatten()[start:end])
+        start, end = range_of(shard)
+        torch.testing.assert_close(own_of(shard.grad), full.grad.flatten()[start:end])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import case_named
+from tests.distributed.values import own_of, range_of
 from tests.engine.test_events import EXPECTED
 
 WIDTH = 8
@@ -112,8 +113,8 @@ def assert_local_gradients(model: nn.Module, plain: nn.Module) -> None:
     """All ranks compute the same here, so the average is what one process has."""
     for shard, full in zip(model.parameters(), plain.parameters(), strict=True):
         assert full.grad is not None and shard.grad is not None
-        start, end = shard.shard_range
-        torch.testing.assert_close(shard.grad.local(), full.grad.flatten()[start:end])
+        start, end = range_of(shard)
+        torch.testing.assert_close(own_of(shard.grad), full.grad.flatten()[start:end])
 
 
 def collectives_of_a_step(model: nn.Module) -> Collectives:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 
 WIDTH = 4
 STEPS = 4
@@ -148,7 +149,7 @@ def compare(way: Callable[..., Tensor], stage: int, tied: tuple[str, str] | None
             (plain(batch(step, other), step, other).square().mean() / size).backward()
         model(batch(step, rank), step, rank).square().mean().backward()
         for (name, full), shard in zip(plain.named_parameters(), model.parameters(), strict=True):
-            found = None if shard.grad is None else shard.grad.full_tensor()
+            found = None if shard.grad is None else full_of(shard.grad)
             expected = torch.zeros_like(full) if full.grad is None else full.grad
             if found is not None or full.grad is not None:
                 torch.testing.assert_close(found, expected, msg=lambda text, n=name: f"{n}: {text}")

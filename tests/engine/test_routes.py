@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
+from tests.distributed.values import full_of
 from tests.engine.test_recompute_routes import Routed, wrap
 from tests.model.test_joined_blocks import batch
 
@@ -85,7 +86,7 @@ def drop_a_forward(stage: int) -> None:
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         dist.all_reduce(expected.grad)
         average = expected.grad / dist.get_world_size()
-        torch.testing.assert_close(param.grad.full_tensor(), average)
+        torch.testing.assert_close(full_of(param.grad), average)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

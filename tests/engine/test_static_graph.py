@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zerocore
 from tests.distributed.harness import run_ranks, run_to_end
+from tests.distributed.values import full_of
 from tests.recovery.test_lost_batches import CLOSE, WRAPPERS, Net, batch, clip, full_values
 from zerocore.common.alarm import STALL_SECONDS
 from zerocore.model.state import state_of
@@ -90,7 +91,7 @@ def send_nothing(stage: int) -> None:
     # gathers that pass, too, and where gradients are sharded the other backward.
     assert other_count == 3 * (4 + (stage >= 1) + (stage >= 2))
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one.full_tensor(), two.full_tensor())
+        assert torch.equal(full_of(one), full_of(two))
 
 
 @pytest.mark.one_by_day

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocore
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "context.py"
 CLOSE = {"rtol": 2e-5, "atol": 2e-7}
@@ -54,7 +55,7 @@ def train(stage: int, parts: int) -> None:
         for batch in batches:
             example.loss_of(truth, batch, 0, 1, num_tokens).backward()
         for (name, own), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
-            torch.testing.assert_close(own.grad.full_tensor(), whole.grad, msg=name, **CLOSE)
+            torch.testing.assert_close(full_of(own.grad), whole.grad, msg=name, **CLOSE)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

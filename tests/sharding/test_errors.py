@@ -13,6 +13,7 @@ from torch import nn
 import zerocore
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, assert_gradients, case_named
+from tests.distributed.values import own_of
 from tests.zoo_awkward import Net
 from tests.zoo_blocks import Block, OuterBlock
 
@@ -241,7 +242,7 @@ def reassign_on_one_rank(stage: int, where: str) -> None:
     model: Any = zerocore.shard(Reassigning(where), stage=stage, units=[nn.Linear])
     x = torch.ones(2, 4)
     model(x, False).sum().backward()
-    right = [param.grad.local().clone() for param in model.parameters()]
+    right = [own_of(param.grad).clone() for param in model.parameters()]
     model.zero_grad()
     if dist.get_rank() == 1:
         with pytest.raises((ValueError, RuntimeError), match="weight"):
@@ -252,7 +253,7 @@ def reassign_on_one_rank(stage: int, where: str) -> None:
             out.backward()
     model.zero_grad()
     model(x, False).sum().backward()
-    found = [param.grad.local() for param in model.parameters()]
+    found = [own_of(param.grad) for param in model.parameters()]
     torch.testing.assert_close(found, right)
 
 

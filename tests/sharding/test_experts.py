@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zerocore
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 from tests.sharding.experts import (
     DIM,
     NUM_EXPERTS,
@@ -80,7 +81,7 @@ def train(
             loss_of(truth, range(dist.get_world_size()), number + 10 * micro).backward()
         for (name, param), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
             expected = own_of(name, whole.grad, shape, bounds)
-            torch.testing.assert_close(param.grad.full_tensor(), expected, **CLOSE)
+            torch.testing.assert_close(full_of(param.grad), expected, **CLOSE)
         norms = clip(model.parameters(), 0.1), nn.utils.clip_grad_norm_(truth.parameters(), 0.1)
         torch.testing.assert_close(*norms, **CLOSE)
         for optimizer in optimizers:
@@ -88,7 +89,7 @@ def train(
             optimizer.zero_grad()
     for (name, param), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
         expected = own_of(name, whole.detach(), shape, bounds)
-        torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(full_of(param), expected, rtol=1e-5, atol=2e-6)
 
 
 def train_all_ways(stage: int, layout: str) -> None:
@@ -195,7 +196,7 @@ def train_in_nodes(stage: int) -> None:
     loss_of(truth, range(8), 0).backward()
     for (name, param), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
         expected = own_of(name, whole.grad, (4, 2), EVEN)
-        torch.testing.assert_close(param.grad.full_tensor(), expected, **CLOSE)
+        torch.testing.assert_close(full_of(param.grad), expected, **CLOSE)
     norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in truth.parameters()]))
     torch.testing.assert_close(zerocore.clip_grad_norm_(model, 1e9), norm, **CLOSE)
 
@@ -308,7 +309,7 @@ def _fail(*_: Any) -> None:
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     loss_of(model, [dist.get_rank()], 0).backward()
-    found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    found = {name: full_of(param.grad) for name, param in model.named_parameters()}
     model.zero_grad()
     return found
 

@@ -25,6 +25,7 @@ from tests.distributed.training import (
     train_reference,
     train_sharded,
 )
+from tests.distributed.values import own_of, range_of
 from zerocore.model.state import state_of
 from zerocore.planning.prediction import planned_events
 
@@ -139,11 +140,11 @@ def gather_shards(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Full gradients from the ranks of one replica; the replicas agree to the bit."""
     gradients = full_gradients(model)  # sums over all ranks what they own
     for name, parameter in model.named_parameters():
-        grad = parameter.grad.local()
+        grad = own_of(parameter.grad)
         copies = [torch.empty_like(grad) for _ in range(2)]
         dist.all_gather(copies, grad, group=mesh.get_group(0))
         assert torch.equal(copies[0], copies[1]), name
-        if parameter.shard_range != (0, parameter.global_shape.numel()):
+        if range_of(parameter) != (0, parameter.numel()):
             gradients[name] = gradients[name] / 2
     return gradients
 

@@ -18,6 +18,7 @@ import zerocore
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import adamw, assert_same_state
+from tests.distributed.values import own_of, range_of
 from tests.zoo_huggingface import DECODER, VOCABULARY
 from zerocore.planning.prediction import planned_events
 
@@ -274,8 +275,8 @@ def mixed_packed_gradients() -> None:
                 total += part.float() / 2
         shards = [p for p in model.parameters() if p.requires_grad]
         for shard, full in zip(shards, gradients, strict=True):
-            expected = full.flatten()[slice(*shard.shard_range)]
-            torch.testing.assert_close(shard.grad.local(), expected)
+            expected = full.flatten()[slice(*range_of(shard))]
+            torch.testing.assert_close(own_of(shard.grad), expected)
         with zerocore.unsharded(model):
             dtypes = [param.dtype for param in model[0].parameters()]
         assert dtypes == [torch.uint8, torch.float32, torch.bfloat16, torch.bfloat16]
