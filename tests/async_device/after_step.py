@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import zerocore
 from tests.async_device.training import WIDTH, Block, make_model, start
 from tests.distributed.harness import RanksFailed, run_ranks
+from tests.distributed.values import own_of
 from tests.engine.offloading import (
     ALL,
     ALL_ON_DISK,
@@ -196,7 +197,7 @@ def full_states(program: Program) -> Found:
 
 def local_states(program: Program) -> Found:
     state = program.model.state_dict()
-    return {name: value.local().clone() for name, value in state.items()}
+    return {name: own_of(value).clone() for name, value in state.items()}
 
 
 def save_and_load(program: Program) -> Found:

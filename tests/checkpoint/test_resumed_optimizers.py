@@ -30,6 +30,7 @@ from tests.checkpoint.resumed_optimizers import (
     train,
 )
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 
 _Optimizer: Any = torch.optim.Optimizer
 
@@ -351,12 +352,12 @@ def probe_with_gradients(stage: int) -> None:
         optimizer: Any = make(model.parameters())
         model(torch.randn(5, 4)).sum().backward()
         before = [zerocore.full_state_dict(model, rank0_only=False)]
-        grads = [p.grad.full_tensor() for p in model.parameters()]
+        grads = [full_of(p.grad) for p in model.parameters()]
         get_optimizer_state_dict(model, optimizer)
         after = zerocore.full_state_dict(model, rank0_only=False)
         assert all(torch.equal(value, after[key]) for key, value in before[0].items())
         for param, grad in zip(model.parameters(), grads, strict=True):
-            assert torch.equal(param.grad.full_tensor(), grad)
+            assert torch.equal(full_of(param.grad), grad)
         assert len(optimizer.state) in (0, len(grads))
         assert make is Cached or optimizer.rules["counts"]["steps"] == 0
 

@@ -14,6 +14,7 @@ import zerocore
 import zerocore.fsdp
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, assert_gradients, case_named, micro_losses
+from tests.distributed.values import full_of
 
 CASES = ("plain", "scalars", "tied", "experts", "looped", "frozen", "mixed_dtypes")
 REDUCTIONS = ("reduce_scatter", "all_reduce")
@@ -143,8 +144,7 @@ def gradients_of(system: str, stage: int, mode: str) -> list[Tensor]:
                 model(x * (1 + rank), (step, number, rank) == (1, 0, 0)).backward()
         for param in plain.parameters():
             if param.grad is not None:
-                whole = param.grad if system == "ddp" else param.grad.full_tensor()
-                gradients.append(whole.clone())
+                gradients.append(full_of(param.grad).clone())
         plain.zero_grad()
     return gradients
 
