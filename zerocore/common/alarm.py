@@ -45,8 +45,7 @@ def operation(name: str, place: str = "") -> Iterator[None]:
     ``place`` follows the name in messages; it may differ between ranks. An operation inside another
     one keeps the outer name.
     """
-    before = _operation.get()
-    token = _operation.set(before if before[0] else (name, place))
+    token = _operation.set(_operation.get() if _operation.get()[0] else (name, place))
     try:
         yield
     finally:

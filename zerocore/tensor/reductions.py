@@ -255,10 +255,9 @@ def local_norms(
         return norms
 
 
-def _norms_of(shards: Sequence[Tensor], numbers: Sequence[int]) -> str:
-    first: Any = shards[numbers[0]]
-    more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
-    return f"the norm of {first.what} '{first.fqn}'{more}"
+def _norms_of(shards: Sequence[Any], numbers: Sequence[int]) -> str:
+    first, count = shards[numbers[0]], len(numbers)
+    return f"the norm of {first.what} '{first.fqn}'" + f" and {count - 1} more" * (count > 1)
 
 
 def reduce_norms(
