@@ -1,8 +1,9 @@
 // Counts collectives by group, and has them compared.
 #include "watch/outside_ledger.h"
 
-#include <functional>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <functional>
 #include <utility>
 
 #include "common/math.h"
@@ -44,12 +45,15 @@ std::string unique_name(c10d::ProcessGroup& group) {
   for (const c10::Device device : group.getDeviceTypes()) {
     try {
       const auto options = group.getBackend(device.type())->getBackendOptions();
-      for (const uint64_t rank : options->global_ranks_in_group) {
-        ranks = mix(ranks, rank);
+      if (options != nullptr) { // a simulated group has none
+        for (const uint64_t rank : options->global_ranks_in_group) {
+          ranks = mix(ranks, rank);
+        }
+        continue;
       }
     } catch (const std::exception&) { // the backend does not list its ranks
-      ranks = mix(ranks, static_cast<uint64_t>(group.getRank()) + 1);
     }
+    ranks = mix(ranks, static_cast<uint64_t>(group.getRank()) + 1);
   }
   return group.getGroupName() + " " + std::to_string(ranks);
 }
