@@ -50,8 +50,12 @@ EXPECTED = {
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_exact_collectives(stage: int, world_size: int) -> None:
+    expected = EXPECTED[stage]
+    if stage == 0 and world_size == 4:  # on gloo, an exchange and a gather replace the all-reduce
+        ops = ("reduce_scatter", "gather_sums")
+        expected = [(op, unit) for _, unit in expected for op in ops]
     for events in run_ranks(collect, world_size, stage):
-        assert events == EXPECTED[stage]
+        assert events == expected
 
 
 def compare_with_plan(stage: int, prefetch: int) -> None:

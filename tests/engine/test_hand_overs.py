@@ -186,7 +186,9 @@ def test_main_weights_are_cast_once_per_update(stage: int) -> None:
             model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
         casts.append(num_casts())
-    assert casts == [0, 3, 6]  # in the first step the weights are as they were filled
+    # In the first step the weights are as they were filled. At stages 1 and 2 gathers begin behind
+    # the step, so they cast in its end; at the others, the next forward does.
+    assert casts == ([3, 6, 9] if stage in (1, 2) else [0, 3, 6])
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -207,5 +209,5 @@ def test_an_optimizer_that_casts_spares_the_cast(stage: int) -> None:
     optimizer.zero_grad()
     optimizer.step()
     for parameter in model.parameters():
-        if parameter.model_weight is not None:
+        if getattr(parameter, "model_weight", None) is not None:
             assert torch.equal(parameter.model_weight, parameter.local().bfloat16())

@@ -14,6 +14,7 @@ import zerocore
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import accumulate, adamw, case_named
+from tests.distributed.values import own_of
 
 Move = Callable[[Any], Any]
 
@@ -44,7 +45,7 @@ def with_flag(name: str, model: nn.Module) -> None:
 
 
 def address_of(param: Any) -> int:
-    address: int = param.local().data_ptr()
+    address: int = own_of(param).data_ptr()
     return address
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import zerocore
 from tests.by_night import by_night
 from tests.distributed.harness import run_ranks
+from tests.distributed.values import full_of
 from tests.sharding.experts import assert_follows_plan
 from tests.sharding.tensor_parallel import cut_model, loss_of, whole_model
 
@@ -41,6 +42,11 @@ def sharded(shape: tuple[int, ...], stage: int, **options: Any) -> tuple[nn.Modu
     data = mesh["dp"] if len(shape) == 2 else mesh["replicas", "dp"]
     model = zerocore.shard(cut_model(mesh["tp"]), stage=stage, group=data, **options)
     return model, dist.get_rank() // shape[-1], dist.get_world_size() // shape[-1]
+
+
+def whole_of(value: Any) -> Tensor:
+    """The full value on all ranks of tensor parallelism; at stage 0 some values are plain."""
+    return value.whole_tensor() if hasattr(value, "whole_tensor") else full_of(value)
 
 
 def assert_same(model: nn.Module, truth: nn.Module, **close: float) -> None:
@@ -63,7 +69,7 @@ def train(
                 loss_of(model, [rank], number + 10 * micro).backward()
             loss_of(truth, range(num), number + 10 * micro).backward()
         for (name, param), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
-            found = param.grad.whole_tensor()
+            found = whole_of(param.grad)
             torch.testing.assert_close(
                 found, whole.grad, msg=lambda text, of=name: of + text, **CLOSE
             )
@@ -199,7 +205,7 @@ def read_weights(stage: int) -> None:
     (loss_of(model, [rank], 0) + model.blocks[0].norm.weight.full_tensor().sum()).backward()
     (loss_of(truth, range(2), 0) + truth.blocks[0].norm.weight.sum()).backward()
     for (name, param), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.whole_tensor(), whole.grad, msg=name, **CLOSE)
+        torch.testing.assert_close(whole_of(param.grad), whole.grad, msg=name, **CLOSE)
     with torch.no_grad():
         torch.testing.assert_close(loss_of(model, [0], 0), loss_of(truth, [0], 0), **CLOSE)
 
@@ -296,7 +302,7 @@ def test_checkpoints_go_from_each_mesh_to_another(stage: int, saved: str, loaded
 def raise_on_one_rank(stage: int) -> None:
     model, rank, _ = sharded((2, 2), stage)
     loss_of(model, [rank], 0).backward()
-    expected = {name: param.grad.whole_tensor() for name, param in model.named_parameters()}
+    expected = {name: whole_of(param.grad) for name, param in model.named_parameters()}
     model.zero_grad()
     hook = model.last.register_forward_hook(_fail)  # all ranks of tensor parallelism are in step
     with pytest.raises(RuntimeError, match="no more"):
@@ -304,7 +310,7 @@ def raise_on_one_rank(stage: int) -> None:
     hook.remove()
     loss_of(model, [rank], 0).backward()
     for name, param in model.named_parameters():
-        assert torch.equal(param.grad.whole_tensor(), expected[name]), name
+        assert torch.equal(whole_of(param.grad), expected[name]), name
 
 
 def _fail(*_: Any) -> None:

@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -238,7 +239,8 @@ def asked_in_calls(face: int | str) -> None:
         module.weight.grad = torch.ones(6, 6)
 
     model.blocks[1].register_full_backward_hook(assign)
-    with pytest.raises(RuntimeError, match=r"\.grad of parameter .* within a backward.*_hook"):
+    refused = pytest.raises(RuntimeError, match=r"\.grad of parameter .* within a backward.*_hook")
+    with nullcontext() if face == 0 else refused:  # at stage 0 gradients are the program's own
         model(batch(1, dist.get_rank())).sum().backward()
 
 
@@ -461,7 +463,8 @@ def trains_inside(stage: int, closes: bool) -> None:
     assert_same_weights(model, plain)
     for one, other in zip(model.saved, plain.saved, strict=True):
         for key, value in one.items():
-            assert zerocore.is_sharded(value) and value.shape == other[key].shape
+            assert zerocore.is_sharded(value) == (stage > 0)
+            assert value.shape == other[key].shape
     last = {key: full(value) for key, value in model.saved[-1].items()}
     torch.testing.assert_close(last, dict(plain.saved[-1]), rtol=1e-4, atol=1e-6)
 

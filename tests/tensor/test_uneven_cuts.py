@@ -182,7 +182,7 @@ def evaluate_a_method(stage: int) -> None:
     with torch.no_grad():
         made: Any = torch.exp(sharded.mix)
     made[0].zero_()
-    assert made.full_tensor()[0].tolist() == [0, 0] and made[1].min() > 0
+    assert full_of(made)[0].tolist() == [0, 0] and made[1].min() > 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -259,6 +259,25 @@ def test_parameters_that_a_program_moves(name: str, moment: str, tmp_path: Path)
         run_ranks(move, 2, name, moment, tmp_path)
 
 
+def park_moved() -> None:
+    """Parameters and gradients that a program has exchanged, also between units."""
+    model = zerocore.shard(square(), stage=0, units=[nn.Linear])
+    model(batch(0)).square().mean().backward()
+    swap(model)
+    first, last = model[0].weight, model[2].weight
+    first.grad, last.grad = last.grad, first.grad
+    tensors = [t for p in model.parameters() for t in (p.detach(), p.grad)]
+    expected = [tensor.clone() for tensor in tensors]
+    with zerocore.parked(model), pytest.raises(RuntimeError, match="is parked"):
+        first.sum()
+    for tensor, value in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, value)
+
+
+def test_parked_parameters_that_a_program_has_moved() -> None:
+    run_ranks(park_moved, 1)
+
+
 def add_to_differing() -> None:
     """The next backward with sync averages also what each rank had in ``grad``, as DDP does."""
     for change in ("set", "in place", "dropped", "no_sync"):

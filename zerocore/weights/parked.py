@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from zerocore._C import HostMemory, free_memory, move_window, take_memory
 from zerocore.model.state import ShardState, ready_state_of
 from zerocore.tensor.placed import leaves
 from zerocore.tensor.rows import own_elements
-from zerocore.tensor.whole import grad_view
 
 _ALIGNMENT = 256
 _MESSAGE = "this tensor is parked: leave `with zerocore.parked(...)` before you use it"
@@ -107,45 +108,44 @@ def parked(model: nn.Module, *optimizers: Optimizer, to: str = "cpu") -> Iterato
         state.engine.set_parked(False)
 
 
-def _differ(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors on the same memory have different storages, as rows do."""
-    return tensor.untyped_storage()._cdata != other.untyped_storage()._cdata
-
-
 def _find(state: ShardState, optimizers: Sequence[Optimizer]) -> list[Memory]:
     units = [Memory(state.engine.device_memory(unit.index)) for unit in state.units]
-    for unit, memory in zip(state.units, units, strict=True):
-        for position, param in enumerate(unit.params):
-            part, local = state.engine.make_shard(unit.index, position), own_elements(param.shard)
-            is_plain = not hasattr(local, "__tensor_flatten__")
-            is_there = is_plain and local.data_ptr() == part.data_ptr()  # no program has moved it
-            if local.device.type == state.device.type and is_there and _differ(local, part):
-                memory.windows.append((local, part.detach()))
-            full = state.engine.make_full(unit.index, position)
-            if param.is_whole and param.object.data_ptr() == full.data_ptr():
-                memory.windows.append((param.object, full))
-            grad = param.object.grad if param.is_whole else None
-            if grad is not None:
-                kept = grad_view(state.engine, unit.index, position, grad)
-                if kept.data_ptr() == grad.data_ptr():  # otherwise the program has set ``grad``
-                    memory.windows.append((grad, kept))
     storages = {tensor.untyped_storage()._cdata for memory in units for tensor in memory.tensors}
-    states = []
-    for optimizer in optimizers:
-        for value in leaves([list(state.values()) for state in optimizer.state.values()]):
-            if not isinstance(value, Tensor):
+
+    def take(values: Iterable[Any]) -> list[Tensor]:
+        """Returns each other storage of these tensors on the device, as bytes."""
+        found = []
+        for plain in (own_elements(value) for value in values if isinstance(value, Tensor)):
+            if plain.device.type != state.device.type or hasattr(plain, "__tensor_flatten__"):
                 continue
-            plain = own_elements(value)
             storage = plain.untyped_storage()
-            if (
-                plain.device.type == state.device.type
-                and storage._cdata not in storages
-                and storage.nbytes()
-            ):
+            if storage._cdata not in storages and storage.nbytes():
                 storages.add(storage._cdata)
                 bytes_of: Any = torch.empty(0, dtype=torch.uint8, device=plain.device)
-                states.append(bytes_of.set_(storage, 0, (storage.nbytes(),), (1,)))
-    return [*units, Memory(states)]
+                found.append(bytes_of.set_(storage, 0, (storage.nbytes(),), (1,)))
+        return found
+
+    windows = []
+    for param in chain.from_iterable(unit.params for unit in state.units):
+        seen = (param.object, param.object.grad) if param.is_whole else ()
+        windows += take((param.shard, *seen))
+    _add_windows(units, windows)
+    states = chain.from_iterable(optimizer.state.values() for optimizer in optimizers)
+    return [*units, Memory(take(leaves([list(each.values()) for each in states])))]
+
+
+def _add_windows(units: list[Memory], storages: list[Tensor]) -> None:
+    """Adds storages on a unit's memory, also on another unit's: a program may have moved them."""
+    places = sorted(
+        ((tensor.data_ptr(), tensor, memory) for memory in units for tensor in memory.tensors),
+        key=itemgetter(0),
+    )
+    for window in storages:
+        address = window.data_ptr()
+        for begin, tensor, memory in places[: bisect(places, address, key=itemgetter(0))][-1:]:
+            if address < begin + tensor.nbytes:
+                part = tensor[address - begin :][: window.nbytes]
+                memory.windows.append((window, part))
 
 
 def _give_copies(state: ShardState, memories: list[Memory]) -> None:
