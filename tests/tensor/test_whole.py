@@ -268,8 +268,10 @@ def park_moved() -> None:
     first.grad, last.grad = last.grad, first.grad
     tensors = [t for p in model.parameters() for t in (p.detach(), p.grad)]
     expected = [tensor.clone() for tensor in tensors]
-    with zerocore.parked(model), pytest.raises(RuntimeError, match="is parked"):
-        first.sum()
+    with zerocore.parked(model):
+        if torch.__version__ >= "2.13":  # before, such a read ends the process
+            with pytest.raises(RuntimeError, match="is parked"):
+                first.sum()
     for tensor, value in zip(tensors, expected, strict=True):
         assert torch.equal(tensor, value)
 
