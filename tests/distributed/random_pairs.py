@@ -42,6 +42,7 @@ NOT_IN_FSDP |= {"copied", "whole_gradients", "parts_written", "complex"}
 ALTERNATIVES = (  # of which one pair has one
     set(OFFLOADED),
     {"checkpoint", "reentrant"},
+    {"parts_written", "mixed_precision"},  # refused: the parts are of copies in another dtype
     {"second_backward", "reentrant"},  # torch refuses the two together
     {"second_backward", "skipped"},  # the alarm's error at stage 3, see docs/behaviour.md
     {"second_backward", "exception"},  # the others' first backward raises, too

@@ -98,6 +98,7 @@ class ShardedPlayer(Player):
     def muon(self) -> list[Any]:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         rest = ["inp.*", "out.*"] + ["extra.*"] * self.has("unused_later")
+        rest += ["table.*"] * self.has("sparse")
         return [zerocore.matrices.Muon(named, lr=0.02, adamw=MUON_REST, adamw_names=rest)]
 
     def clip(self, most: float) -> Tensor:
